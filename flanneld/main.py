@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -170,7 +170,6 @@ class Daemon:
             supervisor.overdue,
             self._readiness.missing,
             self._readiness.waiting,
-            self._conditions_of_host,
             more_metrics,
         )
         self._observation = Observation(self._components, self._readiness, supervisor)
@@ -215,6 +214,7 @@ class Daemon:
         if self._options.ip_masq:
             loops.masquerade()
         self._host = host = self._upkeep(member)
+        self._components.add_host(host)
         self._write_subnet_file(member)
         families, uplink = member.config.families, member.uplink_manager.uplink.name
         either = (uplink, *loops.reconciler.domain.links) if member.config.also else ()
@@ -266,11 +266,6 @@ class Daemon:
         self._notifier.ready()
         if isinstance(member.manager, NodeStore) and self._options.set_node_network_unavailable:
             member.manager.mark_available()
-
-    def _conditions_of_host(self) -> Iterator[tuple[str, Iterable[str]]]:
-        if self._host:
-            yield "subnet file", filter(None, (self._host.file_problem,))
-            yield "forwarding", self._host.forwarding_problems()
 
     def _write_subnet_file(self, member: Member) -> None:
         assert self._host is not None

@@ -6,16 +6,19 @@ or is copied at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from flanneld.config import Config
 from flanneld.diagnostics.counted_manager import CountedManager
+from flanneld.diagnostics.host_upkeep import HostUpkeep
 from flanneld.errors import NoAnswer, Retryable
 from flanneld.options import Options
 from flanneld.reconcile.controller import Controller
 from flanneld.reconcile.counters import StoreCounters
 from flanneld.reconcile.member import Loops
+from flanneld.reconcile.reconciler import Reconciler
 from flanneld.runtime import clock
 from flanneld.runtime.logs.event_log import Events
 from flanneld.subnet.lease_keeper import LeaseKeeper
@@ -29,9 +32,8 @@ class Components:
     """Components of the daemon, including those that are created later.
 
     ``overdue`` returns a line for each task without a heartbeat, ``missing`` the missing conditions of
-    readiness, ``waiting`` the reason why startup waits. ``of_host`` returns conditions of this host by the
-    part of the daemon that checks them. ``more_metrics`` returns the counters of a lease server in this
-    process, as Prometheus' text. All may be called from any thread.
+    readiness, ``waiting`` the reason why startup waits. ``more_metrics`` returns the counters of a lease
+    server in this process, as Prometheus' text. All may be called from any thread.
     """
 
     def __init__(
@@ -42,7 +44,6 @@ class Components:
         overdue: Callable[[], list[str]],
         missing: Callable[[], list[str]],
         waiting: Callable[[], list[str]] = list,
-        of_host: Callable[[], Iterable[tuple[str, Iterable[str]]]] = tuple,
         more_metrics: Callable[[], str] | None = None,
     ) -> None:
         self.options = options
@@ -51,17 +52,20 @@ class Components:
         self.overdue = overdue
         self.missing = missing
         self.waiting = waiting
-        self.of_host = of_host
         self.more_metrics = more_metrics
         self.started = clock.wall()
         #: None until created. Set by the methods below, read from any thread.
         self.config: Config | None = None
         self.loops: Loops | None = None
+        self.host: HostUpkeep | None = None
         self.prober: Prober | None = None
 
     def join(self, config: Config, loops: Loops) -> None:
         """Add the components that exist once this node has a lease."""
         self.config, self.loops = config, loops
+
+    def add_host(self, host: HostUpkeep) -> None:
+        self.host = host
 
     def add_prober(self, prober: Prober) -> None:
         self.prober = prober
@@ -77,6 +81,19 @@ class Components:
     @property
     def firewall(self) -> Firewall | None:
         return self.loops.firewall if self.loops else None
+
+    def reconcilers(self) -> Iterator[Reconciler]:
+        """Yield the reconcilers of all tables: of the kernel, backends, firewall and host."""
+        if self.reconciler:
+            yield from self.reconciler.tables.reconcilers
+        if self.firewall:
+            yield self.firewall.reconciler
+        if self.host:
+            yield self.host.reconciler
+
+    def heals(self) -> Counter[tuple[str, str]]:
+        """Count repairs by kind of object and cause, in all tables."""
+        return sum((Counter(each.work.heals) for each in self.reconcilers()), Counter())
 
     @property
     def store(self) -> StoreCounters:

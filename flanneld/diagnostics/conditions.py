@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
@@ -12,14 +11,12 @@ from flanneld.diagnostics.components import Components
 from flanneld.model import Lease
 from flanneld.reconcile.host.uplink_manager import UplinkManager
 from flanneld.reconcile.peers import Peers
+from flanneld.reconcile.reconciler import TableState
 from flanneld.runtime import clock, waits
 from flanneld.state.removal_guard import RemovalGuard
 from flanneld.state.report import Failure
 from flanneld.state.resources import Key
 from flanneld.state.sessions import silence
-
-if TYPE_CHECKING:
-    from flanneld.reconcile.firewall import Firewall  # imported only if used
 
 #: Seconds between two checks of ``watch``, and for which a condition must last to be reported.
 LOOK, LASTING = 1.0, 5.0
@@ -87,8 +84,9 @@ def _looks(components: Components) -> Iterator[tuple[str, Iterable[str]]]:
         yield "peers", _of_the_peers(components.reconciler.peers)
         yield "removals", _of_the_removal_guard(components.reconciler.removal_guard)
     if components.firewall:
-        yield "firewall", _of_the_firewall(components.firewall)
-    yield from components.of_host()
+        yield "firewall", _troubles(components.firewall.states())
+    for state in components.host.reconciler.states() if components.host else ():
+        yield state.name.replace("-", " "), _troubles([state])
 
 
 def _of_the_store(components: Components) -> Iterator[str]:
@@ -132,7 +130,5 @@ def _of_the_removal_guard(removal_guard: RemovalGuard) -> Iterator[str]:
         yield f"held back: {removal_guard.reason}"
 
 
-def _of_the_firewall(firewall: Firewall) -> Iterator[str]:
-    yield from (f"the rules for IPv{family} are not in place" for family in firewall.unsettled())
-    if firewall.is_fighting():
-        yield "another program keeps changing our rules; the log says which"
+def _troubles(states: Iterable[TableState]) -> Iterator[str]:
+    return (state.trouble for state in states if state.trouble)

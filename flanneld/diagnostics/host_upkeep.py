@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from flanneld.diagnostics.host_checks import KernelForwardingTable
 from flanneld.model import Family
-from flanneld.reconcile.reconciler import TableState
+from flanneld.reconcile.reconciler import Reconciler
 from flanneld.reconcile.table_worker import Knowledge, TableWorker
 from flanneld.runtime import clock
 from flanneld.runtime.supervisor import Supervisor
@@ -65,16 +65,12 @@ class HostUpkeep:
             self._worker.step(clock.now())
 
     @property
+    def reconciler(self) -> Reconciler:
+        """Reconciler of both tables."""
+        return self._worker.reconciler
+
+    @property
     def file_problem(self) -> str:
-        """Problem with the subnet file; empty if there is none."""
-        state = self._state(subnet_file.TABLE)
-        if state.contested and not state.settled and not state.problem:
-            return f"another program keeps removing or changing {self._path}; find and stop it"
-        return state.problem
-
-    def forwarding_problems(self) -> Iterator[str]:
-        """Return one line for each family that the kernel does not forward."""
-        return (failure.reason for failure in self._state(KernelForwardingTable.name).failed)
-
-    def _state(self, table: str) -> TableState:
-        return next(state for state in self._worker.reconciler.states() if state.name == table)
+        """Reason why the subnet file does not hold what it should; empty if it does."""
+        (state,) = (each for each in self.reconciler.states() if each.name == subnet_file.TABLE)
+        return "" if state.settled else state.trouble

@@ -22,7 +22,7 @@ from flanneld.model import FAMILIES, Lease
 from flanneld.reconcile.controller import Controller
 from flanneld.reconcile.counters import BOUNDS, Histogram, wall
 from flanneld.runtime import clock
-from flanneld.state.resources import Link
+from flanneld.state.resources import Kind, Link
 
 _INSTALL = "pip install prometheus-client, or apt install python3-prometheus-client"
 _ERRNO = {os.strerror(code): name for code, name in errno.errorcode.items()}
@@ -91,9 +91,12 @@ def _peers(reconciler: Controller) -> Reading:
     )
 
 
-def _heals(reconciler: Controller) -> Reading:
-    kinds = {kind.name.lower() for kind in reconciler.peers.desired_kinds()}
-    return {(kind, "unknown"): 0 for kind in sorted(kinds)} | reconciler.tables.heals()
+def _heals(components: Components) -> Reading:
+    """Count repairs. Kinds without one report 0, so that sums are defined."""
+    kinds = set(components.reconciler.peers.desired_kinds() if components.reconciler else ())
+    kinds |= {Kind.RULES} if components.firewall else set()
+    kinds |= {Kind.FILE} if components.host else set()
+    return {(kind.name.lower(), "unknown"): 0 for kind in sorted(kinds)} | components.heals()
 
 
 def _objects(number: Callable[[int, int], int]) -> Read:
@@ -223,7 +226,7 @@ METRICS = (
     _counter(
         "flannel_heals_total",
         "objects repaired after a change by another program",
-        _of_the_reconciler(_heals),
+        _heals,
         "kind",
         "cause",
     ),

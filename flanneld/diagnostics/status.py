@@ -135,7 +135,7 @@ def _data_plane(components: Components) -> Document:
     if reconciler is None:
         return {}
     work, pending = reconciler.tables.work, reconciler.tables.pending()
-    repairs = reconciler.tables.heals().items()
+    repairs = components.heals().items()
     return {
         "uplink": {
             **uplink(reconciler.uplink_manager.uplink),
@@ -176,7 +176,7 @@ def _firewall(components: Components) -> Document | None:
         "masquerade": components.options.ip_masq,
         "forward": components.options.iptables_forward_rules,
         "not_in_place": [f"IPv{family}" for family in firewall.unsettled()],
-        "fights": firewall.is_fighting(),
+        "fights": any(state.contested for state in firewall.states()),
         "repairs": [{"through": name, "by": by, "number": number} for (name, by), number in repairs],
     }
 

@@ -28,7 +28,7 @@ from flanneld.network.firewall.rules import Nets, Purpose, Style, desired_rules
 from flanneld.network.firewall.rules_sweep import PLACES, RulePlace, driver, sweep
 from flanneld.network.firewall.tables import RuleSet, RulesTable
 from flanneld.options import Options
-from flanneld.reconcile.reconciler import Reconciler, desired_by_table
+from flanneld.reconcile.reconciler import Reconciler, TableState, desired_by_table
 from flanneld.runtime import clock, shell
 from flanneld.runtime.step_loop import StepLoop
 from flanneld.subnet.subnet_file import Previous
@@ -153,10 +153,10 @@ class Firewall:
         self._settings = settings
         self._stop = stop
         self._placed = PlacedRules("nft", "", (), ())
-        self._reconciler = Reconciler((), {}, stop.is_set)
+        self.reconciler = Reconciler((), {}, stop.is_set)
         self._loop = StepLoop(
-            lambda now: self._reconciler.step(now),
-            lambda: self._reconciler.sources(),
+            lambda now: self.reconciler.step(now),
+            lambda: self.reconciler.sources(),
             stop=stop,
             heartbeat=heartbeat,
         )
@@ -168,29 +168,23 @@ class Firewall:
         """Place of the rules."""
         return self._placed.place
 
+    def states(self) -> list[TableState]:
+        """Return the status of the tables in use."""
+        used = {each.table for each in self._placed.desired}
+        return [state for state in self.reconciler.states() if state.name in used]
+
     @property
     def repairs(self) -> dict[tuple[str, str], int]:
         """Return repairs by driver and by the program that removed the rules, or "unknown"."""
         names = {each.table: each.name for each in self._placed.desired}
         return {
-            (names[state.name], by): number
-            for state in self._reconciler.states()
-            if state.name in names
-            for by, number in state.repairs.items()
+            (names[state.name], by): number for state in self.states() for by, number in state.repairs.items()
         }
 
     def unsettled(self) -> list[Family]:
         """Return the families whose rules are not, or may not be, in place."""
-        families = {each.name: each.family for each in self._placed.tables if each.is_used}
-        return [
-            families[each.name]
-            for each in self._reconciler.states()
-            if each.name in families and not each.settled
-        ]
-
-    def is_fighting(self) -> bool:
-        """Return True if another program keeps removing the rules."""
-        return any(state.contested for state in self._reconciler.states())
+        families = {each.name: each.family for each in self._placed.tables}
+        return [families[each.name] for each in self.states() if not each.settled]
 
     # ---- before the first packet -------------------------------------------------------------
 
@@ -207,7 +201,7 @@ class Firewall:
         try:
             self._loop.run()
         finally:
-            self._reconciler.close()
+            self.reconciler.close()
 
     def start_and_run(self) -> None:
         """Start and run in one call, for rules that startup does not wait for."""
@@ -232,11 +226,11 @@ class Firewall:
             log.info("Using %s (%s)", names, placed.reason)
         self._placed = placed
         desired = desired_by_table(placed.desired)
-        self._reconciler = Reconciler(placed.tables, desired, self._stop.is_set)
+        self.reconciler = Reconciler(placed.tables, desired, self._stop.is_set)
         for table in placed.tables if placed.place != "legacy" else ():
             if table.is_used:
                 table.listen()
-        self._reconciler.step(clock.now())
+        self.reconciler.step(clock.now())
 
     def _warn_of_dropping(self) -> None:
         """Warn of chains that drop packets: our rules accept them in one table at most."""

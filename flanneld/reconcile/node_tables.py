@@ -100,20 +100,16 @@ class NodeTables:
         return self.reconciler.work
 
     @property
-    def _reconcilers(self) -> list[Reconciler]:
+    def reconcilers(self) -> list[Reconciler]:
         return [self.reconciler, *(worker.reconciler for worker in self.workers)]
 
     def states(self) -> list[TableState]:
         """Return the status of each table. May be called from any thread."""
-        return [state for each in self._reconcilers for state in each.states()]
-
-    def heals(self) -> Counter[tuple[str, str]]:
-        """Count repairs by kind of object and cause. From any thread."""
-        return sum((Counter(each.work.heals) for each in self._reconcilers), Counter())
+        return [state for each in self.reconcilers for state in each.states()]
 
     def refusals(self) -> Counter[tuple[str, str]]:
         """Count refusals by kind of object and reason. From any thread."""
-        return sum((Counter(each.work.refusals) for each in self._reconcilers), Counter())
+        return sum((Counter(each.work.refusals) for each in self.reconcilers), Counter())
 
     def pending(self) -> dict[Key, Failure]:
         """Return the desired objects that are refused now. May be called from any thread."""

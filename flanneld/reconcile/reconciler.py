@@ -48,6 +48,7 @@ class TableState(Struct, frozen=True, gc=False):
     """Status of one table. ``failed`` are refusals, ``problem`` is the reason why it cannot be read."""
 
     name: str
+    what: str
     worker: str
     vital: bool
     #: True if the table has held the whole desired state since its last change.
@@ -57,6 +58,15 @@ class TableState(Struct, frozen=True, gc=False):
     problem: str
     #: Repairs by the program that made the undone change, or "unknown".
     repairs: Mapping[str, int]
+
+    @property
+    def trouble(self) -> str:
+        """Reason why the resources are not in place, or may not stay there; empty if all is well."""
+        if reason := self.problem or "; ".join(failure.reason for failure in self.failed):
+            return reason
+        if self.contested:
+            return f"another program keeps changing {self.what}; see flannelctl events"
+        return "" if self.settled else f"{self.what} are not in place"
 
 
 class Permits(Protocol):
@@ -158,6 +168,7 @@ class Reconciler:
         return [
             TableState(
                 name,
+                each.table.what,
                 each.table.worker,
                 each.table.vital,
                 each.settled,
@@ -261,6 +272,7 @@ class Reconciler:
         Yield while a table is being read. Meanwhile ``change`` may be called, and notifications may come in.
         """
         began, cpu, total = clock.now(), clock.cpu_time(), Report()
+        first = {name for name, each in self._all.items() if not each.was_right}
         stale: dict[str, Sequence[Resource]] = {}
         for name, each in self._all.items():
             if name not in due or not self._may_begin(each):
@@ -274,7 +286,9 @@ class Reconciler:
         for name in reversed(stale):
             unchanged = [each for each in allowed.get(name, ()) if each.key not in self._all[name].changed]
             if unchanged:
-                total.add(self._drop(self._all[name], unchanged, now, is_start=is_start))
+                is_first = name in first
+                report = self._drop(self._all[name], unchanged, now, is_start=is_start, is_first=is_first)
+                total.add(report)
         self.work.reconcile.observe(clock.now() - began)
         rest = now + REST * (clock.cpu_time() - cpu)
         for name in due:
@@ -328,11 +342,17 @@ class Reconciler:
                 return difference(each.desired, each.table.read(scope))
         return difference(each.desired, each.table.read(scope))
 
-    def _drop(self, each: _Upkeep, stale: Sequence[Resource], now: float, *, is_start: bool) -> Report:
+    def _drop(
+        self, each: _Upkeep, stale: Sequence[Resource], now: float, *, is_start: bool, is_first: bool
+    ) -> Report:
+        """Remove stale objects. Those of an earlier run, found by the first reading, are no repair."""
         report = Report()
         self._write(each, partial(each.table.drop, stale), report, now)
-        if not is_start and report.removed:
-            self._repaired(each, "Removed", report.removed, report.details)
+        if report.removed and not is_start:
+            if is_first:
+                _tell("Removed", report.removed, report.details)
+            else:
+                self._repaired(each, "Removed", report.removed, report.details)
         return report
 
     def _write(self, each: _Upkeep, act: Callable[[], Report], total: Report, now: float) -> None:
@@ -372,10 +392,10 @@ class Reconciler:
                 self._repaired(each, "Restored", report.made, report.details)
             else:
                 _tell("Made", report.made, report.details)
+        each.problem = ""
         self._retry(each, report.failed, now)
         if report.failed:
             return
-        each.problem = ""
         each.was_right = True
         self._converged.add(each.table.name)
         each.settled = not report.pending

@@ -323,12 +323,24 @@ def test_metrics_tell_what_the_daemon_does(lab: Lab) -> None:
     assert after['flannel_desired_objects{kind="route"}'] == 2
 
 
-def test_rules_that_were_put_back_are_counted(lab: Lab) -> None:
-    node, _ = settled(lab, f"--healthz-port={HEALTH_PORT}", "--ip-masq")
+def test_repairs_of_rules_file_and_forwarding_are_counted(lab: Lab) -> None:
+    node, _ = settled(lab, f"--healthz-port={HEALTH_PORT}", "--ip-masq", "--keep-forwarding")
+    before = metrics(node)
+    assert {
+        before[f'flannel_heals_total{{cause="unknown",kind="{kind}"}}'] for kind in ("rules", "file")
+    } == {0}
+    assert 'flannel_heals_total{cause="audit",kind="file"}' not in before
     node.run("iptables", "-t", "nat", "-F")
     node.wait_for_log("Restored our rules")
     wait_for(lambda: "flannel_firewall_resyncs_total{" in str(metrics(node)), what="the repair to be counted")
     assert answer(node, "status")["firewall"]["repairs"][0]["number"] >= 1
+    assert metrics(node)['flannel_heals_total{cause="notification",kind="rules"}'] >= 1
+    node.subnet_file.unlink()
+    node.wait_for_log("Restored /")
+    node.namespace.sysctl("net/ipv4/ip_forward", 0)
+    node.wait_for_log("Restored forwarding")
+    heals = 'flannel_heals_total{cause="audit",kind="file"}'
+    wait_for(lambda: metrics(node).get(heals) == 2, what="both repairs to be counted")
 
 
 def test_the_mtu_of_each_device_is_told(lab: Lab) -> None:

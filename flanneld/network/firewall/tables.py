@@ -74,7 +74,8 @@ class RulesTable:
     ) -> None:
         self.family = family
         self.name = f"firewall-ipv{family}" + ("" if through else f"-{place}")
-        self.what = f"the rules for IPv{family}" + ("" if through else f" of an earlier run ({place})")
+        stale = f"removals of an earlier run's rules for IPv{family} ({place})"
+        self.what = f"the rules for IPv{family}" if through else stale
         self.audit = audit
         self.needs = needs
         self._place: RulePlace = place

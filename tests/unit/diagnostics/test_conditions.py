@@ -6,20 +6,24 @@ import math
 import threading
 from collections.abc import Callable
 from ipaddress import IPv4Network, ip_network
+from pathlib import Path
 from queue import SimpleQueue
 
 import pytest
 
 from flanneld.diagnostics import conditions
 from flanneld.diagnostics.components import Components
+from flanneld.diagnostics.host_upkeep import HostUpkeep
 from flanneld.errors import NoAnswer, Retryable
 from flanneld.model import Lease, LeaseAttrs, Snapshot
 from flanneld.options import Options
 from flanneld.runtime import clock
 from flanneld.runtime.logs.event_log import Events
+from flanneld.runtime.supervisor import Supervisor
 from flanneld.state.removal_guard import RemovalGuard
 from flanneld.state.report import Failure
 from flanneld.state.resources import Route
+from flanneld.subnet.subnet_file import SubnetEnv
 from tests.unit.diagnostics.stores import unasked_store
 
 DEADLINE = 30.0
@@ -69,12 +73,18 @@ def test_a_store_that_answers_with_a_refusal_is_not_said_to_be_silent(
     assert not components.store_is_up
 
 
-def test_conditions_of_the_host_are_told_with_the_others() -> None:
-    of_host = [("subnet file", ["cannot write /run/flannel/subnet.env"]), ("forwarding", [])]
-    components = Components(
-        Options(), unasked_store(), Events(), overdue=list, missing=list, of_host=lambda: of_host
-    )
-    assert found(components) == ["subnet file: cannot write /run/flannel/subnet.env"]
+def test_conditions_of_the_host_are_told_with_the_others(components: Components, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    path = tmp_path / "file/subnet.env"
+    host = HostUpkeep(path, (), str, Supervisor(), keep_forwarding=False, on_write=lambda: None)
+    components.add_host(host)
+    host.write(SubnetEnv((), (), 1450, ip_masq=True))
+    (told,) = found(components)
+    assert told.startswith(f"subnet file: cannot write {path}: ")
+    assert host.file_problem in told
+    (tmp_path / "file").unlink()
+    host.write(SubnetEnv((), (), 1450, ip_masq=True))
+    assert (found(components), host.file_problem) == ([], "")
 
 
 def test_a_thread_that_is_late_is_one() -> None:

@@ -492,6 +492,41 @@ def test_changes_during_an_audit_are_written_at_once_and_are_no_repairs(
     assert reconciler.states()[0].settled
 
 
+def test_removal_of_what_an_earlier_run_left_is_no_repair(
+    time: Time, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    table = SimulatedTable()
+    reconciler = reconciler_of(table)
+    table.held = {A.key: Seen(A), B.key: Seen(B), C.key: Seen(C, Claim.LEFT)}
+    reconciler.step(time.now)
+    assert caplog.messages == ["Removed thing c=0"]
+    assert reconciler.work.heals == {}
+    table.held[C.key] = Seen(C)
+    reconciler.hear(time.now)
+    time.run(reconciler, 1)
+    assert reconciler.work.heals == {("remote", TOLD): 1}
+
+
+def test_table_in_trouble_says_why(time: Time) -> None:
+    table = SimulatedTable()
+    reconciler = reconciler_of(table)
+
+    def trouble() -> str:
+        return reconciler.states()[0].trouble
+
+    assert trouble() == "the things are not in place"
+    table.unreadable = "jammed"
+    reconciler.step(time.now)
+    assert "jammed" in trouble()
+    table.unreadable, table.refused = "", {B.key}
+    time.run(reconciler, 5)
+    assert trouble() == reconciler.states()[0].failed[0].reason
+    table.refused = set()
+    time.run(reconciler, 40)
+    assert trouble() == ""
+
+
 def test_drift_is_repaired_although_events_came_during_the_audit(
     time: Time, large: tuple[SimulatedTable, Reconciler, dict[Key, Resource]]
 ) -> None:
