@@ -214,7 +214,7 @@ class Daemon:
         if self._options.ip_masq:
             loops.masquerade()
         self._host = host = self._upkeep(member)
-        self._components.add_host(host)
+        self._components.host = host
         self._write_subnet_file(member)
         families, uplink = member.config.families, member.uplink_manager.uplink.name
         either = (uplink, *loops.reconciler.domain.links) if member.config.also else ()

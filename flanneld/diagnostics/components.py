@@ -54,7 +54,7 @@ class Components:
         self.waiting = waiting
         self.more_metrics = more_metrics
         self.started = clock.wall()
-        #: None until created. Set by the methods below, read from any thread.
+        #: None until created. Set by one thread, read from any.
         self.config: Config | None = None
         self.loops: Loops | None = None
         self.host: HostUpkeep | None = None
@@ -63,12 +63,6 @@ class Components:
     def join(self, config: Config, loops: Loops) -> None:
         """Add the components that exist once this node has a lease."""
         self.config, self.loops = config, loops
-
-    def add_host(self, host: HostUpkeep) -> None:
-        self.host = host
-
-    def add_prober(self, prober: Prober) -> None:
-        self.prober = prober
 
     @property
     def lease_keeper(self) -> LeaseKeeper | None:
@@ -89,7 +83,7 @@ class Components:
         if self.firewall:
             yield self.firewall.reconciler
         if self.host:
-            yield self.host.reconciler
+            yield self.host.worker.reconciler
 
     def heals(self) -> Counter[tuple[str, str]]:
         """Count repairs by kind of object and cause, in all tables."""

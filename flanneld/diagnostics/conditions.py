@@ -11,7 +11,6 @@ from flanneld.diagnostics.components import Components
 from flanneld.model import Lease
 from flanneld.reconcile.host.uplink_manager import UplinkManager
 from flanneld.reconcile.peers import Peers
-from flanneld.reconcile.reconciler import TableState
 from flanneld.runtime import clock, waits
 from flanneld.state.removal_guard import RemovalGuard
 from flanneld.state.report import Failure
@@ -84,9 +83,9 @@ def _looks(components: Components) -> Iterator[tuple[str, Iterable[str]]]:
         yield "peers", _of_the_peers(components.reconciler.peers)
         yield "removals", _of_the_removal_guard(components.reconciler.removal_guard)
     if components.firewall:
-        yield "firewall", _troubles(components.firewall.states())
-    for state in components.host.reconciler.states() if components.host else ():
-        yield state.name.replace("-", " "), _troubles([state])
+        yield "firewall", filter(None, (state.trouble for state in components.firewall.states()))
+    for state in components.host.worker.reconciler.states() if components.host else ():
+        yield state.name.replace("-", " "), filter(None, (state.trouble,))
 
 
 def _of_the_store(components: Components) -> Iterator[str]:
@@ -128,7 +127,3 @@ def _of_the_peers(peers: Peers) -> Iterator[str]:
 def _of_the_removal_guard(removal_guard: RemovalGuard) -> Iterator[str]:
     if removal_guard.holds:
         yield f"held back: {removal_guard.reason}"
-
-
-def _troubles(states: Iterable[TableState]) -> Iterator[str]:
-    return (state.trouble for state in states if state.trouble)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from flanneld.diagnostics.host_checks import KernelForwardingTable
 from flanneld.model import Family
-from flanneld.reconcile.reconciler import Reconciler
 from flanneld.reconcile.table_worker import Knowledge, TableWorker
 from flanneld.runtime import clock
 from flanneld.runtime.supervisor import Supervisor
@@ -39,7 +38,7 @@ class HostUpkeep:
         self._desired: dict[Key, Resource] = {}
         self._is_running = False
         self._forwarding = KernelForwardingTable(families, uplink, keep=keep_forwarding)
-        self._worker = TableWorker(
+        self.worker = TableWorker(
             _NAME,
             [SubnetFileTable(path, on_write), self._forwarding],
             stop=supervisor.stop,
@@ -55,22 +54,17 @@ class HostUpkeep:
         """Continue in a thread of its own, and maintain forwarding from now on."""
         self._want(*self._forwarding.desired)
         self._is_running = True
-        self._supervisor.start(_NAME, self._worker.run, self._worker.cancel)
+        self._supervisor.start(_NAME, self.worker.run, self.worker.cancel)
 
     def _want(self, *resources: Resource) -> None:
         self._desired |= {resource.key: resource for resource in resources}
         everything = Delta(tuple(map(Put, self._desired.values())))
-        self._worker.send(everything, Knowledge(synced=True), whole=True)
+        self.worker.send(everything, Knowledge(synced=True), whole=True)
         if not self._is_running:
-            self._worker.step(clock.now())
-
-    @property
-    def reconciler(self) -> Reconciler:
-        """Reconciler of both tables."""
-        return self._worker.reconciler
+            self.worker.step(clock.now())
 
     @property
     def file_problem(self) -> str:
         """Reason why the subnet file does not hold what it should; empty if it does."""
-        (state,) = (each for each in self.reconciler.states() if each.name == subnet_file.TABLE)
+        (state,) = (each for each in self.worker.reconciler.states() if each.name == subnet_file.TABLE)
         return "" if state.settled else state.trouble

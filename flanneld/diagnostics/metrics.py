@@ -93,9 +93,8 @@ def _peers(reconciler: Controller) -> Reading:
 
 def _heals(components: Components) -> Reading:
     """Count repairs. Kinds without one report 0, so that sums are defined."""
-    kinds = set(components.reconciler.peers.desired_kinds() if components.reconciler else ())
-    kinds |= {Kind.RULES} if components.firewall else set()
-    kinds |= {Kind.FILE} if components.host else set()
+    desired = components.reconciler.peers.desired_kinds() if components.reconciler else ()
+    kinds = {Kind.RULES, Kind.FILE, *desired}
     return {(kind.name.lower(), "unknown"): 0 for kind in sorted(kinds)} | components.heals()
 
 

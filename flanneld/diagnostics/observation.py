@@ -67,7 +67,7 @@ class Observation:
 
         heartbeat = partial(self._supervisor.heartbeat, "prober")
         prober = Prober(number, lease, reconciler, stop=self._supervisor.stop, heartbeat=heartbeat)
-        self._components.add_prober(prober)
+        self._components.prober = prober
         self._supervisor.start("prober", prober.run)
 
     def answer_queries(self) -> None:

@@ -10,13 +10,16 @@ from pathlib import Path
 from flanneld.diagnostics.dry_run import Notes, Outcome, dry_run
 from flanneld.diagnostics.host_checks import KernelForwardingTable
 from flanneld.network import iproute2_commands
+from flanneld.network.firewall.tables import RulesTable
 from flanneld.options import Options
 from flanneld.reconcile.firewall import firewall_settings, place_rules
 from flanneld.reconcile.reconciler import desired_by_table
 from flanneld.state.resources import Kind, Resource
-from flanneld.state.table import Scope, Scripted
+from flanneld.state.table import Scope
 from flanneld.subnet.manager import SubnetManager
 from flanneld.subnet.subnet_file import SubnetEnv, SubnetEnvFile, SubnetFileTable
+
+_Scripted = SubnetFileTable | KernelForwardingTable | RulesTable
 
 
 def print_plan(wanted: Options, manager: SubnetManager, say: Callable[[str], None]) -> None:
@@ -107,7 +110,7 @@ def _rules(wanted: Options, outcome: Outcome) -> Iterator[str]:
         yield from _scripts(placed.tables, placed.desired)
 
 
-def _scripts(tables: Iterable[Scripted], desired: Iterable[Resource]) -> Iterator[str]:
+def _scripts(tables: Iterable[_Scripted], desired: Iterable[Resource]) -> Iterator[str]:
     by_table = desired_by_table(desired)
     for table in tables:
         yield from table.script(Scope(by_table.get(table.name, {})))

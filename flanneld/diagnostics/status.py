@@ -172,7 +172,7 @@ def _firewall(components: Components) -> Document | None:
         return None
     repairs = firewall.repairs.copy().items()
     return {
-        "place": firewall.place,
+        "place": firewall.placed.place,
         "masquerade": components.options.ip_masq,
         "forward": components.options.iptables_forward_rules,
         "not_in_place": [f"IPv{family}" for family in firewall.unsettled()],

@@ -21,11 +21,11 @@ from flanneld.model import FAMILIES, Family, IPNetwork, LeaseKey
 from flanneld.network.firewall import detect
 from flanneld.network.firewall.command import IptablesRunner
 from flanneld.network.firewall.detect import FlavourOption
-from flanneld.network.firewall.driver import Driver, Unavailable
+from flanneld.network.firewall.driver import Driver, Unavailable, carry_out
 from flanneld.network.firewall.edits import RuleOwnership, claim
 from flanneld.network.firewall.forward_drops import dropping, in_the_way
 from flanneld.network.firewall.rules import Nets, Purpose, Style, desired_rules
-from flanneld.network.firewall.rules_sweep import PLACES, RulePlace, driver, sweep
+from flanneld.network.firewall.rules_sweep import PLACES, RulePlace, described, driver, stale_rules
 from flanneld.network.firewall.tables import RuleSet, RulesTable
 from flanneld.options import Options
 from flanneld.reconcile.reconciler import Reconciler, TableState, desired_by_table
@@ -92,7 +92,10 @@ def place_rules(settings: FirewallSettings, stop: threading.Event) -> PlacedRule
     Rules in other places, and of families without a network now, are removed once the new ones are set.
     """
     commands = IptablesRunner(stop)
-    place, reason = _choose_place(settings)
+    place: RulePlace = "native"
+    reason = "requested by EnableNFTables in the network config"
+    if not settings.native:
+        place, reason = detect.choose(settings.flavour, detect.look([nets.family for nets in settings.nets]))
     style: Style = "native" if settings.native else settings.style
     used = [
         RulesTable(
@@ -120,18 +123,12 @@ def place_rules(settings: FirewallSettings, stop: threading.Event) -> PlacedRule
     return PlacedRules(place, reason, tuple(desired), (*used, *others))
 
 
-def _choose_place(settings: FirewallSettings) -> tuple[RulePlace, str]:
-    if settings.native:
-        return "native", "requested by EnableNFTables in the network config"
-    return detect.choose(settings.flavour, detect.look([nets.family for nets in settings.nets]))
-
-
 def _driver(place: RulePlace, family: Family, commands: IptablesRunner, stop: threading.Event) -> Driver:
     if place == "legacy" and family == 4:
         from flanneld.network.firewall.iptables.legacy import PythonIptables  # not on most hosts
 
         try:
-            return PythonIptables(stop)
+            return PythonIptables(commands, stop)
         except Unavailable as reason:
             log.info("Using iptables-legacy-restore: %s", reason)
     return driver(place, family, commands)
@@ -152,7 +149,7 @@ class Firewall:
     ) -> None:
         self._settings = settings
         self._stop = stop
-        self._placed = PlacedRules("nft", "", (), ())
+        self.placed = PlacedRules("nft", "", (), ())
         self.reconciler = Reconciler((), {}, stop.is_set)
         self._loop = StepLoop(
             lambda now: self.reconciler.step(now),
@@ -163,27 +160,22 @@ class Firewall:
 
     # ---- status, from any thread -----------------------------------------------------------------
 
-    @property
-    def place(self) -> RulePlace:
-        """Place of the rules."""
-        return self._placed.place
-
     def states(self) -> list[TableState]:
         """Return the status of the tables in use."""
-        used = {each.table for each in self._placed.desired}
+        used = {each.table for each in self.placed.desired}
         return [state for state in self.reconciler.states() if state.name in used]
 
     @property
     def repairs(self) -> dict[tuple[str, str], int]:
         """Return repairs by driver and by the program that removed the rules, or "unknown"."""
-        names = {each.table: each.name for each in self._placed.desired}
+        names = {each.table: each.name for each in self.placed.desired}
         return {
             (names[state.name], by): number for state in self.states() for by, number in state.repairs.items()
         }
 
     def unsettled(self) -> list[Family]:
         """Return the families whose rules are not, or may not be, in place."""
-        families = {each.name: each.family for each in self._placed.tables}
+        families = {each.name: each.family for each in self.placed.tables}
         return [families[each.name] for each in self.states() if not each.settled]
 
     # ---- before the first packet -------------------------------------------------------------
@@ -203,11 +195,6 @@ class Firewall:
         finally:
             self.reconciler.close()
 
-    def start_and_run(self) -> None:
-        """Start and run in one call, for rules that startup does not wait for."""
-        self.start()
-        self.run()
-
     def cancel(self) -> None:
         self._loop.cancel()
 
@@ -224,7 +211,7 @@ class Firewall:
         if purpose:
             names = ", ".join(dict.fromkeys(each.name for each in placed.desired))
             log.info("Using %s (%s)", names, placed.reason)
-        self._placed = placed
+        self.placed = placed
         desired = desired_by_table(placed.desired)
         self.reconciler = Reconciler(placed.tables, desired, self._stop.is_set)
         for table in placed.tables if placed.place != "legacy" else ():
@@ -234,7 +221,7 @@ class Firewall:
 
     def _warn_of_dropping(self) -> None:
         """Warn of chains that drop packets: our rules accept them in one table at most."""
-        ours = self.place if self._placed.tables and self._settings.purpose.forward else None
+        ours = self.placed.place if self.placed.tables and self._settings.purpose.forward else None
         for nets in self._settings.nets:
             for found in dropping(nets.family):
                 if in_the_way(found, nets.network, ours):
@@ -263,7 +250,10 @@ def retire(
             claimed = replace(claimed, networks=None)
         for place in PLACES:
             try:
-                removed += sweep(place, family, claimed, commands, dry_run=dry_run)
+                there, edits = stale_rules(place, family, claimed, commands)
+                if there:
+                    stuck = () if dry_run else carry_out(there, edits)
+                    removed += (f"{there.name}: {line}" for line in described(edits, stuck))
             except Retryable as failure:
                 failures.append(f"rules for IPv{family}: {failure}")
     return removed, failures

@@ -112,7 +112,9 @@ class Loops:
 
         def run() -> None:
             if wait_for_peers():
-                self._make_firewall().start_and_run()
+                firewall = self._make_firewall()
+                firewall.start()
+                firewall.run()
 
         def cancel() -> None:
             if self.firewall:

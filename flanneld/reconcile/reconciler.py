@@ -272,7 +272,8 @@ class Reconciler:
         Yield while a table is being read. Meanwhile ``change`` may be called, and notifications may come in.
         """
         began, cpu, total = clock.now(), clock.cpu_time(), Report()
-        first = {name for name, each in self._all.items() if not each.was_right}
+        # The first reading finds what an earlier run left: its removal is no repair.
+        known = {name for name, each in self._all.items() if each.was_right}
         stale: dict[str, Sequence[Resource]] = {}
         for name, each in self._all.items():
             if name not in due or not self._may_begin(each):
@@ -284,11 +285,10 @@ class Reconciler:
                 due |= {other for other, upkeep in self._all.items() if upkeep.stands_on(name)}
         allowed = self._permits.drops(stale) if any(stale.values()) else {}
         for name in reversed(stale):
-            unchanged = [each for each in allowed.get(name, ()) if each.key not in self._all[name].changed]
+            each = self._all[name]
+            unchanged = [found for found in allowed.get(name, ()) if found.key not in each.changed]
             if unchanged:
-                is_first = name in first
-                report = self._drop(self._all[name], unchanged, now, is_start=is_start, is_first=is_first)
-                total.add(report)
+                total.add(self._drop(each, unchanged, now, is_start=is_start, is_repair=name in known))
         self.work.reconcile.observe(clock.now() - began)
         rest = now + REST * (clock.cpu_time() - cpu)
         for name in due:
@@ -343,16 +343,13 @@ class Reconciler:
         return difference(each.desired, each.table.read(scope))
 
     def _drop(
-        self, each: _Upkeep, stale: Sequence[Resource], now: float, *, is_start: bool, is_first: bool
+        self, each: _Upkeep, stale: Sequence[Resource], now: float, *, is_start: bool, is_repair: bool
     ) -> Report:
-        """Remove stale objects. Those of an earlier run, found by the first reading, are no repair."""
         report = Report()
         self._write(each, partial(each.table.drop, stale), report, now)
         if report.removed and not is_start:
-            if is_first:
-                _tell("Removed", report.removed, report.details)
-            else:
-                self._repaired(each, "Removed", report.removed, report.details)
+            tell = partial(self._repaired, each) if is_repair else _tell
+            tell("Removed", report.removed, report.details)
         return report
 
     def _write(self, each: _Upkeep, act: Callable[[], Report], total: Report, now: float) -> None:

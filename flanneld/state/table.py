@@ -6,7 +6,7 @@ reconciler reads it, compares what it holds with the desired state, and has it a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Protocol, runtime_checkable
 
@@ -136,14 +136,6 @@ class Explains(Protocol):
 
     def explain(self, put: Put, /) -> str:
         """Return the calls that ``put`` would make, after a reading. Raises ``OSError`` or ``Retryable``."""
-        ...
-
-
-class Scripted(Table, Protocol):
-    """Table whose changes an operator can make with commands."""
-
-    def script(self, scope: Scope) -> Iterator[str]:
-        """Read the table. Yield the lines of a shell script that makes it as desired."""
         ...
 
 

@@ -185,7 +185,7 @@ class SubnetFileTable(LastingTable):
         """Yield the command that writes the file, unless it has the desired content."""
         for want in scope.desired.values():
             if isinstance(want, SubnetEnvFile) and _content(self._path) != want.content:
-                lines = " ".join(want.content.decode().split())
+                lines = shlex.join(want.content.decode().split())
                 yield f"printf '%s\\n' {lines} > {shlex.quote(str(self._path))}"
 
     def has_changed(self) -> bool:

@@ -10,7 +10,7 @@ from flanneld.compat.glog import V
 from flanneld.errors import Retryable, cause_of
 from flanneld.model import Family
 from flanneld.network.firewall.command import IptablesRunner
-from flanneld.network.firewall.driver import Driver, carry_out
+from flanneld.network.firewall.driver import Driver
 from flanneld.network.firewall.edits import Edit, RuleOwnership, edits_for
 from flanneld.network.firewall.iptables import xtables
 from flanneld.network.firewall.iptables.restore import Restore, program
@@ -56,15 +56,6 @@ def may_hold(place: RulePlace, family: Family, claim: RuleOwnership) -> bool:
         return False
     except OSError as error:
         raise Retryable(f"cannot ask the kernel: {cause_of(error)}", "run with CAP_NET_ADMIN") from error
-
-
-def sweep(
-    place: RulePlace, family: Family, claim: RuleOwnership, commands: IptablesRunner, *, dry_run: bool = False
-) -> tuple[str, ...]:
-    """Remove all our rules from a place, and describe what was removed. Raises ``Retryable``."""
-    there, edits = stale_rules(place, family, claim, commands)
-    stuck = carry_out(there, edits) if there and edits and not dry_run else ()
-    return tuple(f"{there.name}: {line}" for line in described(edits, stuck)) if there else ()
 
 
 def stale_rules(

@@ -114,14 +114,9 @@ class RulesTable:
 
     def put(self, puts: Sequence[Put]) -> Report:
         """Set the rules, and read them back. Raises ``Retryable``."""
-        report = Report()
-        for want in (put.want for put in puts):
-            assert isinstance(want, RuleSet)
-            self._set(want, report)
-        return report
-
-    def _set(self, want: RuleSet, report: Report) -> None:
-        failure = Retryable("the rules keep changing", "trying again")
+        (want,) = (put.want for put in puts)
+        assert isinstance(want, RuleSet)
+        report, failure = Report(), Retryable("the rules keep changing", "trying again")
         edits = self._plan(want)
         for _ in range(_ATTEMPTS):
             found = self._found
@@ -131,7 +126,7 @@ class RulesTable:
                 failure = rejection
                 edits = self._look(want)
                 if not edits:
-                    return
+                    return report
                 continue
             # Discard the notifications of our own change: the read below covers it.
             list(self.changes())
@@ -139,7 +134,7 @@ class RulesTable:
             report.details[want.key] = _what(edits, found)
             if self._look(want):
                 report.pending.append(want)
-            return
+            return report
         raise failure
 
     def drop(self, found: Sequence[Resource]) -> Report:

@@ -77,7 +77,7 @@ def test_conditions_of_the_host_are_told_with_the_others(components: Components,
     (tmp_path / "file").touch()
     path = tmp_path / "file/subnet.env"
     host = HostUpkeep(path, (), str, Supervisor(), keep_forwarding=False, on_write=lambda: None)
-    components.add_host(host)
+    components.host = host
     host.write(SubnetEnv((), (), 1450, ip_masq=True))
     (told,) = found(components)
     assert told.startswith(f"subnet file: cannot write {path}: ")

@@ -18,10 +18,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from flanneld.errors import Retryable
+from flanneld.network.firewall.command import IptablesRunner
 from flanneld.network.firewall.driver import Rejected, Unavailable
 from flanneld.network.firewall.edits import Edit
-from flanneld.network.firewall.iptables.restore import LOCK_WAIT, Locked, program, read_legacy, script
-from flanneld.network.firewall.rules import ALL_BITS, Match, Rule, Rules
+from flanneld.network.firewall.iptables.restore import LOCK_WAIT, Locked, Restore
+from flanneld.network.firewall.rules import ALL_BITS, Match, Rule
 from flanneld.runtime import waits
 
 LOCK = "/run/xtables.lock"
@@ -29,17 +30,14 @@ _LOCK_POLL = 0.02
 _INSTALL = "pip install 'flanneld[iptables-legacy]', with Debian's libip4tc2 and libxtables12"
 
 
-class PythonIptables:
+class PythonIptables(Restore):
     """Driver for the IPv4 tables; for one thread. Raises ``Unavailable``."""
 
-    name = "python-iptables"
-
-    def __init__(self, stop: threading.Event) -> None:
+    def __init__(self, commands: IptablesRunner, stop: threading.Event) -> None:
+        super().__init__("legacy", 4, commands)
+        self.name = "python-iptables"
         self._stop = stop
         self._iptc = _load()
-
-    def read(self) -> Rules:
-        return read_legacy(4)
 
     def apply(self, edits: Sequence[Edit]) -> None:
         """Apply the edits, with one commit per table. Raises ``Retryable``."""
@@ -49,9 +47,6 @@ class PythonIptables:
                     self._change(table, [edit for edit in edits if edit.chain[0] == table])
             except (self._iptc.IPTCError, self._iptc.XTablesError, ValueError) as error:
                 raise Rejected(f"python-iptables: {error}", "without it, commands do the same") from error
-
-    def script(self, edits: Sequence[Edit]) -> Iterator[str]:
-        return script(program("legacy", 4), edits)
 
     def _change(self, name: str, edits: Sequence[Edit]) -> None:
         # To resolve a jump the library would open, and thus create, all tables.

@@ -58,7 +58,9 @@ class Restore:
             raise
 
     def script(self, edits: Sequence[Edit]) -> Iterator[str]:
-        return script(self.name, edits)
+        yield f"{program(self._flavour, self._family)}-restore --noflush <<'END'"
+        yield from text.restore_text(edits).splitlines()
+        yield "END"
 
     def _read_nft(self) -> Rules:
         try:
@@ -70,13 +72,6 @@ class Restore:
             (table, name): text.read_rules(self._commands.run((self.name, "-t", table, "-S", name)))
             for table, name in there
         }
-
-
-def script(name: str, edits: Sequence[Edit]) -> Iterator[str]:
-    """Yield the lines of a shell script that applies the edits with this program."""
-    yield f"{name}-restore --noflush <<'END'"
-    yield from text.restore_text(edits).splitlines()
-    yield "END"
 
 
 class Locked(Retryable):
