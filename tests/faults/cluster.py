@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.faults.fault import HINT, Fault
+from tests.faults.fault import Fault
 from tests.faults.world import HOST_GW, HOST_GW_ROUTED, Step, World
 
 
@@ -111,7 +111,6 @@ FAULTS = {
         "no answer from 1 peer",
         (lease(OTHER, "198.18.0.203"),),
         cuts=False,
-        severity=HINT,
         heal=(gone(OTHER),),
         advice="delete its lease",
     ),
@@ -164,7 +163,6 @@ FAULTS = {
         "tunnel",
         "no answer from 1 peer",
         ("ip netns exec {switch} ip link set {peer_port} down",),
-        severity=HINT,
         heal=("ip netns exec {switch} ip link set {peer_port} up",),
         advice="run flannelctl doctor there",
     ),
