@@ -39,7 +39,7 @@ from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork
 from flanneld.network import ethtool
 from flanneld.network.firewall import forward_drops
 from flanneld.network.firewall.forward_drops import accepting, dropping, in_the_way
-from flanneld.network.query import path_mtu, udp_port
+from flanneld.network.query import path_mtu, survey, udp_port
 from flanneld.network.resource_json import parse_address
 from flanneld.network.rtnetlink.kernel import Kernel
 from flanneld.network.rtnetlink.links import SeenLink, is_flannels
@@ -50,8 +50,10 @@ from flanneld.subnet import subnet_file
 from flanneld.subnet.subnet_file import Previous
 
 _GC_THRESH = "/proc/sys/net/ipv4/neigh/default/gc_thresh3"
-#: Seconds for a node to refuse a port.
+#: Seconds for a node to refuse a port, or a packet with no hop left.
 _BRIEFLY = 0.3
+#: Hops to the kernel of a peer: with udp the proxies of both nodes take one each.
+_HOPS, _HOPS_UDP = 1, 3
 
 
 class Dropped(Struct, frozen=True, gc=False):
@@ -113,6 +115,8 @@ class Facts(Struct, frozen=True, gc=False):
     pinned: tuple[tuple[str, str, str], ...] = ()
     #: Public IPs of nodes that refuse the tunnel's UDP port.
     refusing: frozenset[str] = frozenset()
+    #: Peers, each with a family, that answer no echo and pass packets on to their containers.
+    passing: frozenset[tuple[str, int]] = frozenset()
     other_api: OtherApi | None = None
 
     def link(self, name: str) -> SeenLink | None:
@@ -211,6 +215,7 @@ def gather(source: Source) -> Facts:
         containers=tuple(containers.read(document, found.links, {address for _, address in addresses})),
         pinned=tuple(lookups.pinned(document, {link.name: link.index for link in found.links})),
         refusing=frozenset(_refusing(document, paths)),
+        passing=frozenset(_passing(document, paths)),
         other_api=other_api.read(source),
     )
 
@@ -235,6 +240,21 @@ def _refusing(document: Mapping[str, Any], paths: Collection[PathToPeer]) -> Ite
         if node.version == each.family
     ]
     yield from map(str, udp_port.refused(dict.fromkeys(asked), _BRIEFLY))
+
+
+def _passing(document: Mapping[str, Any], paths: Collection[PathToPeer]) -> Iterator[tuple[str, int]]:
+    """Yield the silent peers that pass packets on: a filter there drops ICMP for the node itself."""
+    silent = {path.peer for path in paths if path.carried is None}
+    asked = {
+        flows.container_of(net): (peer["subnets"][0], net.version)
+        for peer in (document.get("peers", ()) if silent else ())
+        if peer["subnets"][0] in silent
+        for net in map(ip_network, peer["subnets"])
+    }
+    is_udp = (document.get("network") or {}).get("backend") == "udp"
+    with suppress(OSError):
+        for target in survey.passing(asked, _HOPS_UDP if is_udp else _HOPS, _BRIEFLY):
+            yield asked[target]
 
 
 def _families(document: Mapping[str, Any]) -> tuple[Family, ...]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.faults.fault import HINT, Fault
+from tests.faults.fault import BEHIND, Fault, restart, restarted_with, start
 from tests.faults.world import HOST_GW, HOST_GW_ROUTED, Step, World
+from tests.lab import wait_for
+from tests.netns.test_seeing import answer
 
 
 def lease(subnet: str, public_ip: str, mac: str = "02:00:00:00:00:99", **changes: Any) -> Step:
@@ -38,8 +40,28 @@ def peer_started(world: World) -> None:
     world.peer.wait_ready()
 
 
+def ready(world: World) -> None:
+    world.node.wait_ready()
+
+
+def device_made(world: World) -> None:
+    wait_for(lambda: world.node.link("flannel.1"), what="the device")
+
+
+def peer_probed(world: World) -> None:
+    """Wait until the daemon has probed the peer in vain."""
+
+    def is_silent() -> bool:
+        probes = [peer.get("probe") for peer in answer(world.node, "peers")["peers"]]
+        return any(probe and probe["rtt"] is None for probe in probes)
+
+    wait_for(is_silent, 20, "a probe without an answer")
+
+
 OTHER = "10.5.203.0/24"
 WALL = "ip netns exec {switch} nft add table netdev wall"
+UNPLUGGED = "ip netns exec {switch} ip link set {peer_port} down"
+PLUGGED = "ip netns exec {switch} ip link set {peer_port} up"
 NO_WALL = "ip netns exec {switch} nft delete table netdev wall"
 FAULTS = {
     "two leases with one public IP": Fault(
@@ -111,7 +133,6 @@ FAULTS = {
         "no answer from 1 peer",
         (lease(OTHER, "198.18.0.203"),),
         cuts=False,
-        severity=HINT,
         heal=(gone(OTHER),),
         advice="delete its lease",
     ),
@@ -129,6 +150,7 @@ FAULTS = {
         HOST_GW,
         heal=("ip link del lan0",),
         advice="other addresses",
+        peer_blind=BEHIND,
     ),
     "peer behind a gateway, host-gw": Fault(
         "off link",
@@ -145,6 +167,7 @@ FAULTS = {
         heal=(peer_started,),
         advice="see that flannel runs there",
         peer_sees="devices",
+        peer_says="flannel.1 is not there",
     ),
     "port dropped on the way from one peer": Fault(
         "tunnel",
@@ -158,14 +181,57 @@ FAULTS = {
         ),
         heal=(NO_WALL,),
         advice="let the network between pass UDP 8472",
-        peer_sees="tunnel",
     ),
     "peer's uplink unplugged": Fault(
         "tunnel",
-        "no answer from 1 peer",
-        ("ip netns exec {switch} ip link set {peer_port} down",),
-        severity=HINT,
-        heal=("ip netns exec {switch} ip link set {peer_port} up",),
+        "no answer from 1 peer, neither from the node nor through the tunnel",
+        (UNPLUGGED,),
+        heal=(PLUGGED,),
         advice="run flannelctl doctor there",
+    ),
+    "peer's uplink unplugged, host-gw": Fault(
+        "tunnel",
+        "no answer from 1 peer",
+        (UNPLUGGED,),
+        HOST_GW,
+        heal=(PLUGGED,),
+        advice="run flannelctl doctor there",
+    ),
+    "peer's uplink unplugged, and peers are probed": Fault(
+        "probes",
+        "1 peer did not answer the last ICMP echo",
+        (restart("--peer-probes=600"), UNPLUGGED, peer_probed),
+        heal=(PLUGGED, start),
+        advice="see whether the peer runs",
+    ),
+    "port dropped on the way to this node, ever since its device was made": Fault(
+        "port",
+        "nothing ever came in through flannel.1",
+        (
+            WALL,
+            "ip netns exec {switch} nft 'add chain netdev wall c"
+            ' {{ type filter hook egress device "{port}" priority 0; }}\'',
+            "ip netns exec {switch} nft add rule netdev wall c udp dport 8472 drop",
+            "ip link del flannel.1",
+            device_made,
+            "ip netns exec {container} ping -c 25 -i 0.01 -W 0.1 {base} || true",
+        ),
+        heal=(NO_WALL,),
+        advice="let in UDP port 8472",
+    ),
+    "another Backend.Port on one node": Fault(
+        "tunnel",
+        "the node refuses our UDP port",
+        (restarted_with(Port=8473), ready),
+        heal=(start,),
+        advice="the same Backend.Port",
+    ),
+    "another Backend.VNI on one node": Fault(
+        "segment",
+        "has VNI 1, this one 2",
+        (restarted_with(VNI=2), ready),
+        heal=(start,),
+        advice="restart flanneld on the node whose VNI is not Backend.VNI",
+        peer_sees="segment",
     ),
 }

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from tests.faults.fault import Fault
+from dataclasses import replace
+
+from tests.faults.fault import BEHIND, Fault
 from tests.faults.world import DUAL, HOST_GW
 
 INSIDE = "ip netns exec {container} "
 
-FAULTS = {
+IN_CONTAINERS = {
     "no default route": Fault(
         "container routes", "1 container without a route", (INSIDE + "ip route del default",)
     ),
@@ -104,4 +106,7 @@ FAULTS = {
         ),
         advice="start these containers anew",
     ),
+}
+FAULTS = {
+    name: replace(fault, peer_blind=BEHIND if fault.cuts else "") for name, fault in IN_CONTAINERS.items()
 }

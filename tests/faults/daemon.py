@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from tests.faults.fault import Fault, kill, restart, start, stop
+import os
+import signal
+
+from tests.faults.fault import BEHIND, NO_LEASE, Fault, kill, restart, start, stop
 from tests.faults.world import DUAL, HOST_GW, UDP, World
 
 START = "systemctl start flanneld"
@@ -19,12 +22,29 @@ def lease_of_wrong0_deleted(world: World) -> None:
             world.lab.etcd.delete_lease(subnet)
 
 
+def hang(world: World) -> None:
+    os.kill(world.node.pid, signal.SIGSTOP)
+
+
+def go_on(world: World) -> None:
+    os.kill(world.node.pid, signal.SIGCONT)
+
+
 FAULTS = {
     "daemon stopped": Fault(
         "daemon", "the daemon is not running", (stop,), cuts=False, heal=(start,), advice=START
     ),
     "daemon killed": Fault(
         "daemon", "the daemon is not running", (kill,), cuts=False, heal=(start,), advice=START
+    ),
+    "daemon hangs": Fault(
+        "daemon",
+        "the daemon hangs",
+        (hang,),
+        cuts=False,
+        heal=(go_on,),
+        advice="see the daemon's log",
+        within=6,
     ),
     "daemon stopped, udp": Fault(
         "daemon", "the daemon is not running", (stop,), UDP, cuts=False, heal=(start,), advice=START
@@ -55,7 +75,12 @@ FAULTS = {
         after=(restart(),),
     ),
     "lease gone while the daemon is stopped": Fault(
-        "lease", "this node has no lease", (lease_gone,), heal=(start,), advice="start the daemon"
+        "lease",
+        "this node has no lease",
+        (lease_gone,),
+        heal=(start,),
+        advice="start the daemon",
+        peer_blind=NO_LEASE,
     ),
     "wrong -iface": Fault(
         "uplink choice",
@@ -143,6 +168,7 @@ FAULTS = {
         HOST_GW,
         heal=(start,),
         advice="start the daemon",
+        peer_blind=BEHIND,
     ),
     "forwarding entry of another program while the daemon is stopped": Fault(
         "missing",

@@ -13,6 +13,7 @@ from tests.faults.fault import (
     nothing_missing,
     on_peer,
     restart,
+    restarted_with,
     start,
     start_in_vain,
     stop,
@@ -31,17 +32,6 @@ LISTENER = (
     "import socket, time; it = socket.socket(socket.AF_INET, socket.SOCK_DGRAM);"
     "it.bind(('', 51820)); print('bound', flush=True); time.sleep(600)"
 )
-
-
-def restarted_with(**settings: str) -> Step:
-    """Return the step that gives other settings of the backend to this node alone."""
-
-    def act(world: World) -> None:
-        world.put_config(**settings)
-        restart()(world)
-        world.put_config()
-
-    return act
 
 
 def without_sessions(world: World) -> None:
@@ -93,7 +83,6 @@ FAULTS = {
         ("iptables-nft -A INPUT -p udp --dport 51820 -j DROP",),
         WIREGUARD,
         after=flushed("filter", "INPUT"),
-        peer_sees="tunnel",
     ),
     "INPUT of the peer drops the port, wireguard": Fault(
         "tunnel",
@@ -103,6 +92,7 @@ FAULTS = {
         heal=(on_peer("iptables-nft -F INPUT"),),
         advice="let the network between pass UDP 51820",
         peer_sees="filters",
+        peer_says="UDP 51820 from its peers",
     ),
     "peer's device gone": Fault(
         "handshakes",
@@ -111,6 +101,8 @@ FAULTS = {
         WIREGUARD,
         heal=(lambda world: world.start(world.peer), lambda world: world.peer.wait_ready()),
         advice="see that flanneld runs there",
+        peer_sees="devices",
+        peer_says=f"{DEVICE} is not there",
     ),
     "another PSK, wireguard": Fault(
         "handshakes",
@@ -128,7 +120,6 @@ FAULTS = {
         WIREGUARD,
         heal=(start,),
         advice=START,
-        peer_sees="tunnel",
     ),
     "another port of the device while the daemon is stopped": Fault(
         "missing",
@@ -146,7 +137,6 @@ FAULTS = {
         WIREGUARD,
         heal=(start,),
         advice=START,
-        peer_sees="tunnel",
     ),
     "device deleted while the daemon is stopped, wireguard": Fault(
         "devices",
@@ -231,7 +221,6 @@ FAULTS = {
         ("iptables-nft -A INPUT -p esp -j DROP",),
         IPSEC,
         after=flushed("filter", "INPUT"),
-        peer_sees="tunnel",
     ),
     "INPUT drops the port of IKE": Fault(
         "filters",
@@ -249,6 +238,7 @@ FAULTS = {
         heal=(on_peer("iptables-nft -F INPUT"),),
         advice="IP protocol 50",
         peer_sees="filters",
+        peer_says="IP protocol 50 from its peers",
     ),
     "policies flushed while the daemon is stopped": Fault(
         "missing",
@@ -257,7 +247,6 @@ FAULTS = {
         IPSEC,
         heal=(start,),
         advice=START,
-        peer_sees="tunnel",
     ),
     "device deleted while the daemon is stopped, ipsec": Fault(
         "devices",

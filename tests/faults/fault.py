@@ -22,9 +22,13 @@ class Fault:
     Without ``heal`` the printed fix heals. Commands in ``heal`` must be in the printed advice; functions do
     what the words of ``advice`` say. ``after`` cleans up what is no part of the fault.
 
-    ``cuts`` tells that packets between containers are lost meanwhile; None if chance decides. ``peer_sees``
-    is a check that finds something on the second node, or several with " or " between. ``within`` are the
-    seconds until the doctor may know; ``is_long`` marks what takes more than ten times as long as others.
+    ``cuts`` tells that packets between containers are lost meanwhile; None if chance decides. If they are,
+    the doctor of the second node must see that, too: its check ``peer_sees``, or "tunnel", names the broken
+    node, or says ``peer_says``. It may be several checks with " or " between. ``peer_blind`` is the reason
+    why the peer cannot; then it must find nothing.
+
+    ``within`` are the seconds until the doctor may know; ``is_long`` marks what takes more than ten times as
+    long as others.
     """
 
     check: str
@@ -37,8 +41,15 @@ class Fault:
     advice: str = ""
     after: tuple[Step, ...] = ()
     peer_sees: str = ""
+    peer_says: str = ""
+    peer_blind: str = ""
     within: float = 0.6
     is_long: bool = False
+
+
+#: Reasons why a peer sees nothing of packets that are lost.
+BEHIND = "the node answers, and its containers are not asked by other nodes"
+NO_LEASE = "without a lease other nodes do not know of the node"
 
 
 # ---- steps that are no commands -----------------------------------------------------------------
@@ -100,5 +111,16 @@ def restart(*flags: str) -> Callable[[World], None]:
             world.node.stop()
         world.start(world.node, *(flag.format(**world.words) for flag in flags))
         world.wait_for_answer()
+
+    return act
+
+
+def restarted_with(**settings: object) -> Step:
+    """Return the step that gives other settings of the backend to this node alone."""
+
+    def act(world: World) -> None:
+        world.put_config(**settings)
+        restart()(world)
+        world.put_config()
 
     return act

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.faults.fault import Fault, on_peer
+from tests.faults.fault import BEHIND, Fault, on_peer
 from tests.faults.world import DUAL, HOST_GW, LEGACY, NO_RULES, NO_RULES_DUAL, UDP
 from tests.unit.network.firewall.test_rules import GOLDEN
 
@@ -34,7 +34,6 @@ FAULTS = {
         FROM_PEERS,
         ("iptables-nft -A INPUT -p udp --dport 8472 -j DROP",),
         after=flushed("filter", "INPUT"),
-        peer_sees="tunnel",
     ),
     "INPUT drops the port, legacy": Fault(
         "filters",
@@ -57,7 +56,6 @@ FAULTS = {
             "iptables-nft -P INPUT DROP",
         ),
         after=flushed("filter", "INPUT"),
-        peer_sees="tunnel",
     ),
     "INPUT drops in a chain of its own": Fault(
         "filters",
@@ -79,7 +77,6 @@ FAULTS = {
         TO_PEERS,
         ("iptables-nft -A OUTPUT -o eth0 -p udp --dport 8472 -j DROP",),
         after=flushed("filter", "OUTPUT"),
-        peer_sees="tunnel",
     ),
     "OUTPUT rejects one peer": Fault(
         "filters",
@@ -98,24 +95,28 @@ FAULTS = {
         TO_CONTAINERS,
         ("iptables-nft -I FORWARD -i flannel.1 -j REJECT",),
         after=flushed("filter", "FORWARD"),
+        peer_blind=BEHIND,
     ),
     "FORWARD drops what leaves by the device": Fault(
         "filters",
         FROM_CONTAINERS,
         ("iptables-nft -I FORWARD -o flannel.1 -j DROP",),
         after=flushed("filter", "FORWARD"),
+        peer_blind=BEHIND,
     ),
     "FORWARD drops one peer": Fault(
         "filters",
         FROM_CONTAINERS,
         ("iptables-nft -I FORWARD -d {subnet} -j DROP",),
         after=flushed("filter", "FORWARD"),
+        peer_blind=BEHIND,
     ),
     "FORWARD drops new connections, legacy": Fault(
         "filters",
         "its containers",
         ("iptables-legacy -I FORWARD -m state --state NEW -j DROP",),
         after=flushed("filter", "FORWARD", "iptables-legacy"),
+        peer_blind=BEHIND,
     ),
     "FORWARD drops one peer, host-gw": Fault(
         "filters",
@@ -123,6 +124,7 @@ FAULTS = {
         ("iptables-nft -I FORWARD -d {subnet} -j DROP",),
         HOST_GW,
         after=flushed("filter", "FORWARD"),
+        peer_blind=BEHIND,
     ),
     "nftables input policy": Fault(
         "filters",
@@ -135,7 +137,6 @@ FAULTS = {
             "meta l4proto {{ icmp, tcp }} accept",
         ),
         after=NO_WALL,
-        peer_sees="tunnel",
     ),
     "nftables input rule with a set": Fault(
         "filters",
@@ -160,6 +161,7 @@ FAULTS = {
         "its containers",
         chain("forward", "accept", 'iifname "flannel*" ct state new drop'),
         after=NO_WALL,
+        peer_blind=BEHIND,
     ),
     "ingress hook drops": Fault(
         "filters",
@@ -184,6 +186,7 @@ FAULTS = {
         ("ip6tables-nft -I FORWARD -i flannel-v6.1 -j REJECT",),
         DUAL,
         after=flushed("filter", "FORWARD", "ip6tables-nft"),
+        peer_blind=BEHIND,
     ),
     "INPUT drops the port, udp": Fault(
         "filters",
@@ -198,6 +201,7 @@ FAULTS = {
         ("iptables-nft -P FORWARD DROP",),
         NO_RULES,
         after=flushed("filter", "FORWARD"),
+        peer_blind=BEHIND,
     ),
     "FORWARD policy, legacy": Fault(
         "dropping",
@@ -205,6 +209,7 @@ FAULTS = {
         ("iptables-legacy -P FORWARD DROP",),
         NO_RULES,
         after=flushed("filter", "FORWARD", "iptables-legacy"),
+        peer_blind=BEHIND,
     ),
     "FORWARD policy, IPv6": Fault(
         "dropping",
@@ -212,6 +217,7 @@ FAULTS = {
         ("ip6tables-nft -P FORWARD DROP",),
         NO_RULES_DUAL,
         after=flushed("filter", "FORWARD", "ip6tables-nft"),
+        peer_blind=BEHIND,
     ),
     "FORWARD refuses all": Fault(
         "dropping",
@@ -219,9 +225,15 @@ FAULTS = {
         ("iptables-nft -I FORWARD -j REJECT",),
         NO_RULES,
         after=flushed("filter", "FORWARD"),
+        peer_blind=BEHIND,
     ),
     "nftables forward policy": Fault(
-        "dropping", "table inet wall", chain("forward", "drop"), NO_RULES, after=NO_WALL
+        "dropping",
+        "table inet wall",
+        chain("forward", "drop"),
+        NO_RULES,
+        after=NO_WALL,
+        peer_blind=BEHIND,
     ),
     "rules left in iptables-legacy": Fault(
         "left rules", LEFT, (f"iptables-legacy-restore {OWN_CHAINS}",), cuts=False
@@ -241,5 +253,6 @@ FAULTS = {
         heal=(on_peer("iptables-nft -F INPUT"),),
         advice="run flannelctl doctor there",
         peer_sees="filters",
+        peer_says="UDP 8472 from its peers",
     ),
 }

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from tests.faults.fault import (
+    BEHIND,
+    HINT,
     Fault,
     configured,
     nothing_missing,
+    restart,
     start,
     start_in_vain,
     stop,
     without_kind,
 )
-from tests.faults.world import DUAL, HOST_GW, UDP
+from tests.faults.world import DUAL, HOST_GW, UDP, World
+from tests.lab import wait_for
+from tests.netns.test_seeing import answer
 
 #: A route that would take answers to the peer elsewhere. The tunnel's own packets are bound to the uplink.
 SECOND = ("ip link add other0 up type bridge; ip route add {peer} dev other0",)
@@ -31,6 +36,16 @@ def unsupported(kind: str) -> Fault:
     )
 
 
+def undone_often(world: World) -> None:
+    """Delete a route until the daemon says that another program is at work."""
+
+    def is_told() -> bool:
+        world.run("ip route del {subnet} || true")
+        return bool(answer(world.node, "status")["fights"])
+
+    wait_for(is_told, 20, "the daemon to notice")
+
+
 FAULTS = {
     "kernel without ipip": unsupported("ipip"),
     "kernel without WireGuard": unsupported("wireguard"),
@@ -40,20 +55,38 @@ FAULTS = {
         (stop, "ip link del flannel.1", without_kind("vxlan"), start_in_vain),
         heal=(nothing_missing, start),
         advice="modprobe -a vxlan, then start flanneld",
-        peer_sees="tunnel",
     ),
-    "forwarding off": Fault("forwarding", "net.ipv4.ip_forward is 0", ("sysctl -w net.ipv4.ip_forward=0",)),
+    "forwarding off": Fault(
+        "forwarding",
+        "net.ipv4.ip_forward is 0",
+        ("sysctl -w net.ipv4.ip_forward=0",),
+        peer_blind=BEHIND,
+    ),
     "forwarding off, host-gw": Fault(
-        "forwarding", "net.ipv4.ip_forward is 0", ("sysctl -w net.ipv4.ip_forward=0",), HOST_GW
+        "forwarding",
+        "net.ipv4.ip_forward is 0",
+        ("sysctl -w net.ipv4.ip_forward=0",),
+        HOST_GW,
+        peer_blind=BEHIND,
     ),
     "forwarding off, IPv6": Fault(
-        "forwarding", "net.ipv6.conf.all.forwarding is 0", ("sysctl -w net.ipv6.conf.all.forwarding=0",), DUAL
+        "forwarding",
+        "net.ipv6.conf.all.forwarding is 0",
+        ("sysctl -w net.ipv6.conf.all.forwarding=0",),
+        DUAL,
+        peer_blind=BEHIND,
     ),
     "forwarding off for the device": Fault(
-        "lookups", "flannel.1 does not forward", ("sysctl -w net.ipv4.conf.flannel/1.forwarding=0",)
+        "lookups",
+        "flannel.1 does not forward",
+        ("sysctl -w net.ipv4.conf.flannel/1.forwarding=0",),
+        peer_blind=BEHIND,
     ),
     "forwarding off for the bridge": Fault(
-        "lookups", "cni0 does not forward", ("sysctl -w net.ipv4.conf.cni0.forwarding=0",)
+        "lookups",
+        "cni0 does not forward",
+        ("sysctl -w net.ipv4.conf.cni0.forwarding=0",),
+        peer_blind=BEHIND,
     ),
     "strict reverse path filter, answers leave by another interface": Fault(
         "strict filter",
@@ -88,6 +121,7 @@ FAULTS = {
         "iif cni0 lookup 100",
         ("ip rule add iif cni0 lookup 100; ip route add default via {gateway} table 100",),
         after=("ip rule del to 10.5.0.0/16; ip rule del iif cni0; ip route flush table 100",),
+        peer_blind=BEHIND,
     ),
     "rule by destination": Fault(
         "lookups",
@@ -110,6 +144,7 @@ FAULTS = {
         ("ip rule add from {own} lookup 100; ip route add prohibit default table 100",),
         HOST_GW,
         after=("ip rule del to 10.5.0.0/16; ip rule del from {own}; ip route flush table 100",),
+        peer_blind=BEHIND,
     ),
     "rule against a node": Fault(
         "lookups",
@@ -129,6 +164,7 @@ FAULTS = {
         ("ip route add unreachable {base}/25",),
         HOST_GW,
         heal=("ip route del unreachable {base}/25",),
+        peer_blind=BEHIND,
     ),
     "more specific route of another program": Fault(
         "detours",
@@ -161,6 +197,7 @@ FAULTS = {
         "this node loses packets of other nodes to its containers",
         ("ip route add blackhole {own_base}/25",),
         heal=("ip route del blackhole {own_base}/25",),
+        peer_blind=BEHIND,
     ),
     "wrong permanent neighbour for a node": Fault(
         "pinned neighbours",
@@ -196,5 +233,40 @@ FAULTS = {
         cuts=False,
         after=("ip link set eth0 mtu 1500; ip link set cni0 mtu 1450",),
         peer_sees="path",
+    ),
+    "uplink smaller than the device allows, while the daemon is stopped": Fault(
+        "device",
+        "flannel.1 has the MTU 1450, too large for eth0 with 1400",
+        (stop, "ip link set eth0 mtu 1400"),
+        cuts=False,
+        heal=("ip link set eth0 mtu 1500", start),
+        advice="raise the MTU of eth0",
+    ),
+    "device of an earlier configuration": Fault(
+        "left devices",
+        "flannel.9 is left from an earlier configuration",
+        (
+            "ip link add flannel.9 up type vxlan id 9 dev eth0 local {node} dstport 8479 nolearning",
+            "ip address add 10.5.249.0/32 dev flannel.9",
+        ),
+        cuts=False,
+        heal=("ip link delete flannel.9",),
+        advice="ip link delete flannel.9",
+    ),
+    "bridged packets pass the firewall by": Fault(
+        "bridges",
+        "net.bridge.bridge-nf-call-iptables is 0",
+        ("sysctl -w net.bridge.bridge-nf-call-iptables=0",),
+        cuts=False,
+        severity=HINT,
+        heal=("sysctl -w net.bridge.bridge-nf-call-iptables=1",),
+    ),
+    "another program deletes the route again and again": Fault(
+        "fights",
+        "another program keeps changing its objects",
+        (undone_often,),
+        cuts=None,
+        heal=(restart(),),
+        advice="exclude flannel* there",
     ),
 }

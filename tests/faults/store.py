@@ -48,8 +48,8 @@ def not_full(world: World) -> None:
 
 
 def in_the_other_api(world: World) -> None:
-    """Have the third node use v3, with a config of its own."""
-    node = world.nodes[2]
+    """Have the peer use v3, with a config of its own."""
+    node = world.peer
     node.stop()
     world.lab.etcd.delete_lease(node.subnet())
     config = json.dumps({"Network": "10.5.0.0/16", "Backend": {"Type": "vxlan"}})
@@ -59,7 +59,7 @@ def in_the_other_api(world: World) -> None:
 
 
 def in_the_same_api(world: World) -> None:
-    node = world.nodes[2]
+    node = world.peer
     node.stop()
     world.lab.etcd.v3.delete("/coreos.com/network")
     node.start("--etcd-api=v2")
@@ -148,8 +148,9 @@ FAULTS = {
         "other api",
         "1 node in etcd's v3 API, this one in v2",
         (in_the_other_api,),
-        cuts=False,
         heal=(in_the_same_api,),
         advice="-etcd-api",
+        peer_sees="other api",
+        peer_says="2 nodes in etcd's v2 API, this one in v3",
     ),
 }

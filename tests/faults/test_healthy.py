@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 
@@ -27,10 +29,13 @@ from tests.faults.world import (
     kept_worlds,
     wait_until_healthy,
 )
-from tests.lab import Lab
+from tests.lab import Lab, Node
 from tests.lab.kept import Kept
-from tests.netns.pair import connect
+from tests.lab.lab import API
+from tests.netns.pair import DUAL_STACK, connect
+from tests.netns.test_extension import HOST_GW as EXTENSION
 from tests.netns.test_file_store import fleet
+from tests.netns.test_remote import join, server
 from tests.netns.test_seeing import flannelctl
 
 KINDS = {
@@ -46,9 +51,15 @@ KINDS = {
     "host-gw, both families": HOST_GW_DUAL,
     "udp": UDP,
     "ipip": IPIP,
+    "host-gw, v3": Kind({"Type": "host-gw"}, api="v3", flags=("--etcd-api=v3",)),
+    "udp, v3": Kind({"Type": "udp"}, api="v3", flags=("--etcd-api=v3",)),
+    "extension": Kind({"Type": "extension", **EXTENSION}),
     "wireguard": WIREGUARD,
+    "wireguard, both families, v3": Kind(WIREGUARD.backend, DUAL_STACK, api="v3", flags=("--etcd-api=v3",)),
     "ipsec": IPSEC,
 }
+#: Kinds in which nodes drop echoes to themselves, too.
+FILTERED = ("vxlan, both families", "host-gw, both families", "udp", "ipip", "wireguard")
 
 
 @pytest.fixture(scope="module")
@@ -75,12 +86,54 @@ def findings(world: World) -> list[str]:
     return [str(said) for node in world.nodes if str(said := world.doctor(node)) != "status 0"]
 
 
-@pytest.mark.parametrize("store", ["kubernetes", "file"])
-def test_doctor_finds_no_problem_with_other_stores(lab: Lab, store: str) -> None:
-    nodes = lab.kube_cluster({"Type": "vxlan"}) if store == "kubernetes" else fleet(lab, {"Type": "vxlan"}, 2)
-    connect(*nodes)
+@pytest.mark.parametrize("kind", [KINDS[name].marked(KINDS[name], name) for name in FILTERED])
+def test_doctor_finds_nothing_where_nodes_drop_echoes_and_pass_packets_on(
+    worlds: Kept[Kind, World], kind: Kind
+) -> None:
+    with worlds.get(kind) as world:
+        for node in world.nodes:
+            for program, echo in (("iptables-nft", "icmp"), ("ip6tables-nft", "icmpv6")):
+                node.run(program, "-A", "INPUT", "-p", echo, f"--{echo}-type", "echo-request", "-j", "DROP")
+        assert findings(world) == []
+        for node in world.nodes:
+            for program in ("iptables-nft", "ip6tables-nft"):
+                node.run(program, "-F", "INPUT")
+
+
+def from_server(lab: Lab, backend: dict[str, Any], stack: ExitStack) -> list[Node]:
+    stack.enter_context(server(lab, API))
+    return join(lab, backend, 2)
+
+
+OTHERS: dict[str, Callable[[Lab, dict[str, Any], ExitStack], list[Node]]] = {
+    "kubernetes": lambda lab, backend, _: lab.kube_cluster(backend),
+    "file": lambda lab, backend, _: fleet(lab, backend, 2),
+    "server": from_server,
+}
+
+
+@pytest.mark.parametrize("backend", ["vxlan", "host-gw"])
+@pytest.mark.parametrize("store", OTHERS)
+def test_doctor_finds_nothing_with_other_stores_idle_or_busy(lab: Lab, store: str, backend: str) -> None:
+    with ExitStack() as stack:
+        nodes = OTHERS[store](lab, {"Type": backend}, stack)
+        connect(*nodes)
+        for node in nodes:
+            wait_until_healthy(node)
+        assert_nothing_is_found(nodes)
+        with nodes[0].container().ping(nodes[1].container(), 0.002) as ping:
+            ping.wait_for_replies()
+            assert_nothing_is_found(nodes)
+
+
+def test_doctor_finds_nothing_where_nodes_get_subnets_only(lab: Lab) -> None:
+    nodes = lab.cluster({"Type": "alloc"})
     for node in nodes:
         wait_until_healthy(node)
-        done = flannelctl(node, "doctor")
-        problems = [line for line in done.stdout.splitlines() if line.startswith("PROBLEM")]
-        assert (done.returncode, problems) == (0, []), done.stdout
+    assert_nothing_is_found(nodes)
+
+
+def assert_nothing_is_found(nodes: Sequence[Node]) -> None:
+    for node in nodes:
+        done = flannelctl(node, "doctor", "--output=json")
+        assert (done.returncode, json.loads(done.stdout)["findings"]) == (0, []), done.stdout

@@ -240,6 +240,11 @@ class Diagnosis:
     status: int
     findings: list[dict[str, Any]]
 
+    def is_seen(self, checks: Iterable[str], words: Iterable[str]) -> bool:
+        """Return True if a finding of one of the checks has one of the words in its problem or evidence."""
+        found = [f"{each['problem']}\n{each['evidence']}" for check in checks for each in self.of(check)]
+        return any(word in text for text in found for word in words)
+
     def of(self, check: str) -> list[dict[str, Any]]:
         return [each for each in self.findings if each["check"] == check]
 

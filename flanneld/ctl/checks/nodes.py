@@ -9,7 +9,8 @@ from typing import Any
 from flanneld.compat.glog import counted
 from flanneld.ctl.evidence.flows import carriers
 from flanneld.ctl.facts import Facts
-from flanneld.ctl.findings import Advice, Finding, Severity, check, few
+from flanneld.ctl.findings import Advice, Finding, check, few
+from flanneld.ctl.path_mtu import Path
 from flanneld.state.resources import Route
 
 #: Peers with a finding of their own, at most.
@@ -48,13 +49,14 @@ def tunnel(facts: Facts) -> Iterator[Finding]:
     if facts.filtered or facts.lost:
         return  # a cause on this host is known, and the silence is its effect
     answered = {each.peer for each in facts.paths if each.name == "underlay" and each.carried is not None}
-    silent = [each for each in facts.paths if each.name == "tunnel" and each.carried is None]
+    silent = [each for each in _ends(facts) if each.carried is None]
     peers = {peer["subnets"][0]: peer for peer in (facts.peers if silent else ())}
     # No handshake is a finding of its own.
     keyless = {
         name for name, peer in peers.items() if any(x["state"] == "silent" for x in peer.get("sessions", ()))
     }
-    for each in [each for each in silent if each.peer in answered and each.peer not in keyless][:_FEW]:
+    there = [each for each in silent if each.name == "tunnel" and each.peer in answered - keyless]
+    for each in there[:_FEW]:
         used = dict.fromkeys(each.name for each in carriers(facts.document, peers.get(each.peer, {})))
         public = next((p.target for p in facts.paths if p.name == "underlay" and p.peer == each.peer), None)
         refused = public is not None and str(public) in facts.refusing
@@ -71,14 +73,14 @@ def tunnel(facts: Facts) -> Iterator[Finding]:
             ),
             about=each.peer,
         )
-    gone = [each for each in silent if each.peer not in answered]
+    gone = [each for each in silent if each.name == "underlay" or each.peer not in answered]
     if gone:
+        ways = ", neither from the node nor through the tunnel" if gone[0].name == "tunnel" else ""
         yield Finding(
-            f"no answer from {counted(len(gone), 'peer')}, neither from the node nor through the tunnel",
+            f"no answer from {counted(len(gone), 'peer')}{ways}",
             few([str(each.target) for each in gone]),
-            "the nodes may be off, or a firewall drops all that is sent there",
+            "packets for their containers are lost: the nodes are off, or a firewall drops all packets",
             Advice("run flannelctl doctor there; if a node is gone for good, delete its lease"),
-            severity=Severity.HINT,
         )
 
 
@@ -86,6 +88,21 @@ def _where_refused(peer: Mapping[str, Any]) -> str:
     if peer.get("backend") == "ipsec":
         return "see that flanneld and charon run there, and no firewall rejects UDP 500 and UDP 4500"
     return "see that flannel runs there with the same Backend.Port, and no firewall rejects it"
+
+
+def _ends(facts: Facts) -> Iterator[Path]:
+    """Yield the paths on which a peer's silence is a loss: through a tunnel, and to gateways of our routes.
+
+    A cloud's table leads to peers that need not answer. A peer that passes packets on loses none.
+    """
+    tunnels = {(each.peer, each.target.version) for each in facts.paths if each.name == "tunnel"}
+    gateways = {entry.value.gateway for entry in facts.entries if isinstance(entry.value, Route)}
+    for each in facts.paths:
+        end = (each.peer, each.target.version)
+        if end not in facts.passing and (
+            each.name == "tunnel" or (end not in tunnels and each.target in gateways)
+        ):
+            yield each
 
 
 @check("D", "segment", "all nodes have the same VNI")

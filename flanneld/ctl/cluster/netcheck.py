@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import closing
 from ipaddress import ip_address
 from typing import Any
@@ -14,6 +14,7 @@ from flanneld.ctl.cluster.nodes import our_addresses, port_of, target_of, told, 
 from flanneld.ctl.cluster.ping import SMALL
 from flanneld.ctl.data_source import Source
 from flanneld.ctl.path_mtu import at_a_glance, peer_named
+from flanneld.ctl.shadowing_routes import wanted_route
 from flanneld.model import IPAddress, family_of
 from flanneld.network.query import path_mtu
 from flanneld.network.query.message import ORDINARY
@@ -60,13 +61,16 @@ def measure(source: Source, name: str | None) -> Iterator[Result]:
 
 def _of_peer(peer: Mapping[str, Any], source: Source) -> Iterator[Result]:
     document, about = source.document, ",".join(peer["subnets"])
+    through: set[IPAddress] = set()
     if "mtu" in document and document.get("uplink"):
         for path in at_a_glance([peer], document, path_mtu.glance):
             carried = f"{path.carried or '-'} of {path.required} bytes"
             yield Result(f"path MTU, {path.name}", about, path.state, carried, path.note)
+            if path.name == "tunnel" and path.carried is not None:
+                through.add(path.target)
     own = our_addresses(document)
     if peer["public_ips"]:
-        yield from _port(ip_address(peer["public_ips"][0]), about, document)
+        yield from _port(ip_address(peer["public_ips"][0]), peer, document, through)
     place = target_of(peer["subnets"], peer["public_ips"], own)
     if place is None:
         return
@@ -92,13 +96,20 @@ def _ask(channel: Any, target: IPAddress) -> Reply:
         return survey(channel, [target], _WITHIN, _TRIES)[target]
 
 
-def _port(public: IPAddress, about: str, document: Mapping[str, Any]) -> Iterator[Result]:
-    """Yield the state of the peer's VXLAN port. The kernel answers nothing at an open one."""
+def _port(
+    public: IPAddress, peer: Mapping[str, Any], document: Mapping[str, Any], through: Collection[IPAddress]
+) -> Iterator[Result]:
+    """Yield the state of the peer's VXLAN port; ``through`` are its addresses that answered in the overlay.
+
+    The kernel answers nothing at an open port.
+    """
     device = vxlan_of(document)
     if device is None or device.local.version != public.version:
         return
     reply = _ask(QueryChannel(family_of(public), device.port), public)
-    yield port_state(about, f"UDP port {device.port} of {public}", reply)
+    routes = [wanted_route(target, peer, document) for target in through]
+    is_open = any(route is not None and route.device == device.name for route in routes)
+    yield port_state(",".join(peer["subnets"]), f"UDP port {device.port} of {public}", reply, is_open=is_open)
 
 
 # ---- judgements (pure) --------------------------------------------------------------------------
@@ -115,8 +126,8 @@ def translated(uplink: Mapping[str, Any]) -> Iterator[Result]:
             yield Result("NAT, underlay", "this node", "hint", f"{local}, announced as {public}", note)
 
 
-def port_state(about: str, found: str, reply: Reply) -> Result:
-    """Judge the reply to a datagram at a peer's VXLAN port."""
+def port_state(about: str, found: str, reply: Reply, *, is_open: bool) -> Result:
+    """Judge the reply to a datagram at a peer's VXLAN port; an open one is known by answers through it."""
     if reply.is_refusal:
         return Result(
             "port", about, "PROBLEM", f"{found} is closed", "no device listens: is flanneld started there?"
@@ -126,8 +137,10 @@ def port_state(about: str, found: str, reply: Reply) -> Result:
         return Result(
             "port", about, "PROBLEM", f"{found} is rejected ({reason})", "let it pass in the firewall"
         )
+    if is_open:
+        return Result("port", about, "ok", f"{found} is open")
     return Result(
-        "port", about, "ok", f"{found} is not closed", "open, unless a firewall drops without an answer"
+        "port", about, "unknown", f"{found} gives no answer", "open, or a firewall drops what is sent there"
     )
 
 

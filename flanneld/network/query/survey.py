@@ -29,8 +29,12 @@ _LONGEST = 65535
 _RECVERR: dict[Family, tuple[int, int]] = {4: (socket.IPPROTO_IP, 11), 6: (socket.IPPROTO_IPV6, 25)}
 #: linux/in.h and linux/in6.h: level, option and value for packets in one piece (IP_PMTUDISC_PROBE).
 _WHOLE: dict[Family, tuple[int, int, int]] = {4: (socket.IPPROTO_IP, 10, 3), 6: (socket.IPPROTO_IPV6, 23, 3)}
-#: linux/errqueue.h, struct sock_extended_err: error, then origin. 1 is this host itself.
-_EXTENDED_ERROR, _LOCAL = struct.Struct("=IB"), 1
+#: linux/in.h and linux/in6.h: level and option that limit the hops (IP_TTL, IPV6_UNICAST_HOPS).
+_HOPS: dict[Family, tuple[int, int]] = {4: (socket.IPPROTO_IP, 2), 6: (socket.IPPROTO_IPV6, 16)}
+#: linux/errqueue.h, struct sock_extended_err: error, origin, and type of the message. 1 is this host itself.
+_EXTENDED_ERROR, _LOCAL = struct.Struct("=IBB"), 1
+#: Type of ICMP's time exceeded. The kernel makes EHOSTUNREACH of it, as of an unreachable host.
+_TIME_EXCEEDED: dict[Family, int] = {4: 11, 6: 3}
 _SO_NO_CHECK = 11
 #: Longest wait in seconds before it is asked again whether the answers are still wanted.
 _NAP = 0.2
@@ -50,7 +54,8 @@ class Echo(Struct, frozen=True, gc=False):
 class Reply(Struct, frozen=True, gc=False):
     """Outcome for one host: ``rtt`` in seconds until an answer with ``facts``, or the ``error`` that came.
 
-    ``error`` is an errno out of an ICMP error: ECONNREFUSED if nothing listens at the port.
+    ``error`` is an errno out of an ICMP error: ECONNREFUSED if nothing listens at the port, ETIME if a
+    router got the message with no hop left.
     """
 
     rtt: float | None = None
@@ -92,15 +97,20 @@ class Channel(Protocol[Asked]):
 
 
 class EchoChannel:
-    """ICMP echo requests. Those to a bare address have ``size`` bytes, IP header included."""
+    """ICMP echo requests. Those to a bare address have ``size`` bytes, IP header included.
 
-    def __init__(self, family: Family, size: int = 0) -> None:
+    ``hops`` limits the routers on the way, if it is not 0.
+    """
+
+    def __init__(self, family: Family, size: int = 0, hops: int = 0) -> None:
         self._family = family
         self._size = size
         self._socket = icmp_echo.new_socket(family)
         self._socket.setblocking(False)
         self._socket.setsockopt(*_RECVERR[family], 1)
         self._socket.setsockopt(*_WHOLE[family])
+        if hops:
+            self._socket.setsockopt(*_HOPS[family], hops)
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -112,7 +122,7 @@ class EchoChannel:
 
     def receive(self) -> Iterator[tuple[bytes, Mapping[str, Any], int]]:
         is_raw = self._socket.type == socket.SOCK_RAW
-        for code, data in _errors(self._socket):
+        for code, data in _errors(self._socket, self._family):
             yield icmp_echo.request_token(self._family, data)[:TOKEN_LENGTH], {}, code
         with suppress(OSError):  # nothing is left, or an ICMP error, which comes with the next call
             while True:
@@ -138,6 +148,7 @@ class QueryChannel:
         *,
         unsummed: tuple[bool, bool] = (False, False),
     ) -> None:
+        self._family = family
         self._port = port
         self._size = size - HEADERS[family]
         self._answer_size = max(0, answer_size - HEADERS[family])
@@ -158,7 +169,7 @@ class QueryChannel:
         self._socket.sendto(query.encode(self._size), (str(target), self._port))
 
     def receive(self) -> Iterator[tuple[bytes, Mapping[str, Any], int]]:
-        for code, data in _errors(self._socket):
+        for code, data in _errors(self._socket, self._family):
             yield message.token_of(data), {}, code
         with suppress(OSError):  # nothing is left, or an ICMP error, which comes with the next call
             while True:
@@ -170,15 +181,15 @@ class QueryChannel:
         self._socket.close()
 
 
-def _errors(sock: socket.socket) -> Iterator[tuple[int, bytes]]:
+def _errors(sock: socket.socket, family: Family) -> Iterator[tuple[int, bytes]]:
     """Yield the ICMP errors that have arrived, each with our own message, as far as it came back."""
     with suppress(BlockingIOError):
         while True:
             data, notes, *_ = sock.recvmsg(_LONGEST, 512, socket.MSG_ERRQUEUE)
             for _, _, note in notes:
-                code, origin = _EXTENDED_ERROR.unpack_from(note)
+                code, origin, kind = _EXTENDED_ERROR.unpack_from(note)
                 if origin != _LOCAL:
-                    yield code, data
+                    yield errno.ETIME if kind == _TIME_EXCEEDED[family] else code, data
 
 
 def echoes(
@@ -186,6 +197,17 @@ def echoes(
 ) -> dict[Target, Reply]:
     """Return each host's reply to an ICMP echo; silent hosts are asked again. Raises ``OSError``."""
     return _per_family(targets, EchoChannel, within, tries, is_wanted)
+
+
+def passing(targets: Iterable[IPAddress], hops: int, within: float, tries: int = 2) -> set[IPAddress]:
+    """Return the targets whose packets the router ``hops`` hops away would pass on. Raises ``OSError``.
+
+    It reports a message with no hop left, even if it filters what is sent to itself.
+    """
+    replies = _per_family(targets, lambda family: EchoChannel(family, hops=hops), within, tries)
+    return {
+        target for target, reply in replies.items() if reply.error == errno.ETIME or reply.rtt is not None
+    }
 
 
 def queries(targets: Iterable[IPAddress], port: int, within: float, tries: int = 2) -> dict[IPAddress, Reply]:

@@ -336,6 +336,7 @@ CASES: dict[str, list[Facts]] = {
             WELL, paths=(path("underlay", 1500), path("tunnel", None)), refusing=frozenset({"192.0.2.2"})
         ),
         replace(WELL, paths=(path("underlay", None), path("tunnel", None))),
+        replace(WELL, paths=(path("underlay", None),), entries=(Comparison(OFF_LINK, "ok"),)),
     ],
     "segment": [
         told(lambda d: (d.update(local=[describe(VXLAN, {})]), d["peers"][0].update(vnis=[7]))),
@@ -642,6 +643,18 @@ def test_the_verdict_is_one_line_and_names_a_cause_before_its_effects(facts: Fac
 def test_a_silent_tunnel_is_no_finding_of_its_own_if_its_cause_is_known() -> None:
     facts = replace(CASES["filters"][0], paths=(path("underlay", 1500), path("tunnel", None)))
     assert [check.name for check, _ in examine(facts)] == ["filters"]
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        replace(CASES["tunnel"][2], passing=frozenset({("10.5.2.0/24", 4)})),
+        # Nodes of a cloud need not answer, and its table leads to them.
+        replace(WELL, paths=(path("underlay", None),)),
+    ],
+)
+def test_silence_is_no_finding_where_packets_pass_or_no_answer_is_due(facts: Facts) -> None:
+    assert examine(facts) == []
 
 
 HOSTILE = "$(reboot) `reboot`; reboot"

@@ -73,9 +73,17 @@ def test_checksums_are_blamed_only_if_packets_without_them_arrive(
     assert text in found.found
 
 
-@pytest.mark.parametrize(("reply", "state"), [(CLOSED, "PROBLEM"), (REJECTED, "PROBLEM"), (SILENCE, "ok")])
-def test_silence_is_the_answer_of_an_open_port(reply: Reply, state: str) -> None:
-    assert port_state("10.5.2.0/24", "UDP port 8472", reply).state == state
+@pytest.mark.parametrize(
+    ("reply", "is_open", "state"),
+    [
+        (CLOSED, False, "PROBLEM"),
+        (REJECTED, False, "PROBLEM"),
+        (SILENCE, False, "unknown"),
+        (SILENCE, True, "ok"),
+    ],
+)
+def test_silent_port_is_open_only_if_packets_come_through_it(reply: Reply, is_open: bool, state: str) -> None:
+    assert port_state("10.5.2.0/24", "UDP port 8472", reply, is_open=is_open).state == state
 
 
 def test_translation_is_told_where_addresses_differ() -> None:
