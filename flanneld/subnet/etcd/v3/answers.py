@@ -6,7 +6,6 @@ raise ``ServerFailed``. Source: etcd's ``rpc.proto``, ``kv.proto`` and ``error.g
 
 from __future__ import annotations
 
-import json
 import math
 from base64 import b64encode
 from collections.abc import Mapping
@@ -187,7 +186,8 @@ def stream_object(line: bytes, server: str) -> GatewayMessage:
     """Return the message in one line of a stream. Raises the error it stands for."""
     result = _decoded(line, ServerFailed("it answers with something that is no JSON object")).result
     if result is None:
-        raise refusal(server, json.loads(line), 500)
+        # What has no result was not decoded: it may be no text.
+        raise refusal(server, parsed_object(line) or {}, 500)
     return watch_object(result, server)
 
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Self
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from flanneld.errors import Retryable
@@ -164,6 +164,7 @@ def test_invalid_chunk_is_an_error(etcd: Etcd, data: bytes) -> None:
 
 
 @given(tampered_bytes([CHUNKED + chunks(line(1)) * 2, CHUNKED + chunks(line(1)) * 2 + b"0\r\n\r\n"]))
+@example(CHUNKED + b'17\r\n{"\x80esult":{"TTL":"1"}}\n\r\n')
 def test_tampered_stream_gives_objects_until_it_ends(data: bytes) -> None:
     def hear_all(etcd: Etcd) -> None:
         with etcd.watched() as stream:
