@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from flanneld.diagnostics.metrics import METRICS
+from flanneld.reconcile.counters import TOLD
 from flanneld.subnet.remote.http_server import LeaseServer
 from flanneld.subnet.remote.rest import NOT_FOUND, RestRequest
 
@@ -49,7 +50,7 @@ HEALTHY: Mapping[str, str] = {
             'flannel_peers{NODE,backend="vxlan",state="in-the-kernel"}': "1x1500",
             'flannel_drift_objects{NODE,kind="route"}': "0x1500",
             # Somebody has flushed the routes of 40 peers, once.
-            'flannel_heals_total{NODE,kind="route",cause="ip (pid 812)"}': "0x60 40x1439",
+            'flannel_heals_total{NODE,kind="route",cause="notification"}': "0x60 40x1439",
             "flannel_last_sync_timestamp_seconds{NODE}": "0+60x1500",
             "flannel_removal_guard_held{NODE}": "0x60 1 0x1438",
             'flannel_mtu_bytes{NODE,dev="flannel.1"}': "1450x1500",
@@ -79,7 +80,7 @@ FAULTS: Mapping[str, Mapping[str, str | None]] = {
     "FlannelLeaseEndsSoon": {f"flannel_lease_ttl_seconds{{{FIRST}}}": "2900x1500"},
     "FlannelRenewalsFail": {f'flannel_lease_renewals_total{{{FIRST},result="error"}}': "0+1x1500"},
     "FlannelDrift": {f'flannel_drift_objects{{{FIRST},kind="route"}}': "3x1500"},
-    "FlannelContested": {f'flannel_heals_total{{{FIRST},kind="route",cause="ip (pid 812)"}}': "0+20x1500"},
+    "FlannelContested": {f'flannel_heals_total{{{FIRST},kind="route",cause="notification"}}': "0+20x1500"},
     "FlannelFirewallContested": {
         f'flannel_firewall_resyncs_total{{{FIRST},backend="nft",cause="unknown"}}': "0+6x1500"
     },
@@ -131,6 +132,11 @@ def case(name: str, series: Mapping[str, str | None], firing: Iterable[str]) -> 
         "exp_samples": [{"labels": "{}", "value": len(list(firing))}],
     }
     return {"name": name, "interval": "1m", "input_series": held, "promql_expr_test": [*checks, quiet]}
+
+
+def test_repairs_in_the_cases_have_causes_that_are_counted() -> None:
+    causes = set(re.findall(r'heals_total\{.*cause="(.*?)"', "\n".join(HEALTHY)))
+    assert causes == {TOLD}
 
 
 def test_each_alert_has_a_fault_that_it_is_tried_with() -> None:
