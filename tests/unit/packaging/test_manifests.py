@@ -207,6 +207,10 @@ def test_nodes_answer_each_others_flannelctl() -> None:
     assert f"--answer-port={DEFAULT_PORT}" in daemon(MADE)["args"]
 
 
+def test_no_variable_is_set_that_has_no_effect() -> None:
+    assert {each["name"] for each in daemon(MADE)["env"]}.isdisjoint(options.WITHOUT_EFFECT)
+
+
 def test_the_probes_ask_the_health_server() -> None:
     (port,) = daemon(MADE)["ports"]
     assert f"--healthz-port={port['containerPort']}" in daemon(MADE)["args"]
