@@ -9,7 +9,7 @@ import errno
 import os
 import platform
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from msgspec import Struct
@@ -20,12 +20,14 @@ from flanneld.diagnostics.conditions import parts
 from flanneld.diagnostics.status import states
 from flanneld.model import FAMILIES, Lease
 from flanneld.reconcile.controller import Controller
-from flanneld.reconcile.counters import BOUNDS, Histogram, wall
+from flanneld.reconcile.counters import BOUNDS, FOUND, TOLD, Histogram, wall
 from flanneld.runtime import clock
 from flanneld.state.resources import Kind, Link
 
 _INSTALL = "pip install prometheus-client, or apt install python3-prometheus-client"
 _ERRNO = {os.strerror(code): name for code, name in errno.errorcode.items()}
+#: Reasons of refusals that are counted from 0; others begin with the first one.
+_USUAL_ERRORS = ("EEXIST", "EINVAL", "ENETUNREACH", "ENODEV", "EPERM", "other")
 
 #: Number, histogram, numbers by label values, or None for no sample now.
 Reading = float | Histogram | dict[Any, Any] | None
@@ -92,10 +94,13 @@ def _peers(reconciler: Controller) -> Reading:
 
 
 def _heals(components: Components) -> Reading:
-    """Count repairs. Kinds without one report 0, so that sums are defined."""
     desired = components.reconciler.peers.desired_kinds() if components.reconciler else ()
-    kinds = {Kind.RULES, Kind.FILE, *desired}
-    return {(kind.name.lower(), "unknown"): 0 for kind in sorted(kinds)} | components.heals()
+    return _from_zero({Kind.RULES, Kind.FILE, *desired}, (TOLD, FOUND)) | components.heals()
+
+
+def _from_zero(kinds: Iterable[Kind], labels: Iterable[str]) -> dict[tuple[str, str], int]:
+    """Return 0 for each label of each kind: ``increase`` does not see the step that makes a series."""
+    return {(kind.name.lower(), label): 0 for kind in sorted(kinds) for label in labels}
 
 
 def _objects(number: Callable[[int, int], int]) -> Read:
@@ -137,7 +142,7 @@ def _refusals(reconciler: Controller) -> Reading:
     numbers: Counter[tuple[str, ...]] = Counter()
     for (kind, reason), number in reconciler.tables.refusals().items():
         numbers[kind, _ERRNO.get(reason, "other")] += number
-    return numbers
+    return _from_zero(set(reconciler.peers.desired_kinds()), _USUAL_ERRORS) | numbers
 
 
 # ---- definitions --------------------------------------------------------------------------------

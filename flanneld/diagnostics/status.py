@@ -170,14 +170,16 @@ def _firewall(components: Components) -> Document | None:
     firewall = components.firewall
     if firewall is None:
         return None
-    repairs = firewall.repairs.copy().items()
+    repairs = firewall.repairs.items()
     return {
         "place": firewall.placed.place,
         "masquerade": components.options.ip_masq,
         "forward": components.options.iptables_forward_rules,
         "not_in_place": [f"IPv{family}" for family in firewall.unsettled()],
         "fights": any(state.contested for state in firewall.states()),
-        "repairs": [{"through": name, "by": by, "number": number} for (name, by), number in repairs],
+        "repairs": [
+            {"through": name, "by": by, "number": number} for (name, by), number in repairs if number
+        ],
     }
 
 

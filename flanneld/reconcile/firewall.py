@@ -167,11 +167,14 @@ class Firewall:
 
     @property
     def repairs(self) -> dict[tuple[str, str], int]:
-        """Return repairs by driver and by the program that removed the rules, or "unknown"."""
+        """Return repairs by driver and by the program that removed the rules, or "unknown"; that from 0."""
         names = {each.table: each.name for each in self.placed.desired}
-        return {
-            (names[state.name], by): number for state in self.states() for by, number in state.repairs.items()
-        }
+        numbers = {(name, "unknown"): 0 for name in names.values()}
+        for state in self.states():
+            for by, number in state.repairs.items():
+                key = (names[state.name], by)
+                numbers[key] = numbers.get(key, 0) + number
+        return numbers
 
     def unsettled(self) -> list[Family]:
         """Return the families whose rules are not, or may not be, in place."""

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from flanneld.diagnostics.metrics import METRICS
+from flanneld.reconcile.counters import FOUND, TOLD
 from tests.lab import Lab, Node, own_command, wait_for
 from tests.netns.pair import DUAL_STACK
 
@@ -315,9 +317,9 @@ def test_metrics_tell_what_the_daemon_does(lab: Lab) -> None:
     node.namespace.ip(f"route del {peer.subnet()}")
     node.wait_for_log("Restored route")
     heals = 'flannel_heals_total{cause="notification",kind="route"}'
-    wait_for(lambda: heals in metrics(node), what="the repair to be counted")
+    assert before[heals] == 0
+    wait_for(lambda: metrics(node)[heals] == 1, what="the repair to be counted")
     after = metrics(node)
-    assert after[heals] == 1
     assert after["flannel_event_to_kernel_seconds_count"] > before["flannel_event_to_kernel_seconds_count"]
     assert after["flannel_watch_events_total"] > before["flannel_watch_events_total"]
     assert after['flannel_desired_objects{kind="route"}'] == 2
@@ -327,13 +329,13 @@ def test_repairs_of_rules_file_and_forwarding_are_counted(lab: Lab) -> None:
     node, _ = settled(lab, f"--healthz-port={HEALTH_PORT}", "--ip-masq", "--keep-forwarding")
     before = metrics(node)
     assert {
-        before[f'flannel_heals_total{{cause="unknown",kind="{kind}"}}'] for kind in ("rules", "file")
+        before[f'flannel_heals_total{{cause="{cause}",kind="{kind}"}}']
+        for kind in ("rules", "file")
+        for cause in (TOLD, FOUND)
     } == {0}
-    assert 'flannel_heals_total{cause="audit",kind="file"}' not in before
     node.run("iptables", "-t", "nat", "-F")
     node.wait_for_log("Restored our rules")
-    wait_for(lambda: "flannel_firewall_resyncs_total{" in str(metrics(node)), what="the repair to be counted")
-    assert answer(node, "status")["firewall"]["repairs"][0]["number"] >= 1
+    wait_for(lambda: firewall_repairs(node) >= 1, what="the repair to be counted")
     assert metrics(node)['flannel_heals_total{cause="notification",kind="rules"}'] >= 1
     node.subnet_file.unlink()
     node.wait_for_log("Restored /")
@@ -341,6 +343,34 @@ def test_repairs_of_rules_file_and_forwarding_are_counted(lab: Lab) -> None:
     node.wait_for_log("Restored forwarding")
     heals = 'flannel_heals_total{cause="audit",kind="file"}'
     wait_for(lambda: metrics(node).get(heals) == 2, what="both repairs to be counted")
+
+
+def test_labelled_counters_begin_at_0(lab: Lab) -> None:
+    node, _ = settled(lab, f"--healthz-port={HEALTH_PORT}", "--ip-masq")
+    page = metrics(node)
+    for metric in METRICS:
+        if metric.type == "counter" and metric.labels:
+            assert [name for name in page if name.startswith(f"{metric.name}{{")], metric.name
+    for kind in ("link", "address", "neighbor", "fdb", "route"):
+        repaired = [page[f'flannel_heals_total{{cause="{cause}",kind="{kind}"}}'] for cause in (TOLD, FOUND)]
+        refused = [
+            page[f'flannel_netlink_errors_total{{errno="{why}",op="{kind}"}}'] for why in ("EPERM", "other")
+        ]
+        assert [*repaired, *refused] == [0, 0, 0, 0]
+    assert page['flannel_firewall_resyncs_total{backend="iptables-nft",cause="unknown"}'] == 0
+    assert answer(node, "status")["firewall"]["repairs"] == []
+
+
+def test_rules_that_were_put_back_are_counted_for_both_families(lab: Lab) -> None:
+    (node,) = lab.cluster(BACKEND, nodes=1, flags=["--ip-masq"], EnableNFTables=True, **DUAL_STACK)
+    wait_for(lambda: node.log().count("Made our rules") == 2, PATIENCE, "the rules of both families")
+    for number, table in enumerate(("ip flannel-ipv4", "ip6 flannel-ipv6"), 1):
+        node.run("nft", "delete", "table", *table.split())
+        wait_for(lambda: firewall_repairs(node) == number, what="the repair to be counted")  # noqa: B023
+
+
+def firewall_repairs(node: Node) -> int:
+    return sum(each["number"] for each in answer(node, "status")["firewall"]["repairs"])
 
 
 def test_the_mtu_of_each_device_is_told(lab: Lab) -> None:
