@@ -12,6 +12,11 @@ _MAX_WRITERS = 16
 #: Columns of /proc/net/netlink: protocol (linux/netlink.h), port and inode of each socket.
 _PROTOCOL, _PORT, _INODE = 1, 2, 9
 _NETLINK_ROUTE = "0"
+#: Programs whose arguments are shown: they say what was changed. Those of others may hold secrets,
+#: and logs are passed on.
+_TOOLS = frozenset({"ip", "bridge", "tc", "ifup", "ifdown", "ifreload", "dhclient", "dhcpcd", "networkctl"})
+#: Characters of a command line, at most.
+_MAX_COMMAND = 80
 
 
 class ChangeOrigins:
@@ -24,7 +29,7 @@ class ChangeOrigins:
     def of(self, port: int) -> str:
         """Return the process behind a port, like ``NetworkManager (pid 812)``.
 
-        Looked up at once: it may end soon.
+        Looked up at once: it may end soon. A network tool has its command line with it.
         """
         if port and port not in self._names and len(self._names) < _MAX_WRITERS:
             self._names[port] = self._find(port)
@@ -36,7 +41,7 @@ class ChangeOrigins:
 
 
 def process_at(port: int, proc: Path = Path("/proc")) -> str:
-    """Return name and pid of the process that writes through an rtnetlink port; empty if unknown.
+    """Return program and pid of the process that writes through an rtnetlink port; empty if unknown.
 
     By default the port is the pid of the process that opened the socket (netlink(7)). That is the pid in its
     own PID namespace, and ours may have another process with it. So a process is only named if it holds this
@@ -49,8 +54,17 @@ def process_at(port: int, proc: Path = Path("/proc")) -> str:
     with suppress(OSError):
         if any(_target(fd) == f"socket:[{inode}]" for fd in (where / "fd").iterdir()):
             name = (where / "comm").read_text(errors="replace").strip()
+            name = _command(where, name) if name in _TOOLS else name
             return f"{name} (pid {port})" if name.isprintable() else f"pid {port}"
     return ""
+
+
+def _command(where: Path, name: str) -> str:
+    """Return a tool's command line in back quotes, cut and printable; its name if there is none."""
+    with (where / "cmdline").open("rb") as file:
+        words = file.read(4 * _MAX_COMMAND).decode(errors="replace").split("\0")
+    text = "".join(char if char.isprintable() else "?" for char in " ".join(words).strip())
+    return f"`{text if len(text) <= _MAX_COMMAND else f'{text[: _MAX_COMMAND - 3]}...'}`" if text else name
 
 
 def _inode_of(port: int, proc: Path) -> str:

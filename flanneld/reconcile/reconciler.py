@@ -109,6 +109,8 @@ class _Upkeep:
         self.origins: set[str] = set()
         #: Time of the notification that asked for the next read, None without one.
         self.told: float | None = None
+        #: Time of the first such notification.
+        self.first_told = 0.0
         #: Keys of the desired state that changed since the current or last read began.
         self.changed: set[Key] = set()
         #: Repairs of the current contest, and resources not logged yet.
@@ -234,6 +236,8 @@ class Reconciler:
             self._origins[key] = by
         for name, each in self._all.items():
             if table in (None, name):
+                if each.told is None:
+                    each.first_told = now
                 each.told = now
                 each.settled = False
                 each.due = min(each.due, now + SETTLE)
@@ -294,9 +298,12 @@ class Reconciler:
         for name in due:
             each = self._all[name]
             each.not_before = max(each.not_before, rest)
-            if each.told is not None and each.told <= now:
-                each.told = None
-                each.origins.clear()
+            if each.told is not None and not each.problem:  # else its repair is still to come
+                if each.told <= now:
+                    each.told = None
+                    each.origins.clear()
+                else:
+                    each.first_told = each.told
         heard = {name for name, each in self._all.items() if each.told is not None}
         self._origins = {key: by for key, by in self._origins.items() if key[0] not in due or key[0] in heard}
         self.work.synced()
@@ -412,7 +419,8 @@ class Reconciler:
         each.untold = each.untold + len(resources) if is_contest else 0
         each.contested_repairs = each.contested_repairs + 1 if is_contest else 0
         if not is_contest:
-            _tell(deed, resources, details, lambda resource: self._origin(each, resource))
+            waited = None if each.told is None else clock.now() - each.first_told
+            _tell(deed, resources, details, waited, lambda resource: self._origin(each, resource))
         elif not each.contested_repairs & (each.contested_repairs - 1):
             by = self._origins_of(each, resources)
             after = f", lately after changes by {by}" if by else ""
@@ -462,15 +470,21 @@ def _tell(
     deed: str,
     resources: Sequence[Resource],
     details: Mapping[Key, str],
+    waited: float | None = None,
     origin: Callable[[Resource], str] = lambda _: "",
 ) -> None:
     level = logging.WARNING if deed == "Restored" else logging.INFO
+    time = "" if waited is None else f", {_duration(waited)}"
     for resource in resources[:_FEW]:
         detail, by = details.get(resource.key, ""), origin(resource)
-        after = f" after a change by {by}" if by else ""
+        after = f"{time} after a change{f' by {by}' if by else ''}" if time or by else ""
         log.log(level, "%s %s%s%s", deed, resource, after, f": {detail}" if detail else "")
     if len(resources) > _FEW:
         log.log(level, "%s %d more", deed, len(resources) - _FEW)
+
+
+def _duration(seconds: float) -> str:
+    return f"{1000 * seconds:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
 
 
 def _sentence(words: str) -> str:

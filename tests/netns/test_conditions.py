@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Callable
 
@@ -67,7 +68,7 @@ def test_a_trouble_is_told_everywhere_until_it_is_over(
     wait_for(lambda: flannelctl(node, "status").returncode == 0, PATIENCE, "a node that is well")
 
 
-def test_a_repair_names_the_program_that_made_it_necessary(lab: Lab) -> None:
+def test_a_repair_tells_command_and_duration_also_after_a_restart(lab: Lab) -> None:
     node, peer = settled(lab)
     command = ["ip", "-n", node.namespace.name, "-batch", "-"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, text=True) as ip:
@@ -75,7 +76,13 @@ def test_a_repair_names_the_program_that_made_it_necessary(lab: Lab) -> None:
         ip.stdin.write(f"route del {peer.subnet()}\n")
         ip.stdin.flush()
         (line,) = node.wait_for_log(f"Restored route {peer.subnet()}", PATIENCE)
-    assert line.endswith(f" after a change by ip (pid {ip.pid})")
+    who = re.escape(f"`{' '.join(command)}` (pid {ip.pid})")
+    said = re.search(rf"Restored route .*, (\d+ ms|\d+\.\d s) after a change by {who}$", line)
+    assert said, line
+    node.kill()
+    node.start()
+    node.wait_ready()
+    assert said[0] in flannelctl(node, "events").stdout
 
 
 def undo(node: Node, peer: Node) -> None:

@@ -171,9 +171,8 @@ def test_flushed_rules_are_restored(machine: Host, way: str, flush: str) -> None
 def test_the_culprit_is_named(machine: Host) -> None:
     lease_keeper = machine.keep(**WAYS["nft"])
     machine.sh("iptables-nft -t nat -F POSTROUTING")
-    lease_keeper.wait_for_line(
-        "Restored our rules with iptables-nft after a change by iptables-nft: missing were nat POST"
-    )
+    lease_keeper.wait_for_line("Restored our rules with iptables-nft, ")
+    lease_keeper.wait_for_line(" after a change by iptables-nft: missing were nat POST")
 
 
 @pytest.mark.parametrize("way", ["nft", "legacy", "python-iptables"])

@@ -56,9 +56,10 @@ def listing(proc: Path, port: int, inode: int, protocol: int = 0) -> None:
     (proc / "self/net/netlink").write_text(f"{head}\n{row}\n")
 
 
-def process(proc: Path, pid: int, inode: int, name: str = "NetworkManager") -> None:
+def process(proc: Path, pid: int, inode: int, name: str = "NetworkManager", command: str = "") -> None:
     (proc / f"{pid}/fd").mkdir(parents=True)
     (proc / f"{pid}/comm").write_text(f"{name}\n")
+    (proc / f"{pid}/cmdline").write_text("".join(f"{word}\0" for word in command.split(" ")))
     (proc / f"{pid}/fd/3").symlink_to("/dev/null")
     (proc / f"{pid}/fd/4").symlink_to(f"socket:[{inode}]")
 
@@ -67,6 +68,25 @@ def test_the_process_that_holds_the_socket_is_named(tmp_path: Path) -> None:
     listing(tmp_path, 812, 4711)
     process(tmp_path, 812, 4711)
     assert process_at(812, tmp_path) == "NetworkManager (pid 812)"
+
+
+@pytest.mark.parametrize(
+    ("name", "command", "expected"),
+    [
+        ("ip", "ip route flush root 10.5.0.0/16", "`ip route flush root 10.5.0.0/16` (pid 812)"),
+        ("ip", f"ip route del {'x' * 5000}", f"`ip route del {'x' * 64}...` (pid 812)"),
+        ("ip", "ip \x1b[2J\nE1123", "`ip ?[2J?E1123` (pid 812)"),
+        ("ip", "", "ip (pid 812)"),
+        ("vpn", "vpn --password=secret", "vpn (pid 812)"),
+    ],
+    ids=["a tool", "a long one", "control characters", "none to read", "arguments that may be secret"],
+)
+def test_of_network_tools_the_command_is_shown(
+    name: str, command: str, expected: str, tmp_path: Path
+) -> None:
+    listing(tmp_path, 812, 4711)
+    process(tmp_path, 812, 4711, name, command)
+    assert process_at(812, tmp_path) == expected
 
 
 def test_a_process_of_that_number_without_the_socket_is_another_one(tmp_path: Path) -> None:

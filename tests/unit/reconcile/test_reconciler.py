@@ -148,8 +148,23 @@ def test_removed_object_is_restored_at_once_and_the_remover_named(
     table.change(None, A.key, by="iptables (pid 7)")
     time.run(reconciler, 0.02)
     assert A.key in table.held
-    assert "Restored thing a=0 after a change by iptables (pid 7)" in caplog.messages
+    assert "Restored thing a=0, 5 ms after a change by iptables (pid 7)" in caplog.messages
     assert reconciler.states()[0].repairs == {"iptables (pid 7)": 1}
+
+
+def test_a_repair_that_had_to_wait_tells_the_time_since_the_first_news(
+    time: Time, caplog: pytest.LogCaptureFixture
+) -> None:
+    table = SimulatedTable(audit=None)
+    reconciler = reconciler_of(table)
+    reconciler.step(time.now)
+    table.change(None, A.key)
+    table.unreadable = "busy"
+    time.run(reconciler, 0.5)
+    table.change(None, A.key)
+    table.unreadable = ""
+    time.run(reconciler, 2)
+    assert "Restored thing a=0, 1.0 s after a change by somebody" in caplog.messages
 
 
 def test_a_burst_of_news_is_one_repair(time: Time) -> None:
@@ -326,7 +341,7 @@ def test_a_change_has_the_name_of_whoever_changed_the_device_that_went(
     route.held.clear()
     reconciler.hear(time.now, None, in_table(A, link), "ip (pid 7)")
     time.run(reconciler, 0.02)
-    assert "Restored thing a=0 after a change by ip (pid 7)" in caplog.messages
+    assert "Restored thing a=0, 5 ms after a change by ip (pid 7)" in caplog.messages
 
 
 def test_a_table_is_listened_to_while_it_has_something_to_hear(time: Time) -> None:
@@ -590,7 +605,7 @@ def test_drift_heard_of_during_an_audit_is_repaired_with_its_origin(
     step_until_read(reconciler, time)
     time.run(reconciler, 1)
     assert table.writes == [MANY[5]]
-    assert caplog.messages == ["Restored thing many5=0 after a change by ip"]
+    assert caplog.messages == ["Restored thing many5=0, 7 ms after a change by ip"]
     assert reconciler.work.heals == {("remote", TOLD): 1}
 
 
