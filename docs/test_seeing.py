@@ -48,6 +48,10 @@ def test_each_command_is_shown(command: str) -> None:
     assert f"    flannelctl {command} " in PAGE
 
 
+def test_the_number_of_checks_in_the_example_is_right() -> None:
+    assert f"    {len(CHECKS)} checks: 1 problem, 0 hints\n" in PAGE
+
+
 def test_metrics_are_named_as_prometheus_wants_it() -> None:
     for metric in METRICS:
         assert metric.name.startswith("flannel_")

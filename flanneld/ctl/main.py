@@ -9,10 +9,10 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from ipaddress import ip_address
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 #: Allocations between two collections of reference cycles.
 _GARBAGE = 1_000_000
+#: Seconds between two queries of ``--watch``.
+_WATCH_EVERY = 2.0
 FINE, PROBLEMS, USAGE, NO_DAEMON = 0, 1, 2, 3
 
 #: Tables for people, a value for JSON, and True if something is wrong.
@@ -56,11 +58,15 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
 
 def _attempt(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     as_json = "--output=json" in argv or ("--output", "json") in pairwise(argv)
-    if not argv:
-        command_line().print_help()
-        return FINE
+    if argv[:1] == ["help"]:
+        argv = [*argv[1:], "--help"]
     try:
         arguments, flags = parse(argv)
+        if not arguments.command:
+            if as_json:
+                return _complain("no command is given; see flannelctl --help", USAGE, as_json=True)
+            command_line().print_help()
+            return FINE
         if arguments.command not in COMMANDS:
             wanted = options.read(flags, environ, program="flannelctl COMMAND")
             return _act(arguments, wanted, as_json=as_json)
@@ -137,11 +143,20 @@ def _say(shown: list[TextTable], plain: Any, *, as_json: bool, indent: int | Non
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return flannelctl's arguments and the flags of flanneld. Raises ``UsageError``."""
     parser = command_line()
-    arguments, flags = parser.parse_known_args(argv)
+    # Not set_defaults: it changes the actions that the commands' parsers share, which then reset the values.
+    defaults = argparse.Namespace(socket="", watch=None)
+    arguments, flags = parser.parse_known_args([*_with_values(argv)], defaults)
     # Go's flags end at the first word that is no flag; all words after it would be ignored.
     if flags and not flags[0].startswith("-"):
         parser.error(f"unrecognized argument: {quoted(flags[0])}")
     return arguments, flags
+
+
+def _with_values(argv: Sequence[str]) -> Iterator[str]:
+    """Yield the words, a bare ``--watch`` with its value: argparse would take a command behind it."""
+    for word, following in zip_longest(argv, argv[1:], fillvalue=""):
+        is_bare = word == "--watch" and not re.match(r"\d", following)
+        yield f"--watch={_WATCH_EVERY:g}" if is_bare else word
 
 
 class _Parser(argparse.ArgumentParser):
@@ -160,14 +175,13 @@ def command_line() -> argparse.ArgumentParser:
         "--watch",
         type=_seconds,
         nargs="?",
-        const=2.0,
+        const=_WATCH_EVERY,
         metavar="SECONDS",
-        help="repeat every SECONDS seconds (default: 2) and show changes",
+        help=f"repeat every SECONDS seconds (default: {_WATCH_EVERY:g}) and show changes",
     )
     parser = _Parser("flannelctl", description=about, allow_abbrev=False, parents=[shared])
     parser.add_argument("--version", action="version", version=__version__)
-    parser.set_defaults(socket="", watch=None)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, (_, meaning) in _HELP.items():
         command = commands.add_parser(name, parents=[shared], help=meaning, allow_abbrev=False)
         if name == "status":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import sys
 from typing import Any
@@ -45,6 +46,10 @@ def test_nodes_are_listed_with_what_they_run(lab: Lab) -> None:
     assert told[peer.subnet()]["rtt"] > 0
     assert flannelctl(node, "nodes").returncode == 0
     assert cluster_findings(node) == {}
+    node.stop()
+    without = flannelctl(node, "nodes")
+    assert without.returncode == 1
+    assert re.search("PROBLEM +this node .*no daemon answers here$", without.stdout, re.MULTILINE)
 
 
 def test_nodes_answer_over_ipv6_and_at_their_public_ip_without_a_tunnel(lab: Lab) -> None:

@@ -50,6 +50,8 @@ class Node(Struct, frozen=True, gc=False):
     state: str = ""
     reason: str = ""
     is_own: bool = False
+    #: False if this is our node and no daemon answers there.
+    is_running: bool = True
     target: IPAddress | None = None
     in_overlay: bool = False
     query: Reply = SILENCE
@@ -64,7 +66,9 @@ class Node(Struct, frozen=True, gc=False):
     @property
     def answers(self) -> str:
         """Return the farthest part that answers: ``daemon``, ``kernel``, ``host`` or ``nothing``."""
-        if self.is_own or self.told is not None:
+        if self.is_own:
+            return "daemon" if self.is_running else "nothing"
+        if self.told is not None:
             return "daemon"
         if self.echo.rtt is not None or self.query.is_refusal:
             return "kernel"
@@ -189,6 +193,7 @@ def own_node(document: Mapping[str, Any]) -> Node:
         expires=lease.get("expires"),
         state="in the kernel",
         is_own=True,
+        is_running="pid" in document,  # the only document with it is the daemon's
         told=Told(
             version=document.get("version"),
             network=tuple(f"{each['network']} /{each['subnet_len']}" for each in network.get("ranges") or ()),

@@ -79,7 +79,9 @@ def _finding(rule: Rule, found: list[Remark]) -> Finding:
 
 def _silent(cluster: Cluster) -> Iterator[tuple[Node, str]]:
     for node in cluster.nodes:
-        if node.target is not None and node.answers == "nothing":
+        if not node.is_running:
+            yield node, "no daemon answers here"
+        elif node.target is not None and node.answers == "nothing":
             yield node, "no answer"
         elif node.answers == "host":
             yield node, f"its host answers at {node.public_ips[0]}, its end of the tunnel does not"

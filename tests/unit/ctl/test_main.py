@@ -51,7 +51,8 @@ WRONG = [
     ["status", "--etcd-endpoints=nonsense"],
     ["status", "more"],
     ["ping", "10.5.1.0", "--count=0"],
-    ["--output=table"],
+    ["status", "--watch", "more"],
+    ["help", "nonsense"],
 ]
 
 
@@ -67,11 +68,27 @@ def test_wrong_usage_is_told_in_json_too(
     assert output.err.startswith("flannelctl: ")
 
 
-def test_words_of_no_command_show_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run([], {}) == FINE
+@pytest.mark.parametrize("words", [[], ["--output=table"], ["--etcd-endpoints=http://192.0.2.1:2379"]])
+def test_words_of_no_command_show_all_commands(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(words, {}) == FINE
     output = capsys.readouterr()
     assert output.err == ""
     assert all(f"\n    {command} " in output.out for command in COMMANDS)
+
+
+def test_json_without_a_command_is_an_error_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--output=json"], {}) == USAGE
+    assert "no command" in told(capsys)["error"]
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [(["help"], "COMMAND"), (["help", "bundle"], "FILE"), (["help", "token", "create"], "--lasts")],
+)
+def test_help_is_a_command_too(words: list[str], shown: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match=r"^0$"):
+        run(words, {})
+    assert shown in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("words", [["--output", "json", "events"], ["events", "--output", "json"]])

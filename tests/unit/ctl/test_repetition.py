@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from flanneld.ctl import repetition
-from flanneld.ctl.main import FINE, NO_DAEMON, USAGE, run
+from flanneld.ctl.main import FINE, NO_DAEMON, USAGE, parse, run
 from tests.lab import wait_for
 from tests.unit.ctl.test_main import daemon
 
@@ -59,7 +59,7 @@ def test_watch_says_what_changes_until_it_is_interrupted(tmp_path: Path) -> None
     # A shell has its background processes ignore SIGINT, and theirs inherit it.
     heed = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
     code = f"{heed}; from flanneld.ctl.main import main; main()"
-    words = ["status", f"--subnet-file={tmp_path / 'subnet.env'}", "--output=json", "--watch=0.05"]
+    words = ["--watch", "0.05", "status", f"--subnet-file={tmp_path / 'subnet.env'}", "--output=json"]
     said = tmp_path / "said"
     with said.open("wb") as out:
         watching = subprocess.Popen([sys.executable, "-c", code, *words], stdout=out)
@@ -72,6 +72,14 @@ def test_watch_says_what_changes_until_it_is_interrupted(tmp_path: Path) -> None
             watching.wait(DEADLINE)
     origins = [json.loads(line)["origin"] for line in said.read_text().splitlines()]
     assert origins[:2] == ["host", "daemon"]
+
+
+@pytest.mark.parametrize(
+    "words", ["--watch status", "status --watch", "--watch=2 status", "status --watch 2"]
+)
+def test_watch_may_stand_at_both_places_with_and_without_a_span(words: str) -> None:
+    arguments, flags = parse(["--socket=/s", *words.split()])
+    assert (arguments.command, arguments.watch, arguments.socket, flags) == ("status", 2.0, "/s", [])
 
 
 @pytest.mark.parametrize("option", ["--wait=soon", "--wait=0", "--watch=-1", "--watch=1e9"])

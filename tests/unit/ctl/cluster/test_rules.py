@@ -59,6 +59,7 @@ MUTE: dict[str, Any] = {"told": None, "query": SILENCE}
     ("rule", "changes", "who"),
     [
         ("silent nodes", MUTE, {LAST}),
+        ("silent nodes", {"is_own": True, "is_running": False, "target": None}, {LAST}),
         ("silent nodes", {**MUTE, "underlay": Reply(0.001)}, {LAST}),
         ("unusable leases", {"state": "refused", "reason": "no MAC"}, {LAST}),
         ("conditions", {"told": replace(TOLD, conditions=("store",))}, {LAST}),
