@@ -205,7 +205,11 @@ def command_line() -> argparse.ArgumentParser:
             )
         if name == "ping":
             command.add_argument(
-                "--count", type=_count, default=5, help="packets of each kind, 5 if not given"
+                "--count",
+                type=_count,
+                default=5,
+                metavar="NUMBER",
+                help="packets of each kind, 5 if not given",
             )
         if name == "netcheck":
             command.add_argument("peer", nargs="?", metavar="PEER", help="only this one, named as for mtu")

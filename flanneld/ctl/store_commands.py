@@ -243,6 +243,7 @@ _COMMANDS: dict[str, tuple[str, _Acts]] = {
                     "--lasts": {
                         "type": _duration,
                         "default": "24h",
+                        "metavar": "DURATION",
                         "help": "validity for joins (default: 24h)",
                     }
                 },
