@@ -312,9 +312,15 @@ _ACCEPTED = (
 _VERSION = Flag("version", "bool", False, "print the version and exit")
 
 
+#: A secret in a network config. Keys are taken in any case, as Go does.
+_SECRET = re.compile(r'("(?:psk|accesskeysecret)"\s*:\s*)"(?:[^"\\]|\\.)*"', re.IGNORECASE)
+
+
 def _words(flag: Flag, value: Any) -> Iterator[str]:
     if flag.name in ("etcd-password", "token"):
         yield "***"
+    elif flag.name == "network":
+        yield _word(_SECRET.sub(r'\1"***"', value))
     elif flag.repeatable:
         yield from map(_word, value)
     elif isinstance(value, tuple):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from ipaddress import ip_address
 
 import pytest
@@ -272,6 +273,15 @@ def test_only_what_differs_from_the_defaults_is_described() -> None:
         'etcd-endpoints=http://a:1,http://b:2 iface=eth0 iface="my if" iface-regex=^e subnet-file=""'
         " public-ip=192.0.2.1 iptables-forward-rules=false v=2"
     )
+
+
+@pytest.mark.parametrize("name", ["PSK", "psk", "AccessKeySecret"])
+def test_no_secret_in_a_network_config_is_ever_shown(name: str) -> None:
+    config = json.dumps({"Network": "10.5.0.0/16", "Backend": {name: 'top "s3cret', "Type": "x"}})
+    text = read([f"-network={config}", "-store=/leases.db", "-listen=192.0.2.1:1"], {}).described()
+    assert "s3cret" not in text
+    assert "***" in text
+    assert "10.5.0.0/16" in text
 
 
 def test_no_password_is_ever_shown() -> None:
