@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Mapping
 from dataclasses import dataclass
 from ipaddress import IPv4Network, IPv6Network, ip_network
 from typing import Any
+
+from tests.netns.charons import IPSEC
 
 NETWORKS = {4: "10.5.0.0/16", 6: "fc00:5::/48"}
 #: The part of it that the peers have; our own subnet is elsewhere.
@@ -20,6 +23,8 @@ DEVICES = {
     "vxlan": {4: "flannel.1", 6: "flannel-v6.1"},
     "udp": {4: "flannel0"},
     "ipip": {4: "flannel.ipip"},
+    "wireguard": {4: "flannel-wg"},
+    "ipsec": {4: "flannel-ipsec"},
     "host-gw": dict[int, str](),
 }
 
@@ -74,7 +79,7 @@ class Setting:
         return "&".join(names[family] for family in self.families)
 
     def attributes(self, host: int, mac: int) -> dict[str, Any]:
-        """What a peer announces."""
+        """What a peer announces; ``mac`` is the number of its MAC address or key."""
         found: dict[str, Any] = {"PublicIP": address(4, host)}
         if 6 in self.families:
             found["PublicIPv6"] = address(6, host)
@@ -84,7 +89,14 @@ class Setting:
             found["BackendData"] = {"VtepMAC": f"02:00:00:00:01:{mac:02x}"}
             if 6 in self.families:
                 found["BackendV6Data"] = {"VtepMAC": f"02:06:00:00:01:{mac:02x}"}
+        if self.type == "wireguard":
+            found["BackendData"] = {"PublicKey": public_key(mac), "Port": 51820}
         return found
+
+
+def public_key(number: int) -> str:
+    """A key of WireGuard. Nobody has the private one."""
+    return b64encode(bytes([number]) * 32).decode()
 
 
 def address(family: int, host: int) -> str:
@@ -112,4 +124,6 @@ SETTINGS = (
     Setting("host-gw-dual", {"Type": "host-gw"}, families=(4, 6), flavour="legacy"),
     Setting("udp", {"Type": "udp"}, api="v2"),
     Setting("ipip-direct", {"Type": "ipip", "DirectRouting": True}),
+    Setting("wireguard", {"Type": "wireguard"}),
+    Setting("ipsec", IPSEC, api="v2"),
 )
