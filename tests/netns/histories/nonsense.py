@@ -35,7 +35,7 @@ def half_sensible(setting: Setting) -> tuple[str, ...]:
     """Values of which a part makes sense, or that a daemon understands and a kernel refuses."""
     good = setting.attributes(host=101, mac=9)
     changes: list[dict[str, Any]] = []
-    if setting.type == "host-gw":
+    if not setting.devices:
         changes += [{"PublicIP": "198.19.7.7"}, {"PublicIP": "127.0.0.1"}]
     if 6 in setting.families:
         changes += [{"PublicIPv6": None}, {"PublicIPv6": OURS[6]}]

@@ -26,6 +26,7 @@ DEVICES = {
     "wireguard": {4: "flannel-wg"},
     "ipsec": {4: "flannel-ipsec"},
     "host-gw": dict[int, str](),
+    "extension": dict[int, str](),
 }
 
 #: The peers that come and go, and those that are always there unless the store loses them.
@@ -63,8 +64,8 @@ class Setting:
 
     @property
     def hosts(self) -> tuple[int, ...]:
-        """The numbers of the hosts on which players may be; host-gw reaches its own link only."""
-        return (101, 102, 103) if self.type == "host-gw" else (101, 102, 103, 300)
+        """The numbers of the hosts on which players may be; without a tunnel only those on our link."""
+        return (101, 102, 103, 300) if self.devices else (101, 102, 103)
 
     @property
     def network_config(self) -> dict[str, Any]:
@@ -116,6 +117,13 @@ def nets(lease: str) -> dict[int, Any]:
     return {net.version: net for net in found}
 
 
+#: Routes as those of host-gw, made by commands.
+EXTENSION = {
+    "Type": "extension",
+    "SubnetAddCommand": f"ip route replace $SUBNET via $PUBLIC_IP dev {UPLINK}",
+    "SubnetRemoveCommand": f"ip route del $SUBNET via $PUBLIC_IP dev {UPLINK}",
+    "CheckCommand": f"ip route show exact $SUBNET via $PUBLIC_IP dev {UPLINK} | grep -q .",
+}
 SETTINGS = (
     Setting("vxlan", {"Type": "vxlan"}),
     Setting("host-gw", {"Type": "host-gw"}, api="v2"),
@@ -126,4 +134,5 @@ SETTINGS = (
     Setting("ipip-direct", {"Type": "ipip", "DirectRouting": True}),
     Setting("wireguard", {"Type": "wireguard"}),
     Setting("ipsec", IPSEC, api="v2"),
+    Setting("extension", EXTENSION),
 )

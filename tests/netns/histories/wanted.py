@@ -44,11 +44,11 @@ def wanted(setting: Setting, leases: Mapping[str, Any], own: str, seen: Observed
         direct = [
             (net, host)
             for net, host, _ in led
-            if setting.type == "host-gw" or (setting.is_direct and seen.is_on_link(host))
+            if not setting.devices or (setting.is_direct and seen.is_on_link(host))
         ]
         onlink = setting.type == "ipip"
         routes += [_way(family, str(net), UPLINK, host, onlink=onlink) for net, host in direct]
-        if setting.type == "host-gw":
+        if not setting.devices:
             continue
         tunneled = [peer for peer in led if peer[:2] not in direct]
         ways, tunnel = _TUNNELS[setting.type](setting, family, tunneled, own, leases[own])
