@@ -122,6 +122,7 @@ def test_one_refusal_does_not_stop_the_rest_and_is_tried_again(time: Time) -> No
     assert table.writes == [B]
     (state,) = reconciler.states()
     assert (state.settled, [str(each) for each in state.failed]) == (False, ["thing a=0: refused"])
+    assert [each.errno for each in state.failed] == [0], "the system had no part in it"
     table.refused = set()
     time.run(reconciler, 1.5)
     assert table.writes == [B, A]
