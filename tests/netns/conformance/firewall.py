@@ -14,7 +14,7 @@ from flanneld.network.firewall.command import IptablesRunner
 from flanneld.network.firewall.edits import claim
 from flanneld.network.firewall.rules import Nets, Purpose, Style, desired_rules
 from flanneld.network.firewall.rules_sweep import RulePlace, driver
-from flanneld.network.firewall.tables import RulesTable, StaleRulesTable
+from flanneld.network.firewall.tables import RulesTable
 from flanneld.state.table import Put, Scope, Table
 from tests.lab.namespace import Namespace
 from tests.netns.conformance.host import OnHost
@@ -125,12 +125,3 @@ class StaleNftRules(OfFirewall):
         assert earlier.put([Put(wanted)]).failed == []
         earlier.close(remove=False)
         return ""
-
-    def make(self) -> StaleRulesTable:  # type: ignore[override]
-        return StaleRulesTable(
-            self.place,
-            4,
-            claim([self._nets], None, masquerade=True, forward=True),
-            IptablesRunner(threading.Event()),
-            frozenset(),
-        )
