@@ -26,7 +26,7 @@ from cosmic_ray.work_item import TestOutcome
 from tests.mutation.mutants import Mutant, sample
 
 GOAL = 0.95
-COUNT = 500
+COUNT = 650
 SEED = 1
 #: Seconds beyond ten times what the tests take. Generous, since a mutant that takes longer counts as killed.
 GRACE = 30.0

@@ -30,8 +30,9 @@ class Histories(OfPeers, OfTheStore, OfVandals, OfTheDaemon):
 
 
 def _marked(setting: Setting) -> Any:
-    """Without ipip in this host's kernel its histories take place in a virtual machine."""
-    marks = [pytest.mark.needs_kernel("ipip")] if setting.type == "ipip" else []
+    """What this host's kernel lacks takes place in a virtual machine."""
+    features = {"ipip": "ipip", "wireguard": "wireguard", "ipsec": "esp"}
+    marks = [pytest.mark.needs_kernel(features[setting.type])] if setting.type in features else []
     return pytest.param(setting, marks=marks, id=setting.name)
 
 

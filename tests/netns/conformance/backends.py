@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
@@ -10,18 +12,22 @@ from ipaddress import IPv4Address, IPv4Network, ip_address, ip_network
 from pathlib import Path
 from unittest.mock import patch
 
+from msgspec.structs import replace
+
 from flanneld.backends.extension import tables as extension
 from flanneld.backends.extension.commands import ConfigCommand
 from flanneld.backends.extension.commands import ConfigCommands as ExtensionCommands
 from flanneld.backends.extension.journal import Journal
-from flanneld.backends.extension.resources import PeerSetup
-from flanneld.backends.udp.proxy_client import ProxyClient
+from flanneld.backends.extension.resources import PeerSetup, Startup
+from flanneld.backends.udp import proxy_client
+from flanneld.backends.udp.proxy_client import NoProxy, ProxyClient
 from flanneld.backends.udp.resources import ProxyPeer, UdpProxy
 from flanneld.backends.udp.tables import ProxyPeerTable, ProxyTable
 from flanneld.backends.wireguard import keys
 from flanneld.backends.wireguard.resources import AllowedIp, DeviceKey, Peer
 from flanneld.backends.wireguard.table_peers import WireGuardTable
 from flanneld.network.rtnetlink import devices
+from flanneld.runtime import waits
 from flanneld.runtime.command_runner import CommandRunner
 from flanneld.state.resources import (
     Resource,
@@ -32,11 +38,67 @@ from flanneld.state.table import Put, Table
 from tests.lab.namespace import Namespace
 from tests.netns.conformance.host import OnHost
 
+_WANTED_PROXY = UdpProxy(
+    "flannel0", IPv4Address("192.0.2.1"), 8285, IPv4Address("10.1.5.0"), 1400, data_plane="python"
+)
+
+
+class PumpProcess(OnHost):
+    """The process of a udp proxy."""
+
+    resources = (_WANTED_PROXY,)
+    drifts = ("kill it", "start it with another port")
+
+    def __init__(self, host: Namespace) -> None:
+        super().__init__(host)
+        devices.put(Tun(_WANTED_PROXY.tun, _WANTED_PROXY.mtu), None)
+        self._made: list[ProxyTable] = []
+        # A silent one is one that is slow, and this one is not.
+        self._patience = patch.object(proxy_client, "_ANSWER_PATIENCE", 0.5)
+
+    def make(self) -> ProxyTable:
+        self._made.append(ProxyTable(ProxyClient(_WANTED_PROXY.tun)))
+        return self._made[-1]
+
+    def do(self, command: str, *, check: bool = True) -> str:
+        client = ProxyClient(_WANTED_PROXY.tun)
+        try:
+            if command == "kill it":
+                pidfd = os.pidfd_open(client.hello().pid)
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                assert waits.readable(pidfd, 10)
+                os.close(pidfd)
+            elif command == "start it with another port":
+                client.start(replace(_WANTED_PROXY, port=8999))
+        except NoProxy:
+            if check:
+                raise
+        finally:
+            client.close()
+        return ""
+
+    @contextmanager
+    def blind(self, table: Table) -> Iterator[None]:
+        """Have the proxy stopped: it may only be slow."""
+        assert isinstance(table, ProxyTable)
+        pid = table._client.hello().pid
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            with self._patience:
+                yield
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+    def close(self) -> None:
+        ProxyClient(_WANTED_PROXY.tun).leave(device_stays=False)
+        for table in self._made:
+            table.close(remove=False)
+
 
 class PumpPeers(OnHost):
     """The peers of a udp proxy, a process on the host."""
 
-    tun = "flannel0"
+    tun = _WANTED_PROXY.tun
     resources = (
         ProxyPeer("flannel0", IPv4Network("10.1.7.0/24"), IPv4Address("192.0.2.7")),
         ProxyPeer("flannel0", IPv4Network("10.1.8.0/24"), IPv4Address("192.0.2.8")),
@@ -47,12 +109,9 @@ class PumpPeers(OnHost):
         super().__init__(host)
         devices.put(Tun(self.tun, 1400), None)
         self._pump = ProxyTable(ProxyClient(self.tun))
-        wanted = UdpProxy(
-            self.tun, IPv4Address("192.0.2.1"), 8285, IPv4Address("10.1.5.0"), 1400, data_plane="python"
-        )
-        assert self._pump.put([Put(wanted)]).failed == []
+        assert self._pump.put([Put(_WANTED_PROXY)]).failed == []
 
-    def make(self) -> Table:
+    def make(self) -> ProxyPeerTable:
         return ProxyPeerTable(ProxyClient(self.tun), self.tun)
 
     @contextmanager
@@ -64,6 +123,25 @@ class PumpPeers(OnHost):
     def close(self) -> None:
         self._pump.drop(())
         self._pump.close(remove=False)
+
+
+class ExtensionStartup(OnHost):
+    """What PostStartupCommand has done: here a file. Only the daemon that ran it knows that it did."""
+
+    can_be_blind = False
+    writes_anew = True
+    resources = (
+        Startup(
+            IPv4Network("10.1.0.0/16"), None, IPv4Network("10.1.5.0/24"), None, IPv4Address("192.0.2.1"), None
+        ),
+    )
+
+    def make(self) -> extension.StartupTable:
+        return extension.StartupTable(
+            ConfigCommand("PostStartupCommand", "ip link show br5 || ip link add br5 type bridge"),
+            ConfigCommand("ShutdownCommand", "ip link del br5"),
+            ExtensionCommands(CommandRunner(threading.Event()).run, 20.0),
+        )
 
 
 class ExtensionPeers(OnHost):
@@ -86,7 +164,7 @@ class ExtensionPeers(OnHost):
         self._checks = patch.object(extension, "_CHECK_PERIOD", 0.0)
         self._checks.start()
 
-    def make(self) -> Table:
+    def make(self) -> extension.PeerSetupTable:
         return extension.PeerSetupTable(
             ConfigCommand("SubnetAddCommand", f"cat >{self._peers}$PUBLIC_IP"),
             ConfigCommand("SubnetRemoveCommand", f"rm -f {self._peers}$PUBLIC_IP"),
@@ -103,7 +181,6 @@ class ExtensionPeers(OnHost):
 class WireGuardPeers(OnHost):
     """Key, peers and allowed IPs of a WireGuard device."""
 
-    can_be_blind = False
     device = "flannel-wg"
 
     def __init__(self, host: Namespace) -> None:
@@ -151,5 +228,12 @@ class WireGuardPeers(OnHost):
             ),
         ]
 
-    def make(self) -> Table:
+    def make(self) -> WireGuardTable:
         return WireGuardTable([self.device])
+
+    @contextmanager
+    def blind(self, table: Table) -> Iterator[None]:
+        assert isinstance(table, WireGuardTable)
+        assert table._kernel
+        table._kernel.close()
+        yield

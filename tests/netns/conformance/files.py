@@ -7,7 +7,6 @@ from ipaddress import IPv4Network
 from pathlib import Path
 
 from flanneld.diagnostics.host_checks import KernelForwardingTable
-from flanneld.state.table import Table
 from flanneld.subnet.subnet_file import SubnetEnv, SubnetEnvFile, SubnetFileTable
 from tests.lab.namespace import Namespace
 from tests.netns.conformance.host import OnHost
@@ -34,7 +33,7 @@ class SubnetFile(OnHost):
         self.foreign = (f"echo FLANNEL_MTU=1400 >{self._directory.name}/blue.env",)
         self.shows_foreign = f"cat {self._directory.name}/blue.env"
 
-    def make(self) -> Table:
+    def make(self) -> SubnetFileTable:
         return SubnetFileTable(self._path)
 
     def close(self) -> None:
@@ -52,7 +51,7 @@ class Forwarding(OnHost):
         super().__init__(host)
         self.resources = self._table().desired
 
-    def make(self) -> Table:
+    def make(self) -> KernelForwardingTable:
         return self._table()
 
     def _table(self) -> KernelForwardingTable:

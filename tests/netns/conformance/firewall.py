@@ -15,7 +15,7 @@ from flanneld.network.firewall.edits import claim
 from flanneld.network.firewall.rules import Nets, Purpose, Style, desired_rules
 from flanneld.network.firewall.rules_sweep import RulePlace, driver
 from flanneld.network.firewall.tables import RulesTable
-from flanneld.state.table import Table
+from flanneld.state.table import Put, Scope, Table
 from tests.lab.namespace import Namespace
 from tests.netns.conformance.host import OnHost
 
@@ -32,7 +32,7 @@ class OfFirewall(OnHost):
         super().__init__(host)
         self.resources = [self._table().desired(desired_rules(self.style, self._nets, self._purpose))]
 
-    def make(self) -> Table:
+    def make(self) -> RulesTable:
         table = self._table()
         if self.place != "legacy":
             table.listen()
@@ -102,3 +102,26 @@ class NativeRules(OfFirewall):
         "nft add rule ip other c ip saddr 192.0.2.9 drop",
     )
     shows_foreign = "nft list table ip other"
+
+
+class StaleNftRules(OfFirewall):
+    """What an earlier run has left in a place that is not in use: nothing of ours is wanted there."""
+
+    place = "nft"
+    resources = ()
+    drifts = ("iptables-nft -N FLANNEL-FWD", "run with iptables-nft")
+    foreign = NftRules.foreign
+    shows_foreign = NftRules.shows_foreign
+
+    def __init__(self, host: Namespace) -> None:
+        OnHost.__init__(self, host)
+
+    def do(self, command: str, *, check: bool = True) -> str:
+        if command != "run with iptables-nft":
+            return super().do(command, check=check)
+        earlier = self._table()
+        wanted = earlier.desired(desired_rules(self.style, self._nets, self._purpose))
+        list(earlier.read(Scope({wanted.key: wanted})))
+        assert earlier.put([Put(wanted)]).failed == []
+        earlier.close(remove=False)
+        return ""

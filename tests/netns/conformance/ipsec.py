@@ -61,7 +61,7 @@ class XfrmPolicies(OnHost):
     )
     shows_foreign = "ip xfrm policy | grep -A2 -E 'mark|10.1.44|10.8.0' | grep -vE '10.1.0.0/16|priority 42'"
 
-    def make(self) -> Table:
+    def make(self) -> XfrmPolicyTable:
         return XfrmPolicyTable(NETWORK)
 
     @contextmanager
@@ -102,7 +102,7 @@ class CharonConnections(OnHost):
         self._charon = CharonTable(lambda _: None, "conformance", at_once)
         assert self._charon.put([Put(Charon())]).failed == []
 
-    def make(self) -> Table:
+    def make(self) -> ConnectionTable:
         return ConnectionTable(NETWORK, at_once)
 
     @contextmanager

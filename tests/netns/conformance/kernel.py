@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from ipaddress import ip_address, ip_network
 
@@ -19,11 +19,16 @@ from flanneld.network.rtnetlink.tables import (
 )
 from flanneld.state.resources import (
     Address,
+    Blackhole,
+    Dummy,
     FdbEntry,
+    Ipip,
     Link,
     Neighbor,
     Route,
+    Tun,
     Vxlan,
+    WireGuard,
 )
 from flanneld.state.table import Table
 from tests.lab.namespace import Namespace
@@ -62,7 +67,27 @@ class OfKernel(OnHost):
         yield
 
 
-class Links(OfKernel):
+class OfLinks(OfKernel):
+    """Devices of ours."""
+
+    resources: Sequence[Link]
+    foreign = ("ip link add br7 type bridge", "ip link set other0 mtu 1300")
+    shows_foreign = "ip -o link show dev br7; ip -o link show dev other0; ip -o link show dev up0"
+
+    def over(self, kernel: Kernel) -> LinkTable:
+        def left() -> list[Link]:
+            """Devices that an earlier run of ours is known to have made."""
+            ours = [(kernel.link(each.name), each.make) for each in self.resources]
+            return [
+                seen.make
+                for seen, kind in ours
+                if seen and isinstance(seen.make, Link) and seen.make.make == kind
+            ]
+
+        return LinkTable(kernel, left)
+
+
+class Links(OfLinks):
     drifts = (
         "ip link set vx4 down",
         "ip link set vx4 mtu 1400",
@@ -72,8 +97,6 @@ class Links(OfKernel):
         "ip link set vx4 name other",
         "ethtool -K vx6 tx-checksum-ip-generic on",
     )
-    foreign = ("ip link add br7 type bridge", "ip link set other0 mtu 1300")
-    shows_foreign = "ip -o link show dev br7; ip -o link show dev other0; ip -o link show dev up0"
 
     def __init__(self, host: Namespace) -> None:
         super().__init__(host)
@@ -83,13 +106,38 @@ class Links(OfKernel):
         host.run("ethtool", "-K", "vx6", "tx-checksum-ip-generic", "off")
         self.resources = [replace(each, cpu_checksums=each.name == "vx6") for each in found]
 
-    def over(self, kernel: Kernel) -> Table:
-        def left() -> list[Link]:
-            """Devices that an earlier run of ours is known to have made."""
-            seen = (kernel.link(name) for name in sorted(OURS))
-            return [each.make for each in seen if each and isinstance(each.make, Vxlan)]
 
-        return LinkTable(kernel, left)
+class TunLink(OfLinks):
+    resources = (Tun("flannel0", 1472),)
+    drifts = ("ip link set flannel0 mtu 1400", "ip link set flannel0 down", "ip link del flannel0")
+
+
+class DummyLink(OfLinks):
+    resources = (Dummy("flannel-ipsec", 1423),)
+    drifts = (
+        "ip link set flannel-ipsec mtu 1400",
+        "ip link set flannel-ipsec down",
+        "ip link del flannel-ipsec",
+    )
+
+
+class IpipLink(OfLinks):
+    resources = (Ipip("flannel.ipip", ip_address("192.0.2.1"), 1480),)
+    drifts = (
+        "ip link set flannel.ipip mtu 1400",
+        "ip link set flannel.ipip down",
+        "ip link set flannel.ipip type ipip local 192.0.2.99",
+        "ip link del flannel.ipip",
+    )
+
+
+class WireGuardLink(OfLinks):
+    resources = (WireGuard("flannel-wg", 1420),)
+    drifts = (
+        "ip link set flannel-wg mtu 1400",
+        "ip link set flannel-wg down",
+        "ip link del flannel-wg",
+    )
 
 
 class Addresses(OfKernel):
@@ -109,7 +157,7 @@ class Addresses(OfKernel):
     )
     shows_foreign = "ip -o address show | grep -E '192.0.2.77|10.1.5.9|10.1.66' | sed 's/valid_lft.*//'"
 
-    def over(self, kernel: Kernel) -> Table:
+    def over(self, kernel: Kernel) -> AddressTable:
         return AddressTable(kernel)
 
 
@@ -128,7 +176,7 @@ class Neighbors(OfKernel):
     foreign = (f"ip neigh add 192.0.2.9 dev up0 lladdr {MACS[0]} nud permanent",)
     shows_foreign = "ip neigh show dev up0 nud permanent"
 
-    def over(self, kernel: Kernel) -> Table:
+    def over(self, kernel: Kernel) -> NeighborTable:
         return NeighborTable(kernel, {})
 
 
@@ -147,7 +195,7 @@ class Fdb(OfKernel):
     foreign = ("bridge fdb add 02:00:00:00:00:55 dev other0 dst 192.0.2.9",)
     shows_foreign = "bridge fdb show dev other0 | grep 55"
 
-    def over(self, kernel: Kernel) -> Table:
+    def over(self, kernel: Kernel) -> FdbTable:
         return FdbTable(kernel)
 
 
@@ -169,7 +217,7 @@ class Routes(OfKernel):
         " ip -6 route show fd00:0:0:44::/64; ip route show dev other0; ip route show proto kernel"
     )
 
-    def over(self, kernel: Kernel) -> Table:
+    def over(self, kernel: Kernel) -> RouteTable:
         return RouteTable(kernel, {})
 
 
@@ -202,4 +250,19 @@ class DirectRoutes(Routes):
         "ip route prepend 10.1.8.0/24 via 192.0.2.9",
         "ip -6 route replace fd00:0:0:7::/64 dev other0",
         "ip route add 10.1.99.0/24 via 192.0.2.9 proto 70",
+    )
+
+
+class GuardRoutes(Routes):
+    """Routes that drop what no other route of ours takes: an encrypted network has them."""
+
+    resources = (
+        Blackhole(ip_network("10.1.0.0/16"), unreachable=True),
+        Blackhole(ip_network("fd00::/48"), unreachable=True),
+    )
+    drifts = (
+        "ip route del unreachable 10.1.0.0/16 metric 65535",
+        "ip route replace blackhole 10.1.0.0/16 metric 65535 proto 70",
+        "ip -6 route del fd00::/48 metric 65535",
+        "ip route add unreachable 10.1.64.0/20 metric 65535 proto 70",
     )

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import itertools
 import os
+import pkgutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import flanneld
+from flanneld.state.table import Table
 from tests.conformance.suite import (
     PROPERTIES,
     Subject,
@@ -19,9 +25,11 @@ from tests.conformance.suite import (
     after_any_history_all_is_as_wanted,
 )
 from tests.lab.namespace import Namespace, batch, remove
-from tests.netns.conformance.subjects import NEEDS, SUBJECTS
+from tests.netns.conformance.kernel import OfKernel
+from tests.netns.conformance.subjects import EXEMPT, NEEDS, SUBJECTS
 
 _numbers = itertools.count(1)
+_METHODS = ("read", "put", "drop", "close")
 
 
 @contextmanager
@@ -86,3 +94,28 @@ def test_table_is_one_as_the_reconciler_expects(subject: Subject, holds: Callabl
 def test_after_any_history_all_is_as_wanted(name: str, data: st.DataObject) -> None:
     with host_of_one(name) as subject:
         after_any_history_all_is_as_wanted(subject, data)
+
+
+def tables() -> Iterator[type]:
+    """Yield the classes of the daemon that implement ``Table``."""
+    for info in pkgutil.walk_packages(flanneld.__path__, "flanneld."):
+        module = None if info.name.endswith("__main__") else importlib.import_module(info.name)
+        for each in vars(module).values() if module else ():
+            is_here = inspect.isclass(each) and each.__module__ == info.name and each is not Table
+            if is_here and all(callable(getattr(each, name, None)) for name in _METHODS):
+                yield each
+
+
+def table_of(subject: Callable[[Namespace], Subject]) -> type:
+    """Return the class of a subject's table, as its method declares."""
+    assert inspect.isclass(subject)
+    assert issubclass(subject, Subject)
+    make = subject.over if issubclass(subject, OfKernel) else subject.make
+    found: type = get_type_hints(make)["return"]
+    return found
+
+
+def test_each_table_has_a_subject_or_a_reason() -> None:
+    shown = {table_of(each) for each in SUBJECTS.values()}
+    assert not shown & EXEMPT.keys()
+    assert shown | EXEMPT.keys() == set(tables())

@@ -6,9 +6,10 @@ import json
 from contextlib import ExitStack, suppress
 from typing import Any, Self
 
-from tests.lab import Door, EtcdError, Lab
+from tests.lab import Door, EtcdError, Lab, own_command
 from tests.lab.etcd import TTL
 from tests.lab.namespace import run
+from tests.netns.charons import with_own_run
 from tests.netns.histories.observed import Observed
 from tests.netns.histories.packet_filter import Rules, wanted_rules
 from tests.netns.histories.setting import OURS, Setting
@@ -57,7 +58,10 @@ class Ground:
         """Start the daemon; it meets etcd at the door."""
         # The legacy tables tell nobody what happens to them.
         flags = (f"--iptables-flavour={self.setting.flavour}", "--iptables-resync=1")
-        self.node.start(f"--etcd-endpoints={self.door.url}", "--ip-masq", "--iface-wait=60", *flags)
+        command = with_own_run(self.node, *own_command()) if self.setting.type == "ipsec" else None
+        self.node.start(
+            f"--etcd-endpoints={self.door.url}", "--ip-masq", "--iface-wait=60", *flags, command=command
+        )
 
     def subnet(self) -> str:
         """Our lease, as our node tells it to those who attach containers."""

@@ -23,6 +23,8 @@ from tests.netns.histories.wanted import wanted
 
 #: A refusal is tried again after up to some seconds.
 SOON = 25.0
+#: Commands are checked only now and then, and nothing tells of what others do.
+CHECK_PERIOD = 50.0
 #: The daemon logs it once, when it has read the whole kernel and all leases.
 IN_SYNC = "In sync with"
 #: They run after each step and are none.
@@ -65,7 +67,7 @@ class History(RuleBasedStateMachine):
         #: Leases that soon expire.
         self.fleeting: set[str] = set()
         #: How long it may take until all is right, in seconds.
-        self.patience = SOON
+        self.patience = SOON + (CHECK_PERIOD if self.setting.type == "extension" else 0)
         #: Subnets to which somebody else may have a route of his own by now.
         self.strays: set[str] = set()
         #: Those that came when the daemon may not have had a route of its own there: they stay.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tests.netns.histories.setting import OURS, Setting
+from tests.netns.histories.setting import OURS, Setting, public_key
 
 UNREADABLE = ("{no", "", "[]", "null", '"198.18.0.101"', "[" * 2000)
 
@@ -23,6 +23,9 @@ def senseless(setting: Setting) -> tuple[str, ...]:
     if setting.type == "vxlan":
         changes += [{"BackendData": None}, {"BackendData": {}}, {"BackendData": "02:00:00:00:00:01"}]
         changes += [{"BackendData": {"VtepMAC": mac}} for mac in ("02:00:00:00:00:xx", "01:00:5e:00:00:01")]
+    if setting.type == "wireguard":
+        changes += [{"BackendData": None}, {"BackendData": {}}, {"BackendData": {"PublicKey": "no"}}]
+        changes += [{"BackendData": {"PublicKey": public_key(9), "Port": 70000}}]
     if setting.type == "udp":
         changes += [{"PublicIP": address} for address in ("127.0.0.1", "224.0.0.1", "255.255.255.255")]
     return UNREADABLE + tuple(json.dumps(good | change) for change in changes)
@@ -32,7 +35,7 @@ def half_sensible(setting: Setting) -> tuple[str, ...]:
     """Values of which a part makes sense, or that a daemon understands and a kernel refuses."""
     good = setting.attributes(host=101, mac=9)
     changes: list[dict[str, Any]] = []
-    if setting.type == "host-gw":
+    if not setting.devices:
         changes += [{"PublicIP": "198.19.7.7"}, {"PublicIP": "127.0.0.1"}]
     if 6 in setting.families:
         changes += [{"PublicIPv6": None}, {"PublicIPv6": OURS[6]}]

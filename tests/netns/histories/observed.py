@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Iterable, Iterator
 from ipaddress import ip_address, ip_network
 from typing import Any
@@ -37,6 +38,9 @@ class Observed:
         self._links: list[dict[str, Any]] = json.loads(said)
         self._fdb = json.loads(run("bridge", "-n", name, "-j", "fdb", "show").stdout)
         self._pump = _pump_peers(node, self._devices[0]) if setting.type == "udp" else []
+        if setting.type == "ipsec":
+            self._pump = _ipsec_tunnels(node)
+        self._keys = _wireguard_peers(node, self._devices[0]) if setting.type == "wireguard" else ([], [])
 
     # ---- ours ------------------------------------------------------------------------------------
 
@@ -59,13 +63,14 @@ class Observed:
         info = make.get("info_data", {})
         local = info.get("local") or info.get("local6")
         remotes = [_remote(row)[1:] for row in self._fdb if "dst" in row and row["ifname"] == device]
+        neighbors = [_pair(row) for row in self._neighbors if row["dev"] == device]
         return {
-            "neighbors": sorted(_pair(row) for row in self._neighbors if row["dev"] == device),
-            "fdb": sorted(remotes) + self._pump,
+            "neighbors": sorted(neighbors) + self._keys[0],
+            "fdb": sorted(remotes) + self._pump + self._keys[1],
             "addresses": sorted(_addresses(link)),
             "up": "UP" in link["flags"],
             "mtu": link["mtu"],
-            "mac": link.get("address"),
+            "mac": None if make.get("info_kind") == "dummy" else link.get("address"),
             "make": (
                 make.get("info_kind"),
                 info.get("id"),
@@ -167,6 +172,20 @@ def _pump_peers(node: Node, tun: str) -> list[tuple[str, str, str]]:
             return []
         finally:
             client.close()
+
+
+def _ipsec_tunnels(node: Node) -> list[tuple[str, str, str]]:
+    """The subnets to which a policy encrypts, each with its host."""
+    shown = node.run("ip", "xfrm", "policy", "list", "dir", "out").stdout
+    return sorted((*found, "") for found in re.findall(r"dst (\S+).*\n.*\n\s*tmpl src \S+ dst (\S+)", shown))
+
+
+def _wireguard_peers(node: Node, device: str) -> tuple[list[tuple[str, str]], list[tuple[str, str, str]]]:
+    """The key by each allowed subnet's base, and the host by key."""
+    shown = node.run("wg", "show", device, "dump", check=False).stdout.splitlines()[1:]
+    peers = [line.split("\t") for line in shown]
+    bases = [(net.partition("/")[0], peer[0]) for peer in peers for net in peer[3].split(",") if "/" in net]
+    return sorted(bases), sorted((peer[0], peer[2].rpartition(":")[0], "") for peer in peers)
 
 
 def _addresses(link: dict[str, Any]) -> list[str]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Mapping
 from dataclasses import dataclass
 from ipaddress import IPv4Network, IPv6Network, ip_network
 from typing import Any
+
+from tests.netns.charons import IPSEC
 
 NETWORKS = {4: "10.5.0.0/16", 6: "fc00:5::/48"}
 #: The part of it that the peers have; our own subnet is elsewhere.
@@ -20,7 +23,10 @@ DEVICES = {
     "vxlan": {4: "flannel.1", 6: "flannel-v6.1"},
     "udp": {4: "flannel0"},
     "ipip": {4: "flannel.ipip"},
+    "wireguard": {4: "flannel-wg"},
+    "ipsec": {4: "flannel-ipsec"},
     "host-gw": dict[int, str](),
+    "extension": dict[int, str](),
 }
 
 #: The peers that come and go, and those that are always there unless the store loses them.
@@ -58,8 +64,8 @@ class Setting:
 
     @property
     def hosts(self) -> tuple[int, ...]:
-        """The numbers of the hosts on which players may be; host-gw reaches its own link only."""
-        return (101, 102, 103) if self.type == "host-gw" else (101, 102, 103, 300)
+        """The numbers of the hosts on which players may be; without a tunnel only those on our link."""
+        return (101, 102, 103, 300) if self.devices else (101, 102, 103)
 
     @property
     def network_config(self) -> dict[str, Any]:
@@ -74,7 +80,7 @@ class Setting:
         return "&".join(names[family] for family in self.families)
 
     def attributes(self, host: int, mac: int) -> dict[str, Any]:
-        """What a peer announces."""
+        """What a peer announces; ``mac`` is the number of its MAC address or key."""
         found: dict[str, Any] = {"PublicIP": address(4, host)}
         if 6 in self.families:
             found["PublicIPv6"] = address(6, host)
@@ -84,7 +90,14 @@ class Setting:
             found["BackendData"] = {"VtepMAC": f"02:00:00:00:01:{mac:02x}"}
             if 6 in self.families:
                 found["BackendV6Data"] = {"VtepMAC": f"02:06:00:00:01:{mac:02x}"}
+        if self.type == "wireguard":
+            found["BackendData"] = {"PublicKey": public_key(mac), "Port": 51820}
         return found
+
+
+def public_key(number: int) -> str:
+    """A key of WireGuard. Nobody has the private one."""
+    return b64encode(bytes([number]) * 32).decode()
 
 
 def address(family: int, host: int) -> str:
@@ -104,6 +117,13 @@ def nets(lease: str) -> dict[int, Any]:
     return {net.version: net for net in found}
 
 
+#: Routes as those of host-gw, made by commands.
+EXTENSION = {
+    "Type": "extension",
+    "SubnetAddCommand": f"ip route replace $SUBNET via $PUBLIC_IP dev {UPLINK}",
+    "SubnetRemoveCommand": f"ip route del $SUBNET via $PUBLIC_IP dev {UPLINK}",
+    "CheckCommand": f"ip route show exact $SUBNET via $PUBLIC_IP dev {UPLINK} | grep -q .",
+}
 SETTINGS = (
     Setting("vxlan", {"Type": "vxlan"}),
     Setting("host-gw", {"Type": "host-gw"}, api="v2"),
@@ -112,4 +132,7 @@ SETTINGS = (
     Setting("host-gw-dual", {"Type": "host-gw"}, families=(4, 6), flavour="legacy"),
     Setting("udp", {"Type": "udp"}, api="v2"),
     Setting("ipip-direct", {"Type": "ipip", "DirectRouting": True}),
+    Setting("wireguard", {"Type": "wireguard"}),
+    Setting("ipsec", IPSEC, api="v2"),
+    Setting("extension", EXTENSION),
 )

@@ -11,7 +11,14 @@ from typing import Any
 from tests.netns.histories.observed import Observed, Way
 from tests.netns.histories.setting import NETWORKS, UPLINK, Setting, nets
 
-OVERHEAD = {("vxlan", 4): 50, ("vxlan", 6): 70, ("udp", 4): 28, ("ipip", 4): 20}
+OVERHEAD = {
+    ("vxlan", 4): 50,
+    ("vxlan", 6): 70,
+    ("udp", 4): 28,
+    ("ipip", 4): 20,
+    ("wireguard", 4): 80,
+    ("ipsec", 4): 77,
+}
 METRIC = {4: 0, 6: 1024}
 PUBLIC_IP = {4: "PublicIP", 6: "PublicIPv6"}
 DATA = {4: "BackendData", 6: "BackendV6Data"}
@@ -37,11 +44,11 @@ def wanted(setting: Setting, leases: Mapping[str, Any], own: str, seen: Observed
         direct = [
             (net, host)
             for net, host, _ in led
-            if setting.type == "host-gw" or (setting.is_direct and seen.is_on_link(host))
+            if not setting.devices or (setting.is_direct and seen.is_on_link(host))
         ]
         onlink = setting.type == "ipip"
         routes += [_way(family, str(net), UPLINK, host, onlink=onlink) for net, host in direct]
-        if setting.type == "host-gw":
+        if not setting.devices:
             continue
         tunneled = [peer for peer in led if peer[:2] not in direct]
         ways, tunnel = _TUNNELS[setting.type](setting, family, tunneled, own, leases[own])
@@ -100,7 +107,37 @@ def _ipip(
     }
 
 
-_TUNNELS = {"vxlan": _vxlan, "udp": _udp, "ipip": _ipip}
+def _wireguard(
+    setting: Setting, family: int, peers: list[Peer], own: str, _: object
+) -> tuple[list[Way], dict[str, Any]]:
+    keys = {net: data[DATA[family]]["PublicKey"] for net, _, data in peers}
+    hosts: dict[str, str] = {}
+    for net, host, _ in peers:
+        hosts.setdefault(keys[net], host)  # of two, the lower subnet's
+    return [_way(family, str(net), setting.devices[family], "") for net in keys], {
+        "neighbors": sorted((str(net[0]), key) for net, key in keys.items()),
+        "fdb": sorted((key, host, "") for key, host in hosts.items()),
+        "addresses": [_base(own, family)],
+        "up": True,
+        "mac": None,
+        "make": ("wireguard", None, None, None, None),
+    }
+
+
+def _ipsec(
+    setting: Setting, family: int, peers: list[Peer], own: str, _: object
+) -> tuple[list[Way], dict[str, Any]]:
+    return [_way(family, str(net), setting.devices[family], "") for net, _, _ in peers], {
+        "neighbors": [],
+        "fdb": sorted((str(net), host, "") for net, host, _ in peers),
+        "addresses": [_base(own, family)],
+        "up": True,
+        "mac": None,
+        "make": ("dummy", None, None, None, None),
+    }
+
+
+_TUNNELS = {"ipsec": _ipsec, "vxlan": _vxlan, "udp": _udp, "ipip": _ipip, "wireguard": _wireguard}
 
 
 def _base(own: str, family: int) -> str:

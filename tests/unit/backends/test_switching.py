@@ -208,6 +208,7 @@ def test_the_network_is_encrypted_if_the_first_one_encrypts() -> None:
 def test_a_node_knows_itself_by_its_key(first: str, second: str) -> None:
     backend: Any = made(first, second)
     assert backend.is_self(backend.attributes())
+    assert backend.is_self(replace(backend.attributes(), public_ip=PUBLIC))
     assert backend.is_self(LeaseAttrs(IPv4Address("192.0.2.5"), None, "vxlan"))
     assert not backend.is_self(with_also(VXLAN, WIREGUARD))
 

@@ -10,7 +10,15 @@ import pytest
 
 from flanneld.backends import registry
 from flanneld.backends.announcement import announced, with_also
-from flanneld.backends.contract import Backend, Host, OtherBackend, claims_of, encrypts
+from flanneld.backends.contract import (
+    Backend,
+    ExitPolicy,
+    Host,
+    OtherBackend,
+    claims_of,
+    encrypts,
+    exit_policy,
+)
 from flanneld.backends.ipsec.resources import Charon, IkeConnection
 from flanneld.backends.wireguard import keys
 from flanneld.backends.wireguard.resources import AllowedIp
@@ -111,6 +119,10 @@ def test_peers_in_the_clear_are_refused_unless_that_is_allowed() -> None:
     with pytest.raises(OtherBackend, match="would be reached unencrypted"):
         to_peer(made("ipsec", "vxlan"), VXLAN)
     assert devices(to_peer(made("ipsec", "vxlan", AllowUnencryptedPeers=True), VXLAN)) == ["flannel.1"]
+
+
+def test_the_exit_policy_is_that_of_the_backend_with_tables() -> None:
+    assert exit_policy(made("ipsec", "vxlan")) is exit_policy(made("vxlan", "ipsec")) is ExitPolicy.KEEP
 
 
 def test_resources_of_both_are_claimed() -> None:

@@ -188,6 +188,21 @@ def test_a_policy_for_one_protocol_stands_beside_ours_and_may_be_a_bypass() -> N
         assert "index 9 dir out" in str(found)
 
 
+@pytest.mark.parametrize(
+    ("direction", "source", "destination"),
+    [
+        (Direction.IN, PEER, OWN),
+        (Direction.FWD, PEER, OWN),
+        (Direction.OUT, OWN, IPv4Network("192.0.2.0/24")),
+        (Direction.OUT, IPv4Network("192.0.2.0/24"), PEER),
+    ],
+)
+def test_a_policy_for_what_arrives_or_stays_outside_is_no_bypass(
+    direction: Direction, source: IPv4Network, destination: IPv4Network
+) -> None:
+    assert not passes_by(XfrmPolicy(direction, source, destination, 100), NETWORK)
+
+
 def test_guards_come_last_and_without_a_lease_block_all() -> None:
     assert {each.priority for each in GUARDS} == {ALLOW_PRIORITY, BLOCK_PRIORITY}
     assert {each.action for each in guards(NETWORK, None)} == {Action.BLOCK}

@@ -53,6 +53,8 @@ class SimulatedTable:
         self.taken: set[Key] = set()
         self.descriptor = -1
         self.broken: Exception | None = None
+        #: The resource at which a write ends without a report.
+        self.deaf: Resource | None = None
         #: Reads that the table interrupts at their end.
         self.interruptions = 0
         #: A journal of all tables that are given the same list.
@@ -61,13 +63,15 @@ class SimulatedTable:
 
     # ---- what others do ------------------------------------------------------------------------
 
-    def change(self, resource: Resource | None, key: Key, *, by: str = "somebody") -> None:
-        """Put or remove a resource behind the daemon's back, and tell of it."""
+    def change(
+        self, resource: Resource | None, key: Key, *, by: str = "somebody", is_named: bool = False
+    ) -> None:
+        """Put or remove a resource behind the daemon's back, and tell of it; perhaps of which one."""
         if resource is None:
             self.held.pop(key, None)
         else:
             self.held[key] = Seen(resource)
-        self._news.append(Changes(by))
+        self._news.append(Changes(by, key if is_named else None))
 
     def hold(self, resource: Resource, claim: Claim) -> None:
         self.held[resource.key] = Seen(resource, claim)
@@ -89,6 +93,8 @@ class SimulatedTable:
     def put(self, puts: Sequence[Put]) -> Report:
         report = Report()
         for put in puts:
+            if put.want == self.deaf:
+                raise OSError("cannot write")
             self.put_given.append(put)
             self.journal.append(f"put {self.name}")
             if put.want.key in self.taken:

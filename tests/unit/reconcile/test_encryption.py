@@ -92,5 +92,6 @@ def test_a_policy_is_named_as_a_route_is() -> None:
 
 def test_first_of_many_bypasses_is_named() -> None:
     watch = EncryptionWatch()
-    watch.look([PAST, HostRoute(IPv4Network("10.5.8.0/24"), STATIC, (("eth1", None),))], {})
-    assert ", and 1 more" in watch.problem
+    others = [HostRoute(IPv4Network(f"10.5.{net}.0/24"), STATIC, (("eth1", None),)) for net in (8, 9)]
+    watch.look([PAST, *others], {})
+    assert f"route {PAST}, and 2 more;" in watch.problem

@@ -16,6 +16,7 @@ from flanneld.reconcile.counters import TOLD
 from flanneld.reconcile.reconciler import Reconciler, desired_by_table
 from flanneld.runtime import clock
 from flanneld.state.diff import AT_ONCE, Delta
+from flanneld.state.report import Report
 from flanneld.state.resources import LINKS, Key, Resource
 from flanneld.state.table import Claim, Put, Scope, Seen
 from tests.unit.reconcile.simulated_table import SimulatedTable, Thing
@@ -121,6 +122,7 @@ def test_one_refusal_does_not_stop_the_rest_and_is_tried_again(time: Time) -> No
     assert table.writes == [B]
     (state,) = reconciler.states()
     assert (state.settled, [str(each) for each in state.failed]) == (False, ["thing a=0: refused"])
+    assert [each.errno for each in state.failed] == [0], "the system had no part in it"
     table.refused = set()
     time.run(reconciler, 1.5)
     assert table.writes == [B, A]
@@ -235,7 +237,7 @@ def test_a_table_waits_for_those_that_it_needs(time: Time) -> None:
 
 
 def test_every_table_is_closed_whatever_becomes_of_the_others(
-    time: Time, monkeypatch: pytest.MonkeyPatch
+    time: Time, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     first, second = SimulatedTable("first"), SimulatedTable("second")
 
@@ -249,6 +251,7 @@ def test_every_table_is_closed_whatever_becomes_of_the_others(
     assert second.closed == [True]
     reconciler.close()
     assert second.closed == [True, False]
+    assert [each for each in caplog.messages if "Cannot close first" in each]
 
 
 def test_tables_are_put_right_in_their_order_and_swept_in_the_reverse_one(time: Time) -> None:
@@ -315,10 +318,134 @@ def test_news_that_is_refused_is_tried_again_and_told_until_it_is_made(time: Tim
     table.refused = {B.key}
     reconciler.change(Delta((Put(B),)), time.now)
     assert [failure.resource for failure in reconciler.states()[0].failed] == [B]
+    assert not reconciler.states()[0].settled
     table.refused = set()
     time.run(reconciler, 1.5)
     assert B.key in table.held
     assert reconciler.states()[0].failed == ()
+
+
+def test_news_that_cannot_be_written_is_a_problem_of_this_table(time: Time) -> None:
+    table = SimulatedTable()
+    desired = {A.key: A}
+    reconciler = Reconciler([table], {table.name: desired}, lambda: False)
+    reconciler.step(time.now)
+    table.deaf = desired[B.key] = B
+    assert reconciler.change(Delta((Put(B),)), time.now).made == []
+    assert reconciler.states()[0].problem == "cannot write"
+    table.deaf = None
+    time.run(reconciler, 1.5)
+    assert B.key in table.held
+    assert reconciler.states()[0].problem == ""
+
+
+def test_news_that_makes_what_was_refused_ends_the_refusal(time: Time) -> None:
+    table = SimulatedTable()
+    reconciler = reconciler_of(table)
+    reconciler.step(time.now)
+    table.refused = {A.key, C.key}
+    reconciler.change(Delta((Put(A), Put(C))), time.now)
+    table.refused = set()
+    reconciler.change(Delta((Put(A),)), time.now)
+    assert [failure.resource for failure in reconciler.states()[0].failed] == [C]
+
+
+def test_what_others_put_there_is_removed_with_a_word_and_counts_in_a_fight(
+    time: Time, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    table = SimulatedTable(audit=None)
+    reconciler = reconciler_of(table, desired=(A,))
+    reconciler.step(time.now)
+    assert "Removed thing c=0" not in caplog.text
+    table.change(C, C.key, by="ip (pid 7)")
+    time.run(reconciler, 0.1)
+    assert "Removed thing c=0 after a change by somebody" not in caplog.text
+    assert "Removed thing c=0" in caplog.text
+
+    def oppose() -> None:
+        if C.key not in table.held:
+            table.change(C, C.key)
+
+    time.run(reconciler, 60, oppose)
+    assert reconciler.states()[0].contested
+
+
+def test_a_fight_is_told_of_after_one_two_four_and_more_repairs(
+    time: Time, caplog: pytest.LogCaptureFixture
+) -> None:
+    table = SimulatedTable(audit=None)
+    reconciler = reconciler_of(table, desired=(A,))
+    time.run(reconciler, 600, lambda: table.change(None, A.key) if A.key in table.held else None)
+    told = [each for each in caplog.messages if each.startswith("Still repairing the things")]
+    assert [each.split(": ")[1].split(" so far")[0] for each in told[:4]] == [
+        "1 object",
+        "2 objects",
+        "4 objects",
+        "8 objects",
+    ]
+
+
+def test_one_who_changed_one_object_is_not_blamed_for_another(
+    time: Time, caplog: pytest.LogCaptureFixture
+) -> None:
+    table = SimulatedTable(audit=None)
+    reconciler = reconciler_of(table)
+    reconciler.step(time.now)
+    del table.held[B.key]
+    table.change(None, A.key, by="ip (pid 7)", is_named=True)
+    time.run(reconciler, 0.1)
+    told = [each for each in caplog.messages if each.startswith("Restored")]
+    assert told == ["Restored thing a=0 after a change by ip (pid 7)", "Restored thing b=0"]
+
+
+def test_of_many_repairs_a_few_are_named_and_the_rest_counted(
+    time: Time, caplog: pytest.LogCaptureFixture
+) -> None:
+    table = SimulatedTable(audit=None)
+    things = tuple(Thing(str(number)) for number in range(40))
+    reconciler = reconciler_of(table, desired=things)
+    reconciler.step(time.now)
+    table.held.clear()
+    table.change(None, ())
+    time.run(reconciler, 0.1)
+    told = [each for each in caplog.messages if each.startswith("Restored")]
+    assert told[-1] == f"Restored {40 - len(told) + 1} more"
+
+
+def test_news_does_not_cut_the_pause_after_a_failure_short(time: Time) -> None:
+    table = SimulatedTable()
+    table.unreadable = "no answer"
+    reconciler = reconciler_of(table)
+    time.run(reconciler, 100)
+    reads = table.reads
+    table.change(None, A.key)
+    time.run(reconciler, 1)
+    assert table.reads == reads
+
+
+def test_a_repair_that_is_refused_is_no_longer_settled(time: Time) -> None:
+    table = SimulatedTable(audit=None)
+    reports: list[Report] = []
+    reconciler = Reconciler(
+        [table], {table.name: {A.key: A}}, lambda: False, after=lambda report: reports.append(report)
+    )
+    reconciler.step(time.now)
+    assert reconciler.states()[0].settled
+    assert [each.made for each in reports] == [[A]]
+    table.refused = {A.key}
+    table.change(None, A.key)
+    time.run(reconciler, 0.1)
+    assert not reconciler.states()[0].settled
+
+
+def test_a_table_that_others_may_have_changed_is_not_settled_until_it_is_read(time: Time) -> None:
+    reconciler = reconciler_of(SimulatedTable())
+    reconciler.step(time.now)
+    reconciler.hear(time.now)
+    assert not reconciler.states()[0].settled
+    time.run(reconciler, 0.1)
+    assert reconciler.states()[0].settled
 
 
 def test_a_refusal_does_not_slow_the_repair_of_something_else_down(time: Time) -> None:
@@ -389,6 +516,7 @@ def test_a_table_of_another_package_that_breaks_is_a_problem_of_this_table(
     assert [each for each in caplog.messages if "not in place" in each] == [
         "The broken are not in place: jammed"
     ]
+    assert any(each.message == "SimulatedTable failed" and each.exc_info for each in caplog.records)
     table.broken = None
     time.run(reconciler, 31)
     assert reconciler.states()[0].settled

@@ -6,6 +6,7 @@ import logging
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from ipaddress import IPv4Network
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from flanneld.reconcile.host import host_watch as host_watch
+from tests.unit.simulation import node
 from tests.unit.simulation.chaos import QUIET, Chaos
 from tests.unit.simulation.cluster import STORES, Cluster, ours
 from tests.unit.simulation.etcd import PREFIX
@@ -50,13 +52,16 @@ def troubled(
     return world, cluster
 
 
+@pytest.mark.parametrize(
+    "store", ["v3", *(pytest.param(store, marks=pytest.mark.long) for store in ("v2", "kube"))]
+)
 def test_two_hundred_nodes_live_through_a_day_of_leases(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host_watch, "_LOOK_PERIOD", DAY / 4)
     world = World(1, logging.WARNING)
     with world.running():
-        cluster = cluster_of(world, "v3", 200, tmp_path)
+        cluster = cluster_of(world, store, 200, tmp_path)
         cluster.set_audit(DAY / 4)
         world.run(SETTLES)
         assert cluster.problems() == []
@@ -67,8 +72,9 @@ def test_two_hundred_nodes_live_through_a_day_of_leases(
         for number in (201, 202):
             cluster.add(number)
         world.run(SETTLES)
-        assert cluster.lease_count() == len(cluster.hosts) + 2, "the leases of dead nodes last a day"
-        world.run(DAY)
+        # In etcd the lease of a dead node lasts a day. In Kubernetes an operator deletes its Node.
+        assert cluster.lease_count() == len(cluster.hosts) + (0 if store == "kube" else 2)
+        world.run(DAY / 24 if store == "kube" else DAY)
         assert cluster.problems() == []
         assert cluster.lease_count() == len(cluster.hosts) == 197
     assert [line for line in world.lines if " E " in line] == []
@@ -96,22 +102,54 @@ def test_troubled_cluster_is_well_once_it_is_quiet_with_more_seeds(
     assert cluster.lease_count() == len(cluster.hosts)
 
 
+def killed_at_every_step(
+    store: str, directory: Path, meanwhile: Callable[[Cluster], SimulatedHost], backend: str = "vxlan"
+) -> int:
+    """Have a node die after each of its operations in turn, and recover; return how many there are."""
+    operations = 0
+    while True:
+        world = World(operations, logging.WARNING)
+        with world.running():
+            cluster = cluster_of(world, store, 3, directory, backend)
+            world.run(SETTLES)
+            subnets = {number: host.subnet_env for number, host in cluster.hosts.items()}
+            host = meanwhile(cluster)
+            host.operations_left = operations
+            world.run(SETTLES)
+            assert cluster.problems() == [], f"killed after {operations} operations"
+            for number in subnets.keys() & cluster.hosts.keys():
+                assert cluster.hosts[number].subnet_env == subnets[number]
+        if host.operations_left < math.inf:
+            return operations
+        operations += 1
+
+
 @pytest.mark.parametrize("store", STORES)
 def test_node_that_is_killed_at_any_step_of_its_start_recovers(store: str, tmp_path: Path) -> None:
-    killed = 0
-    while True:
-        world = World(killed, logging.WARNING)
-        with world.running():
-            cluster = cluster_of(world, store, 3, tmp_path)
-            world.run(SETTLES)
-            host = cluster.add(4)
-            host.operations_left = killed
-            world.run(SETTLES)
-            assert cluster.problems() == [], f"killed at operation {killed}"
-        if host.operations_left < math.inf:
-            break
-        killed += 1
-    assert killed > 10
+    assert killed_at_every_step(store, tmp_path, lambda cluster: cluster.add(4)) > 10
+
+
+# A lease in Kubernetes never ends, and is not renewed.
+@pytest.mark.parametrize(("store", "requests"), [("v2", 1), ("v3", 1), ("both", 2)])
+def test_node_that_is_killed_at_any_step_of_a_renewal_keeps_its_subnet(
+    store: str, requests: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The nodes start within five seconds, and renew their leases once all is quiet.
+    monkeypatch.setattr(node, "MARGIN", DAY - SETTLES - 6.0)
+    assert killed_at_every_step(store, tmp_path, lambda cluster: cluster.hosts[1]) >= requests
+
+
+@pytest.mark.parametrize("backend", ["vxlan", "host-gw"])
+@pytest.mark.parametrize("store", STORES)
+def test_node_that_is_killed_at_any_step_of_a_removal_forgets_the_peer(
+    store: str, backend: str, tmp_path: Path
+) -> None:
+    def meanwhile(cluster: Cluster) -> SimulatedHost:
+        cluster.remove(3)
+        return cluster.hosts[1]
+
+    objects = {"vxlan": 3, "host-gw": 1}[backend]
+    assert killed_at_every_step(store, tmp_path, meanwhile, backend) >= objects
 
 
 @pytest.mark.parametrize("store", STORES)

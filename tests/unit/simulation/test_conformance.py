@@ -98,6 +98,8 @@ MODELLED: dict[str, tuple[str, type[OnHost]]] = {
     "tunnelled routes": ("routes", real_kernel.TunnelledRoutes),
     "direct routes": ("routes", real_kernel.DirectRoutes),
 }
+#: What no backend of a simulated cluster has: devices of other kinds, and the guards of encrypted networks.
+NOT_MODELLED = {"TUN device", "dummy device", "ipip device", "WireGuard device", "guard routes"}
 each_table = pytest.mark.parametrize("name", MODELLED)
 
 
@@ -115,7 +117,7 @@ def test_model_is_as_wanted_after_any_history(name: str, data: st.DataObject) ->
 
 def test_each_table_of_the_kernel_is_modelled() -> None:
     known = {name for name, subject in SUBJECTS.items() if issubclass_of_kernel(subject)}
-    assert MODELLED.keys() == known
+    assert MODELLED.keys() | NOT_MODELLED == known
 
 
 def issubclass_of_kernel(subject: object) -> bool:

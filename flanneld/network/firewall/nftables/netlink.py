@@ -85,6 +85,8 @@ class Netfilter:
         try:
             self._socket = NetlinkSocket(protocol=_NETLINK_NETFILTER)
         except OSError as error:
+            if error.errno != errno.EPROTONOSUPPORT:
+                raise
             raise NoNetfilter(error.errno, "this kernel has no netlink for netfilter") from error
 
     def __enter__(self) -> Self:

@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 from flanneld.backends import registry
 from flanneld.backends.contract import Host, OtherBackend, encrypts
 from flanneld.backends.ipsec.backend import DEVICE, Ipsec
-from flanneld.backends.ipsec.resources import Charon, IkeConnection, SharedKey, connection_of, owner_of
+from flanneld.backends.ipsec.resources import (
+    CHARON,
+    CONNECTIONS,
+    Charon,
+    IkeConnection,
+    SharedKey,
+    connection_of,
+    owner_of,
+)
 from flanneld.backends.ipsec.sessions import ConnectionSas, by_connection, session_of
 from flanneld.backends.ipsec.table_connections import ConnectionTable
 from flanneld.backends.ipsec.vici import sections
@@ -214,6 +222,8 @@ def test_no_psk_is_more_than_refused_and_none_is_shown(psk: str) -> None:
 def test_names_are_read_back() -> None:
     connection = IkeConnection(HERE, HERE, SUBNET, THEIRS, THERE)
     assert connection_of(connection.name) == connection
+    assert connection.key == (CONNECTIONS, connection.name)
+    assert Charon().key == (CHARON, "process")
     assert owner_of(SharedKey(THERE, KEY).name) == THERE
 
 
@@ -267,6 +277,16 @@ def test_sas_that_the_kernel_lacks_make_no_session() -> None:
 def test_sas_that_charon_replaces_are_not_replaced_again(state: str) -> None:
     found = by_connection([listed("ESTABLISHED", [child(state, 7, 10)])], set())["name"]
     assert (found.children, found.lost, found.is_negotiating) == ([], [], True)
+
+
+def test_a_failed_negotiation_is_told_of_a_peer_without_an_sa_only() -> None:
+    connection, problem = IkeConnection(HERE, HERE, SUBNET, THEIRS, THERE), "no proposal chosen"
+    without = by_connection([listed("CONNECTING", [])])["name"]
+    within = by_connection([listed("ESTABLISHED", [child("INSTALLED", 7, 10)])])["name"]
+    told = [session_of(connection, found, 100.0, problem) for found in (None, without, within)]
+    assert [each.problem for each in told] == [problem, problem, ""]
+    assert [each.is_silent for each in told] == [True, True, False]
+    assert told[0].endpoint == "192.0.2.6:500"
 
 
 @pytest.mark.parametrize(("state", "is_negotiating"), [("DELETING", False), ("INSTALLING", True)])

@@ -57,6 +57,12 @@ def test_the_options_reach_the_pump() -> None:
     assert pump == replace(PUMP, port=9000, data_plane="python", accept_any=True)
 
 
+@pytest.mark.parametrize("port", [1, 65535])
+def test_the_first_and_the_last_port_are_ports(port: int) -> None:
+    *_, pump = made({"Port": port}).local(OWN)
+    assert pump == replace(PUMP, port=port)
+
+
 def test_the_pump_is_bound_to_the_address_of_the_uplink_and_not_to_the_one_announced() -> None:
     backend = made(uplink=replace(UPLINK, public_ip=IPv4Address("203.0.113.5")))
     *_, pump = backend.local(OWN)
@@ -87,7 +93,7 @@ def test_the_outer_headers_are_taken_from_the_mtu(mtu: int, inside: int) -> None
 
 @pytest.mark.parametrize("mtu", [95, 68, 28, 0])
 def test_an_uplink_through_which_nothing_fits_is_fatal(mtu: int) -> None:
-    with pytest.raises(Fatal, match=f"uplink MTU of {mtu} .*; raise the MTU of eth0"):
+    with pytest.raises(Fatal, match=f"uplink MTU of {mtu} leaves {mtu - 28} bytes.*; raise the MTU of eth0"):
         made(uplink=replace(UPLINK, mtu=mtu))
 
 

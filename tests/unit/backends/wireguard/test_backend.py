@@ -314,13 +314,15 @@ def test_a_port_that_peers_would_not_learn_of_is_refused(port: int, families: Fa
 BEHIND_NAT = {"address": IPv4Address("10.9.9.5"), "public_ip": IPv4Address("203.0.113.1")}
 
 
-def test_nodes_behind_one_public_ip_are_told_apart_by_their_ports() -> None:
-    lease = peer(public_ip=IPv4Address("203.0.113.1"), backend_data=data(1000))
-    assert called_at(made(uplink=BEHIND_NAT), lease) == [("flannel-wg", "203.0.113.1", 1000)]
+@pytest.mark.parametrize("public", ["203.0.113.1", "5.6.7.8"])
+def test_nodes_behind_one_public_ip_are_told_apart_by_their_ports(public: str) -> None:
+    nat, near = BEHIND_NAT | {"public_ip": IPv4Address(public)}, peer(public_ip=IPv4Address(public))
+    other_port = peer(public_ip=IPv4Address(public), backend_data=data(1000))
+    assert called_at(made(uplink=nat), other_port) == [("flannel-wg", public, 1000)]
     with pytest.raises(
-        Refused, match=r"our own public IP 203.0.113.1 and our own port 51820; .* -wireguard-port"
+        Refused, match=rf"our own public IP {public} and our own port 51820; .* -wireguard-port"
     ):
-        leads(made(uplink=BEHIND_NAT), peer(public_ip=IPv4Address("203.0.113.1")))
+        leads(made(uplink=nat), near)
 
 
 @pytest.mark.parametrize(
@@ -343,6 +345,12 @@ def test_nodes_behind_one_public_ip_are_told_apart_by_their_ports() -> None:
 def test_our_lease_is_known_by_its_key(uplink: dict[str, Any], attrs: dict[str, Any], ours: bool) -> None:
     known = LeaseAttrs(**({"backend_type": "wireguard"} | attrs))
     assert made(uplink=uplink).is_self(known) is ours
+
+
+def test_our_lease_is_known_by_its_key_of_either_family() -> None:
+    nonsense = {"backend_data": "nonsense", "backend_v6_data": data(key=PUBLIC)}
+    elsewhere = LeaseAttrs(IPv4Address("192.0.2.6"), IPv6Address("fd77::6"), "wireguard", **nonsense)
+    assert with_port(0, DUAL).is_self(elsewhere)
 
 
 # ---- the config -----------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from flanneld.runtime import clock
 from flanneld.state.report import Report
 from flanneld.state.resources import Resource
 from flanneld.state.table import Scope
-from tests.unit.network.firewall.test_plan import LOOK_ALIKES, NETS, OURS, OWN, simulate
+from tests.unit.network.firewall.test_edits import LOOK_ALIKES, NETS, OURS, OWN, simulate
 
 FORWARD_ONLY = desired_rules("own-chains", NETS, Purpose(forward=True))
 
