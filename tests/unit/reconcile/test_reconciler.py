@@ -396,7 +396,10 @@ def test_one_who_changed_one_object_is_not_blamed_for_another(
     table.change(None, A.key, by="ip (pid 7)", is_named=True)
     time.run(reconciler, 0.1)
     told = [each for each in caplog.messages if each.startswith("Restored")]
-    assert told == ["Restored thing a=0 after a change by ip (pid 7)", "Restored thing b=0"]
+    assert told == [
+        "Restored thing a=0, 5 ms after a change by ip (pid 7)",
+        "Restored thing b=0, 5 ms after a change",
+    ]
 
 
 def test_of_many_repairs_a_few_are_named_and_the_rest_counted(
