@@ -38,6 +38,8 @@ from tests.netns.test_file_store import fleet
 from tests.netns.test_remote import join, server
 from tests.netns.test_seeing import flannelctl
 
+#: Seconds between two pings of a busy network. ping(8) spins on a CPU below the kernel's tick of 4 ms.
+_BUSY = 0.01
 KINDS = {
     "vxlan": VXLAN,
     "vxlan, v3": VXLAN_V3,
@@ -77,7 +79,7 @@ def test_doctor_finds_nothing_in_a_healthy_network_idle_or_busy(
         assert findings(world) == []
         with ExitStack() as traffic:
             for node, other in zip(world.nodes, reversed(world.nodes), strict=True):
-                traffic.enter_context(node.container().ping(other.container(), 0.002))
+                traffic.enter_context(node.container().ping(other.container(), _BUSY))
             world.lab.etcd.write(100)
             assert findings(world) == []
 
@@ -121,7 +123,7 @@ def test_doctor_finds_nothing_with_other_stores_idle_or_busy(lab: Lab, store: st
         for node in nodes:
             wait_until_healthy(node)
         assert_nothing_is_found(nodes)
-        with nodes[0].container().ping(nodes[1].container(), 0.002) as ping:
+        with nodes[0].container().ping(nodes[1].container(), _BUSY) as ping:
             ping.wait_for_replies()
             assert_nothing_is_found(nodes)
 
