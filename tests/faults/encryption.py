@@ -268,7 +268,8 @@ FAULTS = {
     "charon is not installed": Fault(
         "charon",
         "charon is not installed",
-        (stop, to_charon(signal.SIGTERM), without_charon, start_in_vain),
+        # A charon that was killed before leaves SAs, over which packets flow on until they expire.
+        (stop, to_charon(signal.SIGTERM), "ip xfrm state flush", without_charon, start_in_vain),
         IPSEC,
         heal=(nothing_missing, start),
         advice="apt-get install strongswan-charon strongswan-swanctl libstrongswan-standard-plugins",
