@@ -60,6 +60,8 @@ KINDS = {
     "wireguard, both families, v3": Kind(WIREGUARD.backend, DUAL_STACK, api="v3", flags=("--etcd-api=v3",)),
     "ipsec": IPSEC,
 }
+#: Kinds that take half a minute in the machine, and are much like another one.
+SLOW = ("wireguard, both families, v3",)
 #: Kinds in which nodes drop echoes to themselves, too.
 FILTERED = ("vxlan, both families", "host-gw, both families", "udp", "ipip", "wireguard")
 
@@ -71,7 +73,10 @@ def worlds() -> Iterator[Kept[Kind, World]]:
     kept.close()
 
 
-@pytest.mark.parametrize("kind", [kind.marked(kind, name) for name, kind in KINDS.items()])
+@pytest.mark.parametrize(
+    "kind",
+    [kind.marked(kind, name, *([pytest.mark.long] if name in SLOW else ())) for name, kind in KINDS.items()],
+)
 def test_doctor_finds_nothing_in_a_healthy_network_idle_or_busy(
     worlds: Kept[Kind, World], kind: Kind
 ) -> None:

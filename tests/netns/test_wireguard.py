@@ -417,6 +417,7 @@ def clock_set_back(seconds: float) -> Iterator[None]:
         time.clock_settime(time.CLOCK_REALTIME, time.time() + seconds)
 
 
+@pytest.mark.long
 @pytest.mark.needs_kernel("own-clock")
 def test_a_node_whose_clock_was_set_back_is_named_until_its_peer_calls(lab: Lab) -> None:
     """A peer takes no handshake with an earlier time than the last one from that node.
