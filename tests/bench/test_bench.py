@@ -25,50 +25,49 @@ def test_a_run_in_miniature_yields_every_figure(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.long
-def test_a_run_in_kubernetes_yields_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("store", "name", "arguments", "figures"),
+    [
+        (
+            "kube",
+            "vxlan in Kubernetes",
+            ("--idle-seconds=1", "--burst=20"),
+            {Figure.READY, Figure.BULK, Figure.PEAK, Figure.IDLE, Figure.BURST_CPU, Figure.LOST},
+        ),
+        (
+            "etcd3",
+            "vxlan on etcd v3",
+            ("--events=5", "--only=bulk,latency,rss,among,restart,drain"),
+            {
+                *(Figure.BULK, Figure.ADD, Figure.REMOVE_P99, Figure.PEAK),
+                *(Figure.RESTART, Figure.LOST, Figure.DRAIN),
+            },
+        ),
+        ("dual", "vxlan, both families", ("--events=5", "--only=bulk,among"), {Figure.BULK, Figure.ADD}),
+        (
+            "server",
+            "vxlan through a server",
+            ("--events=5", "--only=bulk,latency,rss"),
+            {Figure.BULK, Figure.ADD, Figure.REMOVE_P99, Figure.PEAK},
+        ),
+    ],
+    ids=["kube", "etcd3", "dual", "server"],
+)
+def test_a_run_with_another_store_yields_its_figures(
+    store: str,
+    name: str,
+    arguments: tuple[str, ...],
+    figures: set[Figure],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("FLANNELD_PEER", raising=False)
     file = tmp_path / "figures.json"
-    sizes = ["--peers=50", "--rounds=1", "--idle-seconds=1", "--burst=20"]
-    assert main(["--store=kube", "--backend=vxlan", f"--json={file}", *sizes]) == 0
+    sizes = ["--peers=50", "--rounds=1", *arguments]
+    assert main([f"--store={store}", "--backend=vxlan", f"--json={file}", *sizes]) == 0
     rows = json.loads(file.read_text())["figures"]
-    assert {row["backend"] for row in rows} == {"vxlan in Kubernetes"}
-    assert {Figure.READY, Figure.BULK, Figure.PEAK, Figure.IDLE, Figure.BURST_CPU, Figure.LOST} <= {
-        row["figure"] for row in rows
-    }
-
-
-@pytest.mark.long
-def test_a_run_on_etcd_v3_yields_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("FLANNELD_PEER", raising=False)
-    file = tmp_path / "figures.json"
-    sizes = ["--peers=50", "--rounds=1", "--events=5", "--only=bulk,latency,rss,among,restart,drain"]
-    assert main(["--store=etcd3", "--backend=vxlan", f"--json={file}", *sizes]) == 0
-    rows = json.loads(file.read_text())["figures"]
-    assert {row["backend"] for row in rows} == {"vxlan on etcd v3"}
-    assert {Figure.BULK, Figure.ADD, Figure.REMOVE_P99, Figure.PEAK} <= {row["figure"] for row in rows}
-    assert {Figure.RESTART, Figure.LOST, Figure.DRAIN} <= {row["figure"] for row in rows}
-
-
-@pytest.mark.long
-def test_a_run_with_both_families_yields_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("FLANNELD_PEER", raising=False)
-    file = tmp_path / "figures.json"
-    sizes = ["--peers=50", "--rounds=1", "--events=5", "--only=bulk,among"]
-    assert main(["--store=dual", "--backend=vxlan", f"--json={file}", *sizes]) == 0
-    rows = json.loads(file.read_text())["figures"]
-    assert {row["backend"] for row in rows} == {"vxlan, both families"}
-    assert {Figure.BULK, Figure.ADD} <= {row["figure"] for row in rows}
-
-
-@pytest.mark.long
-def test_a_run_through_a_server_yields_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("FLANNELD_PEER", raising=False)
-    file = tmp_path / "figures.json"
-    sizes = ["--peers=50", "--rounds=1", "--events=5", "--only=bulk,latency,rss"]
-    assert main(["--store=server", "--backend=vxlan", f"--json={file}", *sizes]) == 0
-    rows = json.loads(file.read_text())["figures"]
-    assert {row["backend"] for row in rows} == {"vxlan through a server"}
-    assert {Figure.BULK, Figure.ADD, Figure.REMOVE_P99, Figure.PEAK} <= {row["figure"] for row in rows}
+    assert {row["backend"] for row in rows} == {name}
+    assert figures <= {row["figure"] for row in rows}
 
 
 @pytest.mark.long

@@ -34,7 +34,8 @@ class CharonState(StrEnum):
     NOT_INSTALLED = "not installed"
 
 
-def _backends(document: Mapping[str, Any]) -> set[str | None]:
+def backends_of(document: Mapping[str, Any]) -> set[str | None]:
+    """Return the type of the network's backend, and of the one that it switches to or from."""
     network = document.get("network") or {}
     return {network.get("backend"), network.get("also")}
 
@@ -47,7 +48,7 @@ def with_sessions(
     The daemon reads charon's sessions every 10 s, and calls a peer of WireGuard silent after up to 90 s. A
     probe through the tunnel asks for a handshake at once.
     """
-    backends = _backends(document)
+    backends = backends_of(document)
     if "ipsec" in backends:
         document = {**document, "peers": list(with_associations(document, _associations()))}
     if "wireguard" not in backends:
@@ -162,7 +163,7 @@ def sessions_of(
 
 def charon_of(document: Mapping[str, Any]) -> CharonState | None:
     """Return the state of charon; None without ipsec or permission."""
-    if "ipsec" not in _backends(document):
+    if "ipsec" not in backends_of(document):
         return None
     from flanneld.backends.ipsec import charon, charon_process
     from flanneld.errors import Fatal, Retryable

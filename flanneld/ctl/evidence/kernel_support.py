@@ -9,6 +9,7 @@ from typing import Any
 from msgspec import Struct
 
 from flanneld.ctl import snapshot
+from flanneld.ctl.evidence.encryption import backends_of
 from flanneld.ctl.snapshot import ActualState
 from flanneld.network.rtnetlink import devices
 from flanneld.network.xfrm.table import open_xfrm
@@ -30,8 +31,7 @@ def read(document: Mapping[str, Any], found: ActualState) -> Iterator[LackingFea
     for kind, link in missing.items():
         if kind != Tun.make and devices.lacks(kind):
             yield LackingFeature(kind, f"it cannot make a device of this kind; wanted: {link}", kind)
-    network = document.get("network") or {}
-    if "ipsec" in (network.get("backend"), network.get("also")) and _lacks_xfrm():
+    if "ipsec" in backends_of(document) and _lacks_xfrm():
         yield LackingFeature("XFRM", "it does not know the netlink protocol for it", "xfrm_user esp4")
 
 
