@@ -173,7 +173,8 @@ def gather(source: Source) -> Facts:
     """
     document = source.document
     path = Path(source.options.subnet_file)
-    found = snapshot.read(document)
+    desired = snapshot.desired_objects(document)
+    found = snapshot.read(document, desired)
     families = _families(document)
     uplink = (document.get("uplink") or {}).get("name", "")
     ours = [link for link in found.links if is_flannels(link)]
@@ -194,7 +195,7 @@ def gather(source: Source) -> Facts:
         previous=subnet_file.read(path),
         links=found.links,
         addresses=addresses,
-        entries=(*snapshot.compare(document, found), *_outside(source)),
+        entries=(*snapshot.compare(document, desired, found), *_outside(source)),
         detours=tuple(shadowing_routes.read(document, found, snapshot.lookups())),
         host=host_checks.findings(host_checks.read_facts(families, uplink, services=services)),
         dropping=tuple(_dropping(document)),

@@ -276,10 +276,9 @@ def _peers(source: Source, _arguments: argparse.Namespace) -> CommandAnswer:
 def _routes(source: Source, _arguments: argparse.Namespace) -> CommandAnswer:
     from flanneld.ctl import snapshot
 
-    entries = [
-        *snapshot.compare(source.document, snapshot.read(source.document)),
-        *snapshot.outside(source.document),
-    ]
+    desired = snapshot.desired_objects(source.document)
+    found = snapshot.read(source.document, desired)
+    entries = [*snapshot.compare(source.document, desired, found), *snapshot.outside(source.document)]
     wrong = any(entry.state in ("missing", "different", "not wanted") for entry in entries)
     plain = {"objects": [snapshot.described(entry) for entry in entries], "not_known": _not_known(source)}
     return views.routes(source, entries), plain, wrong
@@ -294,7 +293,8 @@ def _trace(source: Source, arguments: argparse.Namespace) -> CommandAnswer:
     from flanneld.ctl import snapshot
     from flanneld.ctl.trace import trace
 
-    hops = trace(arguments.address, source.document, snapshot.read(source.document), snapshot.route_taken)
+    found = snapshot.read(source.document, snapshot.desired_objects(source.document))
+    hops = trace(arguments.address, source.document, found, snapshot.route_taken)
     rows = [(hop.hop, hop.state, hop.found, hop.note) for hop in hops]
     table = TextTable(("hop", "state", "found", "note"), rows)
     plain = {"hops": [asdict(hop) for hop in hops], "not_known": _not_known(source)}

@@ -38,7 +38,8 @@ def read(
     kernel = Kernel()
     routes = [each for family in FAMILIES for each in kernel.route_keys(family)]
     names = {link.index: link.name for link in found.links}
-    lengths = _lengths(_subnets(document))
+    subnets = subnets_of(document)
+    lengths = _lengths(subnets)
     shortest = {(version, min(each for other, each in lengths if other == version)) for version, _ in lengths}
     longer = (
         (destination, names.get(index, ""), NOWHERE.get(kind, ""))
@@ -46,7 +47,7 @@ def read(
         if (key[1], key[3]) not in shortest and (destination := destination_of(key)) is not None
     )
     certain = _certain(kernel, (key for key, _, _ in routes), lengths)
-    return [*by_lookup(document, found, look_up_route, certain), *by_length(document, longer)]
+    return [*by_lookup(document, found, look_up_route, certain), *by_length(subnets, longer)]
 
 
 def _certain(
@@ -93,31 +94,31 @@ def by_lookup(
 
 
 def by_length(
-    document: Mapping[str, Any], routes: Iterable[tuple[IPNetwork, str, str]]
+    subnets: AbstractSet[Key], routes: Iterable[tuple[IPNetwork, str, str]]
 ) -> Iterator[ShadowingRoute]:
     """Yield subnets diverted by a more specific route (pure).
 
     A route is its destination, its device, and the kind of route if it leads nowhere.
     """
-    subnets = _subnets(document)
     lengths = _lengths(subnets)
     for destination, device, nowhere in routes:
         for version, length in lengths:
             if version == destination.version and length < destination.prefixlen:
                 around = destination.supernet(new_prefix=length)
-                if around in subnets:
+                if route_key(around) in subnets:
                     text = f"{nowhere} {destination}" if nowhere else f"{destination} dev {device}"
                     removal = f"ip {'-6 ' if version == 6 else ''}route del {text}"
                     yield ShadowingRoute(str(around), f"route {text}", removal)
 
 
-def _subnets(document: Mapping[str, Any]) -> AbstractSet[IPNetwork]:
-    return {parse_network(text) for peer in document.get("peers", ()) for text in peer["subnets"]}
+def subnets_of(document: Mapping[str, Any]) -> AbstractSet[Key]:
+    """Return the peers' subnets, as keys of the routes to them."""
+    return {route_key(parse_network(text)) for peer in document.get("peers", ()) for text in peer["subnets"]}
 
 
-def _lengths(subnets: Iterable[IPNetwork]) -> AbstractSet[tuple[int, int]]:
+def _lengths(subnets: Iterable[Key]) -> AbstractSet[tuple[int, int]]:
     """Return version and prefix length of all subnets, which are few."""
-    return {(subnet.version, subnet.prefixlen) for subnet in subnets}
+    return {(int(version), int(length)) for _, version, _, length in subnets}
 
 
 def wanted_route(target: IPAddress, peer: Mapping[str, Any], document: Mapping[str, Any]) -> Route | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from msgspec import Struct
@@ -17,6 +18,7 @@ from flanneld.network.rtnetlink.domain import Domain
 from flanneld.network.rtnetlink.kernel import Kernel
 from flanneld.network.rtnetlink.links import SeenLink, is_flannels
 from flanneld.network.rtnetlink.messages import RTN_UNICAST
+from flanneld.network.rtnetlink.route_order import Behind
 from flanneld.network.rtnetlink.tables import tables
 from flanneld.reconcile.counters import kind_of
 from flanneld.state.resources import ForeignLink, Key, Kind, Link, Resource, Vxlan
@@ -58,8 +60,6 @@ class RouteTaken(Struct, frozen=True, gc=False):
 class DesiredObject(Struct, frozen=True, gc=False):
     """One desired object; ``value`` is None for one of a backend's own table."""
 
-    kind: str
-    text: str
     owner: str
     value: Resource | None
 
@@ -100,7 +100,7 @@ class Comparison(Struct, frozen=True, gc=False):
         return "; ".join((str(self.value), *map(str, self.differences)))
 
 
-def read(document: Mapping[str, Any]) -> ActualState:
+def read(document: Mapping[str, Any], desired: Sequence[DesiredObject]) -> ActualState:
     """Return the kernel's objects. Raises ``OSError``."""
     kernel = Kernel()
     should = {value.name: value for value in values(document.get("local")) if isinstance(value, Link)}
@@ -110,12 +110,22 @@ def read(document: Mapping[str, Any]) -> ActualState:
     uplink = (document.get("uplink") or {}).get("name", "")
     bridging = frozenset(name for name, make in ours.items() if isinstance(make, Vxlan))
     kernel.domain = Domain(uplink, frozenset(devices), ranges_of(document), bridging=bridging)
+    by_table: dict[object, dict[Key, Resource]] = defaultdict(dict)
+    for item in desired:
+        if item.value is not None and not isinstance(item.value, Link):
+            by_table[item.value.key[0]][item.value.key] = item.value
     # With known peers, an administrator's route must not count as left over.
-    scope = Scope({}, adopt=not knows_peers(document))
+    adopt = not knows_peers(document)
     objects: dict[Resource, bool] = dict.fromkeys(ours.values(), True)
     for table in tables(kernel):
-        objects |= {seen.resource: seen.claim is not Claim.FOREIGN for seen in table.read(scope)}
+        for seen in table.read(Scope(by_table[table.name], adopt=adopt)):
+            objects[_itself(seen.resource)] = seen.claim is not Claim.FOREIGN
     return ActualState(objects, present)
+
+
+def _itself(resource: Resource) -> Resource:
+    """Return a route that stands behind another one as the route that it is."""
+    return resource.route if isinstance(resource, Behind) else resource
 
 
 def _completed(link: SeenLink, should: Link | None) -> SeenLink:
@@ -157,11 +167,12 @@ def values(items: Any) -> Iterator[Resource]:
             yield resource_json.decode(item["value"])
 
 
-def desired_objects(document: Mapping[str, Any]) -> Iterator[DesiredObject]:
-    """Yield each object that should be there."""
-    for owner, item in _items(document):
-        value = resource_json.decode(item["value"]) if item["value"] else None
-        yield DesiredObject(item["kind"], item["text"], owner, value)
+def desired_objects(document: Mapping[str, Any]) -> list[DesiredObject]:
+    """Return each object that should be there."""
+    return [
+        DesiredObject(owner, resource_json.decode(item["value"]) if item["value"] else None)
+        for owner, item in _items(document)
+    ]
 
 
 def _items(document: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -172,7 +183,9 @@ def _items(document: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]
         yield from ((owner, item) for item in items or ())
 
 
-def compare(document: Mapping[str, Any], found: ActualState) -> list[Comparison]:
+def compare(
+    document: Mapping[str, Any], desired: Sequence[DesiredObject], found: ActualState
+) -> list[Comparison]:
     """Return all desired objects, then our surplus ones (pure)."""
     ours = [value for value, is_ours in found.objects.items() if is_ours]
     if not knows_peers(document):
@@ -184,7 +197,7 @@ def compare(document: Mapping[str, Any], found: ActualState) -> list[Comparison]
     known: set[Resource] = set()
     replaced: set[Key] = set()
     entries = []
-    for item in desired_objects(document):
+    for item in desired:
         if item.value is None:
             continue
         known.add(item.value)

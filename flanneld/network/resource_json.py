@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, lru_cache
-from ipaddress import ip_address, ip_network
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
+from operator import itemgetter
+from socket import AF_INET, AF_INET6, inet_pton
 from typing import Any
 
 from flanneld.model import IPAddress, IPNetwork
@@ -19,13 +21,21 @@ _TEXTS = 1 << 18
 @lru_cache(_TEXTS)
 def parse_address(text: str) -> IPAddress:
     """Parse an address. Raises ``ValueError``."""
-    return ip_address(text)
+    try:  # seven times as fast as ip_address
+        return (
+            IPv6Address(inet_pton(AF_INET6, text)) if ":" in text else IPv4Address(inet_pton(AF_INET, text))
+        )
+    except OSError:
+        return ip_address(text)
 
 
 @lru_cache(_TEXTS)
 def parse_network(text: str) -> IPNetwork:
     """Parse a network. Raises ``ValueError``."""
-    return ip_network(text)
+    base, _, length = text.partition("/")
+    address = parse_address(base)
+    made = IPv4Network if address.version == 4 else IPv6Network
+    return made((int(address), int(length or address.max_prefixlen)))
 
 
 #: Parsers of fields that are strings in JSON, by the field's type.
@@ -46,12 +56,21 @@ def encode(resource: Resource) -> dict[str, Any] | None:
 
 def decode(value: dict[str, Any]) -> Resource:
     """Return the resource of a JSON value. Raises ``LookupError``, ``TypeError`` or ``ValueError``."""
-    made = _types()[value["type"]]
-    found = [
-        value[name] if reader is None or value[name] is None else reader(value[name])
-        for name, reader in _fields(made)
-    ]
+    made, fields, readers = _shape(value["type"])
+    found = list(fields(value))
+    for place, reader in readers:
+        if found[place] is not None:
+            found[place] = reader(found[place])
     return made(*found)
+
+
+@cache
+def _shape(name: str) -> tuple[type[Resource], Callable[[Any], Any], list[tuple[int, Callable[[str], Any]]]]:
+    """Return a resource's class, a getter of its fields, and the parsers by the field's place."""
+    made = _types()[name]
+    fields = _fields(made)
+    readers = [(place, reader) for place, (_, reader) in enumerate(fields) if reader is not None]
+    return made, itemgetter(*(field for field, _ in fields)), readers
 
 
 @cache
@@ -62,10 +81,13 @@ def _types() -> dict[str, type[Resource]]:
 
 @cache
 def _fields(made: type) -> tuple[tuple[str, Callable[[str], Any] | None], ...]:
-    """Return the fields of a resource class in its order, each with its parser, None if it is no string."""
+    """Return the fields of a resource class in its order, each with its parser, None if it is no string.
+
+    The key is not among them: it follows from the others.
+    """
     annotations: dict[str, str] = made.__annotations__
     return tuple(
         (name, next((_READERS[each] for each in _READERS if annotation.startswith(each)), None))
         for name, annotation in annotations.items()
-        if not annotation.startswith("ClassVar")
+        if name != "key" and not annotation.startswith("ClassVar")
     )

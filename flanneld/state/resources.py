@@ -2,7 +2,7 @@
 
 Each resource is a frozen value with a ``key``. Two resources with one key are two states of the same object,
 so the desired state is a mapping by key. Those that each peer has make their key once: it is asked for ten
-times, and several tables keep it.
+times, and several tables keep it. It is also what they are hashed by: an address object takes longer.
 """
 
 from __future__ import annotations
@@ -206,6 +206,9 @@ class Neighbor(Struct, frozen=True, gc=False):
     def __post_init__(self) -> None:
         force_setattr(self, "key", (NEIGHBORS, self.device, self.address.version, int(self.address)))
 
+    def __hash__(self) -> int:
+        return hash(self.key)
+
     def __str__(self) -> str:
         return f"neigh {self.address} lladdr {self.mac} dev {self.device}"
 
@@ -226,6 +229,9 @@ class FdbEntry(Struct, frozen=True, gc=False):
     def __post_init__(self) -> None:
         force_setattr(self, "key", (FDB, self.device, self.mac))
 
+    def __hash__(self) -> int:
+        return hash(self.key)
+
     def __str__(self) -> str:
         return f"fdb {self.mac} dst {self.remote} dev {self.device}"
 
@@ -242,6 +248,9 @@ class Route(Struct, frozen=True, gc=False):
 
     def __post_init__(self) -> None:
         force_setattr(self, "key", route_key(self.destination))
+
+    def __hash__(self) -> int:
+        return hash(self.key)
 
     def __str__(self) -> str:
         via = f" via {self.gateway}" if self.gateway else ""

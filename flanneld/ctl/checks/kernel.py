@@ -43,7 +43,7 @@ def kernel_support(facts: Facts) -> Iterator[Finding]:
 @check("A", "devices", "each device exists, is up and has the desired properties")
 def devices(facts: Facts) -> Iterator[Finding]:
     for entry in facts.entries if not facts.lacking else ():
-        if entry.kind == "link" and entry.state in _LACKING:
+        if entry.state in _LACKING and entry.kind == "link":
             different = "; ".join(map(str, entry.differences))
             yield Finding(
                 f"{entry.device} {different}" if different else f"{entry.device} is not there",
@@ -216,8 +216,9 @@ def contested(facts: Facts) -> Iterator[Finding]:
 
 @check("D", "cloned mac", "no peer has the MAC of our device")
 def cloned_mac(facts: Facts) -> Iterator[Finding]:
-    for peer in facts.peers:
-        shared = sorted(facts.own_macs & {mac.lower() for mac in peer.get("macs", ())})
+    own = facts.own_macs
+    for peer in facts.peers if own else ():
+        shared = sorted(own & {mac.lower() for mac in peer.get("macs", ())})
         if shared:
             yield Finding(
                 f"{','.join(peer['subnets'])} has the MAC of our own device",

@@ -49,7 +49,7 @@ def tunnel(facts: Facts) -> Iterator[Finding]:
     if facts.filtered or facts.lost:
         return  # a cause on this host is known, and the silence is its effect
     answered = {each.peer for each in facts.paths if each.name == "underlay" and each.carried is not None}
-    silent = [each for each in _ends(facts) if each.carried is None]
+    silent = list(_silent(facts))
     peers = {peer["subnets"][0]: peer for peer in (facts.peers if silent else ())}
     # No handshake is a finding of its own.
     keyless = {
@@ -90,14 +90,16 @@ def _where_refused(peer: Mapping[str, Any]) -> str:
     return "see that flannel runs there with the same Backend.Port, and no firewall rejects it"
 
 
-def _ends(facts: Facts) -> Iterator[Path]:
+def _silent(facts: Facts) -> Iterator[Path]:
     """Yield the paths on which a peer's silence is a loss: through a tunnel, and to gateways of our routes.
 
     A cloud's table leads to peers that need not answer. A peer that passes packets on loses none.
     """
+    silent = [each for each in facts.paths if each.carried is None]
     tunnels = {(each.peer, each.target.version) for each in facts.paths if each.name == "tunnel"}
-    gateways = {entry.value.gateway for entry in facts.entries if isinstance(entry.value, Route)}
-    for each in facts.paths:
+    routes = (entry.value for entry in (facts.entries if silent else ()))
+    gateways = {route.gateway for route in routes if isinstance(route, Route)}
+    for each in silent:
         end = (each.peer, each.target.version)
         if end not in facts.passing and (
             each.name == "tunnel" or (end not in tunnels and each.target in gateways)

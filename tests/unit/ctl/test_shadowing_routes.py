@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from flanneld.ctl.shadowing_routes import ShadowingRoute, by_length, by_lookup
+from flanneld.ctl.shadowing_routes import ShadowingRoute, by_length, by_lookup, subnets_of
 from flanneld.ctl.snapshot import ActualState, RouteTaken
 from flanneld.diagnostics.status import describe
 from flanneld.state.resources import Route
@@ -62,7 +62,7 @@ def test_a_more_specific_route_makes_a_detour() -> None:
     routes.append((ip_network("10.5.2.64/26"), "", "blackhole"))
     ipv4, ipv6 = "10.5.2.128/25 dev eth0", "fc00:2::5/128 dev eth0"
     nowhere = "blackhole 10.5.2.64/26"
-    assert list(by_length(document(ROUTE), routes)) == [
+    assert list(by_length(subnets_of(document(ROUTE)), routes)) == [
         ShadowingRoute("10.5.2.0/24", f"route {ipv4}", f"ip route del {ipv4}"),
         ShadowingRoute("fc00:2::/64", f"route {ipv6}", f"ip -6 route del {ipv6}"),
         ShadowingRoute("10.5.2.0/24", f"route {nowhere}", f"ip route del {nowhere}"),

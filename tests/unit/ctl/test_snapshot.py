@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from flanneld.ctl.snapshot import ActualState, Difference, compare, described
+from flanneld.ctl.snapshot import ActualState, Comparison, Difference, compare, described, desired_objects
 from flanneld.diagnostics.status import describe
 from flanneld.network.rtnetlink.links import SeenLink
 from flanneld.state.resources import FdbEntry, ForeignLink, Resource, Route, Vxlan
@@ -30,9 +30,13 @@ def document(*objects: Resource, conflicts: Sequence[str] = ()) -> dict[str, Any
     return {"local": [describe(DEVICE, {})], "peers": [peer]}
 
 
+def compared(told: dict[str, Any], found: ActualState) -> list[Comparison]:
+    return compare(told, desired_objects(told), found)
+
+
 def states(told: dict[str, Any], *there: Resource, foreign: Sequence[Resource] = ()) -> dict[Resource, str]:
     objects = {**dict.fromkeys(there, True), **dict.fromkeys(foreign, False)}
-    return {entry.value: entry.state for entry in compare(told, ActualState(objects, LINKS))}
+    return {entry.value: entry.state for entry in compared(told, ActualState(objects, LINKS))}
 
 
 def test_what_is_there_as_wanted_is_ok() -> None:
@@ -70,14 +74,14 @@ def test_each_property_of_a_device_that_differs_is_named(
     change: dict[str, Any], difference: Difference
 ) -> None:
     found = ActualState({replace(DEVICE, **change): True}, LINKS)
-    (entry,) = compare({"local": [describe(DEVICE, {})], "peers": []}, found)
+    (entry,) = compared({"local": [describe(DEVICE, {})], "peers": []}, found)
     assert (entry.state, entry.differences) == ("different", (difference,))
     assert described(entry)["differences"][0]["property"] == difference.name
 
 
 def test_a_device_of_another_kind_is_named_with_its_kind() -> None:
     found = ActualState({ForeignLink("flannel.1", "a device of kind bridge", "bridge"): True}, LINKS)
-    (entry,) = compare({"local": [describe(DEVICE, {})], "peers": []}, found)
+    (entry,) = compared({"local": [describe(DEVICE, {})], "peers": []}, found)
     assert entry.differences == (Difference("kind", "a device of kind bridge", "vxlan"),)
 
 

@@ -6,8 +6,10 @@ import logging
 import socket
 import stat
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import repeat
 from pathlib import Path
 
 import pytest
@@ -158,6 +160,23 @@ def test_a_daemon_that_is_silent_is_not_waited_for(tmp_path: Path) -> None:
         silent.listen()
         with pytest.raises(TimeoutError):
             ask(path, 0.1)
+
+
+def test_a_long_document_may_take_longer_than_a_silence(tmp_path: Path) -> None:
+    def slow() -> Iterator[bytes]:
+        for _ in range(30):
+            time.sleep(0.05)
+            yield b"x"
+
+    with serving(tmp_path / "s", slow):
+        assert ask(tmp_path / "s", 1.0) == b"x" * 30
+
+
+def test_a_document_that_never_ends_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(tmp_path / "s", lambda: repeat(b"x")):
+        monkeypatch.setattr(status_socket, "READER_TIME", 0.2)
+        with pytest.raises(TimeoutError):
+            ask(tmp_path / "s", DEADLINE)
 
 
 def test_a_directory_is_made_for_it(tmp_path: Path) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 from typing import Any, ClassVar
 
 import pytest
 
-from flanneld.network.resource_json import decode, encode
+from flanneld.network.resource_json import decode, encode, parse_address, parse_network
 from flanneld.state.resources import (
     Address,
     Blackhole,
@@ -50,6 +50,26 @@ V4, V6 = IPv4Address("192.0.2.1"), IPv6Address("2001:db8::1")
 )
 def test_a_resource_is_read_back_as_it_was(resource: Resource) -> None:
     assert decode(json.loads(json.dumps(encode(resource)))) == resource
+
+
+@pytest.mark.parametrize(
+    "text", ["0.0.0.0", "192.0.2.1", "::", "2001:db8::1", "::ffff:192.0.2.1", "fe80::1%eth0"]
+)
+def test_an_address_is_parsed_as_by_the_standard_library(text: str) -> None:
+    assert parse_address(text) == ip_address(text)
+
+
+@pytest.mark.parametrize("text", ["10.5.1.0/24", "0.0.0.0/0", "192.0.2.1", "fc00:1::/64", "::/0", "::1"])
+def test_a_network_is_parsed_as_by_the_standard_library(text: str) -> None:
+    assert parse_network(text) == ip_network(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "nonsense", "10.5.1.0/x", "10.5.1.0/33", "10.5.1.1/24", "::1/129", "1.2.3.4\0"]
+)
+def test_what_is_no_network_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 - its text is the standard library's
+        parse_network(text)
 
 
 @dataclass(frozen=True, slots=True)
