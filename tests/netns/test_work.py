@@ -18,6 +18,9 @@ from typing import ClassVar
 import pytest
 
 from flanneld.backends.vxlan import VxlanBackend
+from flanneld.ctl import snapshot
+from flanneld.ctl.snapshot import Comparison
+from flanneld.diagnostics.status import describe, peers_of
 from flanneld.model import Added, Event, Lease, LeaseAttrs, Snapshot
 from flanneld.network.interfaces import index_of
 from flanneld.network.rtnetlink.domain import Domain
@@ -46,6 +49,8 @@ DOMAIN = Domain("up0", frozenset({"flannel.1"}), ((NETWORK, 24),), bridging=froz
 BLOCKS, CALLS = 24.5, 223.0
 #: Calls of functions for each object of an audit, and for all that one more peer needs.
 AUDIT_CALLS, EVENT_CALLS = 20.5, 510
+#: Calls for each peer in the daemon's document, and for each object that the doctor compares.
+TELLING_CALLS, COMPARING_CALLS = 146, 54
 #: Bytes that arrive for each lease of a list, and for one event.
 BYTES, EVENT_BYTES = 350, 1200
 
@@ -198,6 +203,29 @@ def test_bulk_audit_and_event_take_few_messages(sends: list[bytes], net: Net) ->
     assert made < EVENT_CALLS
     assert messages_in(sends) == 3
     net.audit()
+
+
+def test_the_doctor_needs_few_calls_for_each_object(net: Net) -> None:
+    net.take_list(StoredList(PEERS))
+    net.reconciler.converge(0.0)
+    document = {
+        "network": {"ranges": [{"network": str(NETWORK), "subnet_len": 24}]},
+        "uplink": {"name": DOMAIN.uplink},
+        "devices": sorted(DOMAIN.links),
+        "local": [describe(each, {}) for each in net.peers.local_resources()],
+    }
+    telling = calls(lambda: document.update(peers=list(peers_of(net.peers.view(), {}))))
+    found: list[Comparison] = []
+
+    def compare() -> None:
+        desired = snapshot.desired_objects(document)
+        found.extend(snapshot.compare(document, desired, snapshot.read(document, desired)))
+
+    comparing = calls(compare)
+    assert (len(found) - len(document["local"])) / PEERS == 3
+    assert {entry.state for entry in found} == {"ok"}
+    assert telling / PEERS < TELLING_CALLS
+    assert comparing / (3 * PEERS) < COMPARING_CALLS
 
 
 def received(namespace: Namespace) -> int:
