@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 
@@ -208,7 +208,7 @@ def test_bulk_audit_and_event_take_few_messages(sends: list[bytes], net: Net) ->
 def test_the_doctor_needs_few_calls_for_each_object(net: Net) -> None:
     net.take_list(StoredList(PEERS))
     net.reconciler.converge(0.0)
-    document = {
+    document: dict[str, Any] = {
         "network": {"ranges": [{"network": str(NETWORK), "subnet_len": 24}]},
         "uplink": {"name": DOMAIN.uplink},
         "devices": sorted(DOMAIN.links),
