@@ -102,6 +102,10 @@ class Running:
         cursor: str = json.loads(self.ask("GET", target).body)["cursor"]
         return cursor
 
+    def follow(self) -> None:
+        """Have the server follow its store, as the first watch does. A snapshot tells what came before."""
+        self.ask("GET", "/v1/_/leases?next=0")
+
     def close(self) -> None:
         self.store.close()
         self.server.close()

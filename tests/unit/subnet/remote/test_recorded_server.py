@@ -188,7 +188,7 @@ def test_watch_is_answered_as_recorded(
     fill(etcd, api, state)
     recorded = exchange(number)
     target = recorded["target"].partition("?")[0]
-    # The first watch has the server follow etcd; what came before is told by a snapshot.
+    server.follow()
     answers: list[Answer] = []
     cursor = server.cursor("/v1/_/leases")
     watch = threading.Thread(target=lambda: answers.append(server.ask("GET", f"{target}?next={cursor}")))
@@ -207,13 +207,7 @@ def test_events_that_were_missed_come_one_for_each_request(
     etcd: LocalEtcd | LocalFile, api: str, server: Running
 ) -> None:
     fill(etcd, api, PLAIN)
-    cursor = server.cursor()
-    # The first watch has the server follow etcd.
-    target = f"/v1/_/leases/10.5.1.0-24?next={cursor}"
-    watch = threading.Thread(target=server.ask, args=("GET", target))
-    watch.start()
-    fill(etcd, api, {"subnets/10.5.1.0-24": (A, 86400)})
-    watch.join(20)
+    server.follow()
     cursor = server.cursor()
     key = "subnets/10.5.251.0-24"
     for value in ('{"PublicIP":"10.99.0.201"}', '{"PublicIP":"10.99.0.202"}'):
@@ -243,6 +237,7 @@ def test_foreign_keys_and_values_stop_no_watch(
     etcd: LocalEtcd | LocalFile, api: str, server: Running
 ) -> None:
     fill(etcd, api, TWO)
+    server.follow()
     cursor = server.cursor()
     answers: list[Answer] = []
     watch = threading.Thread(target=lambda: answers.append(server.ask("GET", f"/v1/_/leases?next={cursor}")))
