@@ -249,6 +249,35 @@ def test_a_route_before_ours_ends_up_behind_it(
     assert [first] == alone != [second]
 
 
+OF_ANOTHER_METRIC = (f"{SUBNET} via 192.0.2.7 metric 50", f"{SUBNET_V6} via fd77::7 metric 50")
+
+
+@EITHER
+def test_a_route_of_another_metric_stays_though_ours_leads_there_too(
+    host: Namespace, kernel: Tables, wanted: list[Resource]
+) -> None:
+    before = main_table(host)
+    kernel.converge(wanted)
+    host.ip(*(f"route add {route}" for route in OF_ANOTHER_METRIC))
+    assert kernel.distance(wanted) == DONE
+    assert len(kernel.converge([]).removed) == len(wanted)
+    host.ip(*(f"route del {route}" for route in OF_ANOTHER_METRIC))
+    assert main_table(host) == before
+
+
+def test_a_route_of_another_metric_stays_though_the_kernel_refuses_ours_because_of_it(
+    host: Namespace, kernel: Tables
+) -> None:
+    """IPv6 takes no onlink gateway that another device has a route for."""
+    kernel.converge(TUNNELLED)
+    host.ip(*(f"route add {route}" for route in OF_ANOTHER_METRIC), f"route replace {SUBNET_V6} via fd77::7")
+    for _ in range(2):
+        assert [failure.resource for failure in kernel.converge(TUNNELLED).failed] == [TUNNELLED[1]]
+    host.ip(*(f"route del {route}" for route in OF_ANOTHER_METRIC))
+    assert kernel.converge(TUNNELLED).failed == []
+    assert kernel.distance(TUNNELLED) == DONE
+
+
 @pytest.mark.parametrize("route", ["10.1.9.0/24 dev vx4", "fd00:0:0:9::/64 dev vx6"])
 def test_stale_routes_of_any_scope_on_our_device_are_removed(
     host: Namespace, kernel: Tables, route: str

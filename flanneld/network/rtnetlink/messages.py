@@ -80,6 +80,7 @@ _GATEWAY = {size: _ATTR.pack(4 + size, RTA_GATEWAY) for size in (4, 16)}
 _LOCAL = {size: _ATTR.pack(4 + size, _IFA_LOCAL) for size in (4, 16)}
 _LLADDR = _ATTR.pack(10, _NDA_LLADDR)
 _OIF = struct.Struct("=HHI")
+_METRIC = struct.pack("=HHI", 8, _RTA_PRIORITY, _IPV6_DEFAULT_METRIC)
 
 IndexOf = Callable[[str], int]
 NameOf = Callable[[int], str | None]
@@ -183,7 +184,11 @@ def _fdb_entry(entry: FdbEntry, index: int, *, drop: bool) -> bytes:
 
 
 def _route(route: Route, index: int, protocol: int, *, drop: bool) -> bytes:
-    """Encode a route. A removal leaves protocol and scope open, so that it matches any creator's route."""
+    """Encode a route. A removal leaves protocol and scope open, so that it matches any creator's route.
+
+    It names IPv6's default metric: without one the kernel would take another program's route of a lower one.
+    IPv4 cannot name metric 0, but comes to that route first.
+    """
     raw = route.destination.network_address.packed
     flags = RTNH_F_ONLINK if route.onlink else 0
     parts = [
@@ -205,6 +210,8 @@ def _route(route: Route, index: int, protocol: int, *, drop: bool) -> bytes:
         gateway = route.gateway.packed
         parts += (_GATEWAY[len(gateway)], gateway)
     parts.append(_OIF.pack(8, RTA_OIF, index))
+    if drop and route.destination.version == 6:
+        parts.append(_METRIC)
     return b"".join(parts)
 
 
@@ -219,8 +226,7 @@ def _blackhole(route: Blackhole, protocol: int, *, drop: bool) -> bytes:
 
 def clear_route(destination: IPNetwork, seq: int) -> bytes:
     """Return the message that removes the first route to a network with the default metric, on any device."""
-    metric = u32(_RTA_PRIORITY, _IPV6_DEFAULT_METRIC) if destination.version == 6 else b""
-    body = _route(Route(destination, ""), 0, 0, drop=True) + metric
+    body = _route(Route(destination, ""), 0, 0, drop=True)
     return HEADER.pack(HEADER.size + len(body), RTM_DELROUTE, NLM_F_REQUEST, seq, 0) + body
 
 
