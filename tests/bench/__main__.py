@@ -20,7 +20,7 @@ from tests.bench.figures import Figure, Measure, Samples, Subject
 from tests.bench.flow import CONFIGS, NEEDS, PATH, flow, side_by_side
 from tests.bench.process import MachineLoad
 from tests.bench.report import Results
-from tests.bench.trial import Figures, Settings, live
+from tests.bench.trial import WARM_UP, Figures, Settings, live
 from tests.bench.tunnels import MAKERS
 from tests.lab import CommandError, EtcdError, own_command, peer_command
 from tests.lab.daemon import ROOT
@@ -193,6 +193,8 @@ def _read(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--peers takes numbers from 1 to {MOST_PEERS}")
     if max(chosen.events, chosen.burst) > MOST_PEERS:
         parser.error(f"--events and --burst take numbers up to {MOST_PEERS}")
+    if Measure.AMONG in chosen.only and max(chosen.peers) + WARM_UP + chosen.events > MOST_PEERS:
+        parser.error("--only among needs subnets for its --events beside those of --peers")
     if not 1 <= chosen.rounds <= 100:
         parser.error("--rounds takes a number from 1 to 100")
     chosen.only -= LACKS[chosen.store]

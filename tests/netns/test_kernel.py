@@ -272,7 +272,9 @@ def test_a_route_of_another_metric_stays_though_the_kernel_refuses_ours_because_
     kernel.converge(TUNNELLED)
     host.ip(*(f"route add {route}" for route in OF_ANOTHER_METRIC), f"route replace {SUBNET_V6} via fd77::7")
     for _ in range(2):
-        assert [failure.resource for failure in kernel.converge(TUNNELLED).failed] == [TUNNELLED[1]]
+        (failure,) = kernel.converge(TUNNELLED).failed
+        assert failure.resource == TUNNELLED[1]
+        assert "ip route get fd00:0:0:7::" in failure.remedy
     host.ip(*(f"route del {route}" for route in OF_ANOTHER_METRIC))
     assert kernel.converge(TUNNELLED).failed == []
     assert kernel.distance(TUNNELLED) == DONE

@@ -448,4 +448,15 @@ def _account(
             done.append(resource)
         elif not (drop and code in _GONE):
             taken = is_new and code in _TAKEN
-            report.failed.append(Failure(resource, os.strerror(code), is_taken=taken, errno=code))
+            text, remedy = os.strerror(code), _remedy(resource, code)
+            report.failed.append(Failure(resource, text, remedy, is_taken=taken, errno=code))
+
+
+def _remedy(resource: Resource, code: int) -> str:
+    """Return the remedy for a refusal, if one is known.
+
+    IPv6 takes no onlink gateway that another device has a route for, see ``RouteTable._replace``.
+    """
+    if code == errno.EINVAL and isinstance(resource, Route) and resource.onlink:
+        return f"see `ip route get {resource.gateway}`: if it names another device, remove that route"
+    return ""

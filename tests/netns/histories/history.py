@@ -19,7 +19,7 @@ from tests.netns.histories.observed import is_vandals, leave_out
 from tests.netns.histories.packet_filter import damage, script
 from tests.netns.histories.setting import CROWD, PLAYERS, UPLINK, address, home, nets
 from tests.netns.histories.vandalism import foreign
-from tests.netns.histories.wanted import wanted
+from tests.netns.histories.wanted import METRIC, wanted
 
 #: A refusal is tried again after up to some seconds.
 SOON = 25.0
@@ -78,6 +78,7 @@ class History(RuleBasedStateMachine):
         self.added: list[str] = []
         self.detours: dict[str, str] = {}
         self.sysctls: dict[str, int] = {}
+        self.foreign: dict[str, Any] = {"routes": []}
         if ground.failure:
             raise ground.failure
         ground.steps.clear()
@@ -161,9 +162,21 @@ class History(RuleBasedStateMachine):
         led = {str(net) for lease in (*self._led(sensible), *unsure) for net in nets(lease).values()}
         found, should = leave_out(unsure, seen.ours(self.strays - led), should)
         stuck = {each[0] for each in found["routes"] if each[0] in self.excused and is_vandals(each)}
+        stuck |= self._barred()
         for state in (found, should):
             state["routes"] = [each for each in state["routes"] if each[0] not in stuck]
         return found, should
+
+    def _barred(self) -> set[str]:
+        """Subnets to which the kernel takes no new route of the daemon: one that is there stays.
+
+        IPv6 refuses an onlink gateway that another device has a route for.
+        """
+        if not self.setting.devices:
+            return set()
+        return {
+            net for net, _, _, _, metric, *_ in self.foreign["routes"] if ":" in net and metric < METRIC[6]
+        }
 
     def _rules(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The same of the packet filter."""
