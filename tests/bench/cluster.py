@@ -32,8 +32,10 @@ FIRST_PUBLIC_IP = "198.18.16.0"
 _FIRST_INDEX = 64 << 8
 #: The same in IPv6, fd00:10:10::/64, and what the IPv6 addresses of the peers' nodes begin with.
 _FIRST_IPV6_INDEX, _IPV6_UNDERLAY = 16 << 16, int(IPv6Address("fd00:ffff::"))
-#: All subnets but the last 102 before 10.64.0.0/24, of which a node gets one.
-MOST_PEERS = (1 << 16) - 102
+#: The first free subnets, of which a node gets one.
+OF_NODES = 102
+#: All other subnets.
+MOST_PEERS = (1 << 16) - OF_NODES
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from tests.bench.bed import Bed
-from tests.bench.cluster import Peer, V3Leases
+from tests.bench.cluster import OF_NODES, Peer, V3Leases
 from tests.bench.crowd import answering
 from tests.bench.figures import Figure, Measure, percentile
 from tests.bench.process import cpu_seconds, cpu_seconds_of_children, rss_mib
@@ -145,7 +145,8 @@ def _idle(node: Node, seconds: float) -> float:
 
 def _latency(bed: Bed, node: Node, events: int) -> Figures:
     """Peers come and go one by one; from just before the request to etcd until the kernel's word."""
-    some = [Peer(bed.peers + number) for number in range(WARM_UP + events)]
+    first = bed.peers + OF_NODES
+    some = [Peer(first + number) for number in range(WARM_UP + events)]
     with bed.writer() as leases, Notifications(node.namespace) as kernel:
 
         def time_all(request_for: Callable[[Peer], bytes], kinds: tuple[int, int]) -> list[float]:
