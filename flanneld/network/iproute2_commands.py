@@ -95,7 +95,9 @@ def _ip(family: int) -> Command:
 
 
 def _drop_route(route: Route) -> Command:
-    return (*_ip(route.destination.version), "route", "del", *_way(route))
+    """Return the command that removes a route. Without a metric, IPv6 removes one of any metric."""
+    family = route.destination.version
+    return (*_ip(family), "route", "del", *_way(route), *(("metric", "1024") if family == 6 else ()))
 
 
 def _way(route: Route) -> Command:

@@ -53,7 +53,7 @@ def lines(made: Iterator[Command]) -> Iterator[str]:
         (
             Route(IPv6Network("fc00::/64"), "eth0", IPv6Address("fd00::2")),
             "ip -6 route replace fc00::/64 via fd00::2 dev eth0 proto 70",
-            "ip -6 route del fc00::/64 via fd00::2 dev eth0",
+            "ip -6 route del fc00::/64 via fd00::2 dev eth0 metric 1024",
         ),
         (
             Blackhole(IPv4Network("10.5.1.0/24")),

@@ -123,9 +123,11 @@ def test_a_route_without_gateway_names_none() -> None:
     assert ("RTA_GATEWAY" in fields, fields["flags"]) == (False, 0)
 
 
-def test_a_route_is_removed_whoever_made_it_and_whatever_its_scope() -> None:
-    fields = read_by_pyroute2(rtmsg, encode(route("10.1.6.0/24", "10.1.6.0"), drop=True))
-    assert (fields["proto"], fields["scope"]) == (0, 255)
+@pytest.mark.parametrize(("text", "metric"), [("10.1.6.0", None), ("fd00:0:0:6::", 1024)])
+def test_a_route_is_removed_whoever_made_it_and_whatever_its_scope(text: str, metric: int | None) -> None:
+    length = 24 if metric is None else 64
+    fields = read_by_pyroute2(rtmsg, encode(route(f"{text}/{length}", text), drop=True))
+    assert (fields["proto"], fields["scope"], fields.get("RTA_PRIORITY")) == (0, 255, metric)
 
 
 @pytest.mark.parametrize(("text", "metric"), [("10.1.6.0/24", None), ("fd00:0:0:6::/64", 1024)])
