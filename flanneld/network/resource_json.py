@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, lru_cache
-from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
+from ipaddress import IPv4Address, IPv4Network, IPv6Network, ip_address
 from operator import itemgetter
-from socket import AF_INET, AF_INET6, inet_pton
 from typing import Any
 
 from flanneld.model import IPAddress, IPNetwork
@@ -20,19 +19,17 @@ _TEXTS = 1 << 18
 
 @lru_cache(_TEXTS)
 def parse_address(text: str) -> IPAddress:
-    """Parse an address. Raises ``ValueError``."""
-    try:  # seven times as fast as ip_address
-        return (
-            IPv6Address(inet_pton(AF_INET6, text)) if ":" in text else IPv4Address(inet_pton(AF_INET, text))
-        )
-    except OSError:
+    """Parse an address as ``encode`` writes it. Raises ``TypeError`` or ``ValueError``."""
+    try:  # half the time of ip_address
+        return IPv4Address(bytes(map(int, str.split(text, "."))))
+    except ValueError:
         return ip_address(text)
 
 
 @lru_cache(_TEXTS)
 def parse_network(text: str) -> IPNetwork:
-    """Parse a network. Raises ``ValueError``."""
-    base, _, length = text.partition("/")
+    """Parse a network as ``encode`` writes it. Raises ``TypeError`` or ``ValueError``."""
+    base, _, length = str.partition(text, "/")
     address = parse_address(base)
     made = IPv4Network if address.version == 4 else IPv6Network
     return made((int(address), int(length or address.max_prefixlen)))

@@ -92,6 +92,7 @@ def test_a_resource_of_a_driver_has_no_value() -> None:
         {"type": "Tun", "name": "flannel0"},
         {"type": "Address", "device": "flannel.1", "address": "nonsense"},
         {"type": "Address", "device": "flannel.1", "address": []},
+        {"type": "Address", "device": "flannel.1", "address": 5},
     ],
 )
 def test_any_other_value_is_refused(value: dict[str, Any]) -> None:
