@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from flanneld.network.rtnetlink.links import LinkStep, codec_for, step
-from flanneld.network.rtnetlink.messages import BLACKHOLE_METRIC
+from flanneld.network.rtnetlink.messages import BLACKHOLE_METRIC, IPV6_DEFAULT_METRIC
 from flanneld.network.rtnetlink.route_protocols import protocol_for
 from flanneld.runtime.shell import Command, command
 from flanneld.state.resources import (
@@ -97,7 +97,8 @@ def _ip(family: int) -> Command:
 def _drop_route(route: Route) -> Command:
     """Return the command that removes a route. Without a metric, IPv6 removes one of any metric."""
     family = route.destination.version
-    return (*_ip(family), "route", "del", *_way(route), *(("metric", "1024") if family == 6 else ()))
+    metric = command("metric", IPV6_DEFAULT_METRIC) if family == 6 else ()
+    return (*_ip(family), "route", "del", *_way(route), *metric)
 
 
 def _way(route: Route) -> Command:

@@ -21,7 +21,7 @@ _PATIENCE = 2.0
 
 #: Tables of encrypting backends that are in the kernel: WireGuard's keys and peers, and policies of XFRM.
 KERNEL_TABLES = frozenset({"wireguard", "xfrm-policies"})
-#: A session of which nothing is known.
+#: A session before anything is known about it.
 _NO_SESSION = {"state": "idle", "handshake": None, "rx_bytes": 0, "tx_bytes": 0, "endpoint": ""}
 
 

@@ -67,7 +67,7 @@ _NDA_DST, _NDA_LLADDR, _NDA_CACHEINFO, _NDA_PORT, _NDA_VNI, _NDA_IFINDEX = 1, 2,
 _OVERRIDES = frozenset({_NDA_PORT, _NDA_VNI, _NDA_IFINDEX})
 _IFA_ADDRESS, _IFA_LOCAL, _IFA_FLAGS = 1, 2, 8
 #: Metric that IPv6 substitutes for 0 (linux/ipv6_route.h, IP6_RT_PRIO_USER).
-_IPV6_DEFAULT_METRIC = 1024
+IPV6_DEFAULT_METRIC = 1024
 
 RTMSG = struct.Struct("=BBBBBBBBI")
 _NDMSG = struct.Struct("=BxxxiHBB")
@@ -80,7 +80,7 @@ _GATEWAY = {size: _ATTR.pack(4 + size, RTA_GATEWAY) for size in (4, 16)}
 _LOCAL = {size: _ATTR.pack(4 + size, _IFA_LOCAL) for size in (4, 16)}
 _LLADDR = _ATTR.pack(10, _NDA_LLADDR)
 _OIF = struct.Struct("=HHI")
-_METRIC = struct.pack("=HHI", 8, _RTA_PRIORITY, _IPV6_DEFAULT_METRIC)
+_IPV6_METRIC = struct.pack("=HHI", 8, _RTA_PRIORITY, IPV6_DEFAULT_METRIC)
 
 IndexOf = Callable[[str], int]
 NameOf = Callable[[int], str | None]
@@ -211,7 +211,7 @@ def _route(route: Route, index: int, protocol: int, *, drop: bool) -> bytes:
         parts += (_GATEWAY[len(gateway)], gateway)
     parts.append(_OIF.pack(8, RTA_OIF, index))
     if drop and route.destination.version == 6:
-        parts.append(_METRIC)
+        parts.append(_IPV6_METRIC)
     return b"".join(parts)
 
 
@@ -361,7 +361,7 @@ def outline(data: bytes, offset: int, end: int) -> tuple[Key, int] | None:
 
 
 def _is_common(family: int, found: dict[int, bytes]) -> bool:
-    metric = 0 if family == AF[4] else _IPV6_DEFAULT_METRIC
+    metric = 0 if family == AF[4] else IPV6_DEFAULT_METRIC
     return number(found.get(RTA_TABLE)) == RT_TABLE_MAIN and number(found.get(_RTA_PRIORITY)) == metric
 
 

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
+from ipaddress import IPv6Network
 
 from flanneld.model import Family, IPAddress
 from flanneld.network.interfaces import index_of, name_of
@@ -457,6 +458,7 @@ def _remedy(resource: Resource, code: int) -> str:
 
     IPv6 takes no onlink gateway that another device has a route for, see ``RouteTable._replace``.
     """
-    if code == errno.EINVAL and isinstance(resource, Route) and resource.onlink:
-        return f"see `ip route get {resource.gateway}`: if it names another device, remove that route"
+    match resource:
+        case Route(destination=IPv6Network(), onlink=True) if code == errno.EINVAL:
+            return f"see `ip route get {resource.gateway}`: if it names another device, remove that route"
     return ""

@@ -65,7 +65,19 @@ def test_a_network_is_parsed_as_by_the_standard_library(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "nonsense", "10.5.1.0/x", "10.5.1.0/33", "10.5.1.1/24", "::1/129", "1.2.3.4\0"]
+    "text",
+    [
+        "",
+        "nonsense",
+        "10.5.1.0/x",
+        "10.5.1.0/33",
+        "10.5.1.1/24",
+        "::1/129",
+        "1.2.3.4\0",
+        "1.2.3",
+        "01.2.3.4",
+        "1.2.3.+4",
+    ],
 )
 def test_what_is_no_network_is_refused(text: str) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 - its text is the standard library's
