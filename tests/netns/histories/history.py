@@ -162,13 +162,13 @@ class History(RuleBasedStateMachine):
         led = {str(net) for lease in (*self._led(sensible), *unsure) for net in nets(lease).values()}
         found, should = leave_out(unsure, seen.ours(self.strays - led), should)
         stuck = {each[0] for each in found["routes"] if each[0] in self.excused and is_vandals(each)}
-        stuck |= self._barred()
+        stuck |= self._barred() - {each[0] for each in found["routes"]}
         for state in (found, should):
             state["routes"] = [each for each in state["routes"] if each[0] not in stuck]
         return found, should
 
     def _barred(self) -> set[str]:
-        """Subnets to which the kernel takes no new route of the daemon: one that is there stays.
+        """Subnets to which the kernel takes no new route of the daemon, so that one may be missing.
 
         IPv6 refuses an onlink gateway that another device has a route for.
         """
