@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
 from collections.abc import Iterator
 from ipaddress import IPv4Address
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from flanneld.network.rtnetlink import messages as rtnl
-from flanneld.network.rtnetlink.netlink import NetlinkSocket
+from flanneld.network.rtnetlink.netlink import NetlinkSocket, messages
 from flanneld.state.resources import Address
 from tests.lab import Lab
 from tests.lab.namespace import Namespace, batch, remove
@@ -38,6 +39,10 @@ def writes(*numbers: int, drop: bool = False) -> Iterator[bytes]:
         yield rtnl.encode(address, lambda _: 1, 3, place, drop=drop)
 
 
+def bodies(data: bytes) -> list[tuple[bytes, int, int]]:
+    return [(data, offset, end) for *_, offset, end in messages(data)]
+
+
 def test_refusals_are_told_by_their_place(empty: Namespace) -> None:
     del empty
     kernel = NetlinkSocket()
@@ -59,6 +64,36 @@ def test_answers_left_after_failed_read_are_not_credited_to_a_later_batch(empty:
     assert list(kernel.write(writes(1))) == [[]]
     assert list(kernel.write(writes(MANY, drop=True))) == [[(0, errno.EADDRNOTAVAIL)]]
     kernel.close()
+
+
+def test_an_interface_is_found_by_its_name(empty: Namespace) -> None:
+    empty.ip("link add fifteen-letters type veth peer name p0")
+    kernel = NetlinkSocket()
+    assert kernel.index_of("lo") == 1
+    assert kernel.index_of("fifteen-letters") == socket.if_nametoindex("fifteen-letters")
+    for missing in ("nothing", "fifteen-letters-and-more", ""):
+        with pytest.raises(OSError, match="No such device"):
+            kernel.index_of(missing)
+    kernel.close()
+
+
+def test_the_kernel_sends_no_notification_of_what_an_ignored_socket_does(empty: Namespace) -> None:
+    empty.ip("link set lo up")
+    ours, others = NetlinkSocket(), NetlinkSocket()
+    news = NetlinkSocket([rtnl.GROUP_IPV4_ADDRESS])
+    news.ignore(ours.port)
+    assert list(ours.write(writes(1))) == [[]]
+    with pytest.raises(BlockingIOError):
+        news.receive()
+    assert list(others.write(writes(2))) == [[]]
+    (told,) = bodies(news.receive())
+    seen = rtnl.decode_address(*told)
+    assert seen is not None
+    assert seen.address == IPv4Address("10.0.0.2")
+    with pytest.raises(BlockingIOError):
+        news.receive()
+    for each in (ours, others, news):
+        each.close()
 
 
 #: A backend of another package, for which the kernel's tables do not hold still at first.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import socket
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 
@@ -84,7 +83,7 @@ class Kernel(HostView):
         def index_of(name: str) -> int:
             index = indexes.get(name)
             if index is None:
-                index = indexes[name] = socket.if_nametoindex(name)
+                index = indexes[name] = self._socket.index_of(name)
             return index
 
         def batch() -> Iterator[bytes]:

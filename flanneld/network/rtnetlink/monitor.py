@@ -85,6 +85,7 @@ class Monitor:
 
     def __init__(self, port: int) -> None:
         self._socket = NetlinkSocket(_GROUPS, _RECEIVE_BUFFER)
+        self._socket.ignore(port)
         self._port = port
         #: True if notifications were off for a while; ``read`` reports that.
         self.missed = False

@@ -11,8 +11,10 @@ import errno
 import os
 import socket
 import struct
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from fcntl import ioctl
 
 # linux/netlink.h
 NLM_F_REQUEST, NLM_F_ACK, NLM_F_DUMP_INTR = 0x1, 0x4, 0x10
@@ -23,8 +25,19 @@ NETLINK_ADD_MEMBERSHIP, NETLINK_DROP_MEMBERSHIP = 1, 2
 NETLINK_CAP_ACK, NETLINK_GET_STRICT_CHK = 10, 12
 NLA_TYPE_MASK = 0x3FFF
 
+# linux/sockios.h, and struct ifreq of linux/if.h: a name and a union of 24 bytes.
+_SIOCGIFINDEX = 0x8933
+_IFREQ = struct.Struct("=16si20x")
+_LONGEST_NAME = 15
+
 # Missing from Python's socket module (asm-generic/socket.h).
-SO_RCVBUFFORCE = 33
+SO_ATTACH_FILTER, SO_RCVBUFFORCE = 26, 33
+
+# linux/filter.h: struct sock_filter and sock_fprog, and classic BPF to drop messages of one nlmsg_pid.
+_BPF = struct.Struct("=HBBI")
+_BPF_PROGRAM = struct.Struct("@HP")
+_BPF_LOAD_WORD, _BPF_JUMP_IF_EQUAL, _BPF_RETURN = 0x20, 0x15, 0x06
+_PORT_OFFSET = 12
 
 HEADER = struct.Struct("=IHHII")
 _FLAGS_OFFSET, _SEQ_OFFSET = 6, 8
@@ -149,11 +162,42 @@ class NetlinkSocket:
         with suppress(OSError):
             self._socket.setsockopt(SOL_NETLINK, option, value)
 
+    def ignore(self, port: int) -> None:
+        """Let the kernel drop notifications that name this netlink port as their author.
+
+        Optional: without filters the reader has to tell them apart. Some notifications name no author.
+        """
+        program = (
+            (_BPF_LOAD_WORD, 0, 0, _PORT_OFFSET),
+            (_BPF_JUMP_IF_EQUAL, 0, 1, socket.htonl(port)),  # BPF loads words in network byte order
+            (_BPF_RETURN, 0, 0, 0),
+            (_BPF_RETURN, 0, 0, 0xFFFFFFFF),
+        )
+        code = array("B", b"".join(_BPF.pack(*each) for each in program))
+        with suppress(OSError):
+            self._socket.setsockopt(
+                socket.SOL_SOCKET,
+                SO_ATTACH_FILTER,
+                _BPF_PROGRAM.pack(len(program), code.buffer_info()[0]),
+            )
+
     def _widen(self, size: int) -> None:
         try:
             self._socket.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, size)
         except PermissionError:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, size)
+
+    def index_of(self, name: str) -> int:
+        """Return the number of an interface. Raises ``OSError`` if there is none of this name.
+
+        ``socket.if_nametoindex`` opens a socket for each call and keeps the interpreter lock meanwhile.
+        """
+        raw = name.encode()
+        if len(raw) > _LONGEST_NAME:
+            raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
+        answer = ioctl(self._socket, _SIOCGIFINDEX, _IFREQ.pack(raw, 0))
+        index: int = _IFREQ.unpack(answer)[1]
+        return index
 
     def write(self, batch: Iterable[bytes]) -> Iterator[list[tuple[int, int]]]:
         """Send messages in batches; after each send yield its failures as (position, errno).
