@@ -154,13 +154,13 @@ class Controller:
     def step(self, now: float) -> float:
         """Do the due work. Return the time of the next step."""
         self._take_events([event for events in self.event_queue.drain() for event in events], now)
-        self.event_queue.settle()
         self._news.take(now)
         if now >= self._host.next_look:
             self._host.look(now)
         if now >= self._sweep.due:
             self._run_sweep(now)
         wakeup = self.tables.reconciler.step(now)
+        self.event_queue.settle()
         if self.removal_guard.is_due():
             self._reread()
         if self._node.monitor.missed:

@@ -6,7 +6,6 @@ import os
 import select
 import threading
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from typing import Protocol
 
 from flanneld.runtime import clock
@@ -62,7 +61,9 @@ class StepLoop:
         """Step until ``stop`` is set."""
         while not self._stop.is_set():
             self.is_alive()
-            self._sleep_until(self._step(clock.now()))
+            due = self._step(clock.now())
+            if due > clock.now():
+                self._sleep_until(due)
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
         # A default argument, because at interpreter exit the module's names are gone.
@@ -81,6 +82,6 @@ class StepLoop:
         poll = select.poll()
         for source in (self._wake, *self._sources()):
             poll.register(source, select.POLLIN)
-        poll.poll(min(_IDLE, max(0.0, when - clock.now())) * 1000)
-        with suppress(BlockingIOError):
+        ready = poll.poll(min(_IDLE, max(0.0, when - clock.now())) * 1000)
+        if (self._wake, select.POLLIN) in ready:
             os.eventfd_read(self._wake)
