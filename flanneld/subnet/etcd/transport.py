@@ -266,7 +266,7 @@ class LineStream:
     def read(self, timeout: float) -> list[bytes] | None:
         """Return the lines that have come or come next, or None after ``timeout`` seconds.
 
-        Raises ``HTTPException`` at the end, and what urllib3 raises.
+        Raises ``HTTPException``, also at the end, or ``OSError``.
         """
         deadline = clock.now() + timeout
         while self._body.more_within(deadline - clock.now()):

@@ -24,7 +24,7 @@ from flanneld import __version__
 from flanneld.compat.glog import V
 from flanneld.errors import NoAnswer, Retryable
 from flanneld.runtime import clock
-from flanneld.runtime.sockets.connection_pools import ResponseTooLarge, body_of, no_heartbeat
+from flanneld.runtime.sockets.connection_pools import LiveBody, ResponseTooLarge, body_of, no_heartbeat
 from flanneld.runtime.sockets.interruptible_socket import InterruptibleSocket, Unreachable
 from flanneld.subnet.kube.access import Access, ApiSession
 from flanneld.subnet.kube.nodes import decoded
@@ -38,8 +38,6 @@ _UNAUTHORIZED, _GONE, _TOO_MANY = 401, 410, 429
 _LONGEST_RETRY_AFTER = 60.0
 #: Bytes read of an error response, at most.
 _ERROR_SIZE = 64 * 1024
-#: Bytes per read of a watch, at most. A read returns as soon as any data is there.
-_PIECE = 64 * 1024
 
 
 class ApiTimeouts(Struct, frozen=True, gc=False):
@@ -129,17 +127,16 @@ class Api:
             end.callback(response.close)
             if response.connection and response.connection.sock:
                 response.connection.sock.settimeout(self._timeouts.silence)
-            return ApiStream(partial(self._read_piece, response), end.pop_all().close)
+            return ApiStream(partial(self._read_piece, LiveBody(response)), end.pop_all().close)
 
-    def _read_piece(self, response: Any) -> bytes:
+    def _read_piece(self, body: LiveBody) -> bytes:
         try:
-            # stream() would wait for 64 KiB unless the server sends each event as a chunk of its own.
-            piece: bytes = response.read1(_PIECE)
-        except ReadTimeoutError:
+            piece = body.read()
+        except TimeoutError:
             # The server also stays silent if it has not yet reached our resource version, as after a restored
             # backup.
             raise Expired(f"the watch was silent for {self._timeouts.silence:g} s") from None
-        except (HTTPError, HTTPException, OSError, ValueError) as error:
+        except (HTTPException, OSError, ValueError) as error:
             self._socket.check()
             log.log(V(2), "A watch broke off: %s: %s", type(error).__name__, error)
             raise BrokenOff("the connection of the watch was lost") from None
