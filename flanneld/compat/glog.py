@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
+from functools import lru_cache
 
 from flanneld.compat.flags import quoted
 from flanneld.errors import Fatal
@@ -186,9 +187,13 @@ def _priority(level: int) -> int:
 
 def _head(record: logging.LogRecord) -> str:
     second, micros = divmod(round(record.created * 1_000_000), 1_000_000)
-    when = time.strftime("%m%d %H:%M:%S", time.localtime(second))
     letter = _LETTERS.get(record.levelno, "I")
-    return f"{letter}{when}.{micros:06d} {os.getpid():>7} {record.filename}:{record.lineno}] "
+    return f"{letter}{_time(second)}.{micros:06d} {os.getpid():>7} {record.filename}:{record.lineno}] "
+
+
+@lru_cache(maxsize=1)
+def _time(second: int) -> str:
+    return time.strftime("%m%d %H:%M:%S", time.localtime(second))
 
 
 def _stack_of(record: logging.LogRecord) -> str:
