@@ -247,4 +247,6 @@ class LeaseTable(Struct, gc=False):
         return tuple(changed)
 
     def _drop(self, keys: Iterable[LeaseKey]) -> tuple[LeaseKey, ...]:
-        return tuple(key for key in keys if self._peers.pop(key, None) is not None)
+        # The keys of the leases themselves, which other tables find sooner than equal ones.
+        gone = [self._peers.pop(key, None) for key in keys]
+        return tuple([lease.key for lease in gone if lease is not None])

@@ -100,6 +100,8 @@ class Peers:
         #: Last valid value of each lease: the objects for its node are kept after it.
         self._sound: dict[LeaseKey, Lease] = {}
         self._once = OneTimeWarnings()
+        #: To be logged: what happened to a lease, which is None if it has gone, and further lines.
+        self._changed: list[tuple[str, LeaseKey, Lease | None]] = []
         self._told: list[str] = []
 
     def __len__(self) -> int:
@@ -232,8 +234,13 @@ class Peers:
 
     def log_changes(self) -> None:
         """Log the changes. Called after the write to the kernel, so that packets do not wait for the log."""
-        for line in self._told:
+        if len(self._changed) > _FEW:
+            gone = sum(lease is None for _, _, lease in self._changed)
+            log.info("Leases: %d new or changed, %d gone", len(self._changed) - gone, gone)
+            self._changed.clear()
+        for line in (*(_line_about(*each) for each in self._changed), *self._told):
             log.info("%s", line)
+        self._changed.clear()
         self._told.clear()
 
     def _change(self, event: Event) -> Change:
@@ -246,7 +253,10 @@ class Peers:
             event = self._through_removal_guard(event)
         change = self._table.apply(event)
         if was_synced:
-            self._told += _lines_about(change, self._desired)
+            self._changed += (("is gone", key, None) for key in change.gone)
+            for lease in change.put:
+                word = "changed" if lease.key in self._desired else "added"
+                self._changed.append((word, lease.key, lease))
         return change
 
     def _through_removal_guard(self, event: Event) -> Event:
@@ -350,12 +360,8 @@ def _lacks(event: Event, own: Lease) -> bool:
     return own.key not in event.unreadable and all(lease.key != own.key for lease in event.leases)
 
 
-def _lines_about(change: Change, desired: DesiredState) -> list[str]:
-    if len(change.put) + len(change.gone) > _FEW:
-        return [f"Leases: {len(change.put)} new or changed, {len(change.gone)} gone"]
-    lines = [f"Lease {name_of(key)} is gone" for key in change.gone]
-    for lease in change.put:
-        word = "changed" if lease.key in desired else "added"
-        public = ", ".join(str(ip) for family in FAMILIES if (ip := lease.attrs.public(family)))
-        lines.append(f"Lease {lease} {word}, at {public or 'no public IP'}")
-    return lines
+def _line_about(word: str, key: LeaseKey, lease: Lease | None) -> str:
+    if lease is None:
+        return f"Lease {name_of(key)} {word}"
+    public = ", ".join(str(ip) for family in FAMILIES if (ip := lease.attrs.public(family)))
+    return f"Lease {lease} {word}, at {public or 'no public IP'}"

@@ -86,8 +86,12 @@ class DesiredState:
         touched: Before = {}
         for resource in self._wishes.pop(owner, ()):
             key = resource.key
-            touched.setdefault(key, self.get(key))
-            self._withdraw(owner, key)
+            table = self.table(key[0])
+            touched.setdefault(key, table.get(key))
+            if self._holder is None:
+                table.pop(key, None)
+            else:
+                self._withdraw(owner, key, self._holder)
         if wish:
             self._wishes[owner] = wish
         for resource in wish:
@@ -147,14 +151,11 @@ class DesiredState:
         if rank(owner) < rank(holder):
             table[key], holders[key] = resource, owner
 
-    def _withdraw(self, owner: LeaseKey, key: Key) -> None:
+    def _withdraw(self, owner: LeaseKey, key: Key, holders: dict[Key, LeaseKey]) -> None:
         claims = self._rivals.get(key)
         table = self.table(key[0])
-        holders = self._holder
-        if claims is None or holders is None:
-            if holders is None:
-                table.pop(key, None)
-            elif holders.get(key) == owner:
+        if claims is None:
+            if holders.get(key) == owner:
                 del table[key], holders[key]
             return
         claims.pop(owner, None)

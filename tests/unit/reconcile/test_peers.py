@@ -281,10 +281,14 @@ def test_more_than_ten_changes_at_once_are_told_in_one_line(
 ) -> None:
     caplog.set_level("INFO")
     crowd = [Lease(OLD.attrs, IPv4Network((0x0A010A00 + (each << 8), 24))) for each in range(number - 1)]
-    take(peers, Snapshot((OWN, *crowd)))
-    peers.log_changes()
-    assert len(caplog.messages) == lines
-    assert (f"Leases: {number - 1} new or changed, 1 gone" in caplog.messages) == (lines == 1)
+    listed: list[Event] = [Snapshot((OWN, *crowd))]
+    one_by_one: list[Event] = [Added(OLD), *(Removed(each.key) for each in crowd)]
+    for events, put, gone in ((listed, number - 1, 1), (one_by_one, 1, number - 1)):
+        caplog.clear()
+        take(peers, *events)
+        peers.log_changes()
+        assert len(caplog.messages) == lines
+        assert (f"Leases: {put} new or changed, {gone} gone" in caplog.messages) == (lines == 1)
 
 
 # ---- loss of many leases, and of our own ----------------------------------------------------------
