@@ -8,6 +8,7 @@ the leases: until then objects of an earlier run may carry all traffic of the co
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
@@ -149,6 +150,8 @@ class Controller:
 
     def close(self, *, except_for: Collection[str] = ()) -> None:
         """Close the tables, except those of threads that still run."""
+        if NAME not in except_for:
+            self.peers.log_changes(math.inf)
         self.tables.close(except_for=except_for, own=NAME)
 
     def step(self, now: float) -> float:
@@ -165,7 +168,13 @@ class Controller:
             self._reread()
         if self._node.monitor.missed:
             return now
-        return min(wakeup, self._host.next_look, self._sweep.due, self.removal_guard.next_reading)
+        return min(
+            wakeup,
+            self._host.next_look,
+            self._sweep.due,
+            self.removal_guard.next_reading,
+            self.peers.log_due,
+        )
 
     def _sources(self) -> list[int]:
         kernel = self.tables.reconciler.sources()
@@ -187,7 +196,7 @@ class Controller:
             self.tables.work.applied(self.event_queue.since)
         if events and self._sweep.is_unfinished():
             self._sweep.due = min(self._sweep.due, now + LOOK_SPACING)
-        self.peers.log_changes()
+        self.peers.log_changes(now)
 
     def _use_cache(self, now: float) -> None:
         """Create the objects for cached peers. Nothing is removed or replaced."""

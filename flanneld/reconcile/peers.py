@@ -12,7 +12,6 @@ from flanneld.backends.contract import Backend, OtherBackend
 from flanneld.compat.glog import OneTimeWarnings
 from flanneld.errors import Refused, Unsafe
 from flanneld.model import (
-    FAMILIES,
     Added,
     Change,
     Event,
@@ -28,6 +27,7 @@ from flanneld.model import (
     overlap,
 )
 from flanneld.network.obstacles import Obstacles
+from flanneld.reconcile.lease_log import LeaseLog
 from flanneld.reconcile.lease_safety import LeaseSafety
 from flanneld.reconcile.overlaps import Overlaps
 from flanneld.state.desired_state import LOCAL, Before, DesiredState
@@ -36,9 +36,6 @@ from flanneld.state.removal_guard import RemovalGuard
 from flanneld.state.resources import Key, Kind, Resource
 
 log = logging.getLogger(__name__)
-
-#: Log lines about single leases, at most.
-_FEW = 10
 
 
 class Refusal(Struct, frozen=True, gc=False):
@@ -100,8 +97,8 @@ class Peers:
         #: Last valid value of each lease: the objects for its node are kept after it.
         self._sound: dict[LeaseKey, Lease] = {}
         self._once = OneTimeWarnings()
-        #: To be logged: what happened to a lease, which is None if it has gone, and further lines.
-        self._changed: list[tuple[str, LeaseKey, Lease | None]] = []
+        self._log = LeaseLog()
+        #: Further lines to be logged.
         self._told: list[str] = []
 
     def __len__(self) -> int:
@@ -232,16 +229,17 @@ class Peers:
                 before.setdefault(key, was)
         return self._desired.since(before)
 
-    def log_changes(self) -> None:
+    def log_changes(self, now: float) -> None:
         """Log the changes. Called after the write to the kernel, so that packets do not wait for the log."""
-        if len(self._changed) > _FEW:
-            gone = sum(lease is None for _, _, lease in self._changed)
-            log.info("Leases: %d new or changed, %d gone", len(self._changed) - gone, gone)
-            self._changed.clear()
-        for line in (*(_line_about(*each) for each in self._changed), *self._told):
+        self._log.write(now)
+        for line in self._told:
             log.info("%s", line)
-        self._changed.clear()
         self._told.clear()
+
+    @property
+    def log_due(self) -> float:
+        """Return the time when changes have to be logged that exceed the log's limit."""
+        return self._log.due
 
     def _change(self, event: Event) -> Change:
         was_synced = self._table.synced
@@ -253,10 +251,10 @@ class Peers:
             event = self._through_removal_guard(event)
         change = self._table.apply(event)
         if was_synced:
-            self._changed += (("is gone", key, None) for key in change.gone)
+            for key in change.gone:
+                self._log.note("is gone", key)
             for lease in change.put:
-                word = "changed" if lease.key in self._desired else "added"
-                self._changed.append((word, lease.key, lease))
+                self._log.note("changed" if lease.key in self._desired else "added", lease.key, lease)
         return change
 
     def _through_removal_guard(self, event: Event) -> Event:
@@ -358,10 +356,3 @@ def _lacks(event: Event, own: Lease) -> bool:
     if not isinstance(event, Snapshot):
         return False
     return own.key not in event.unreadable and all(lease.key != own.key for lease in event.leases)
-
-
-def _line_about(word: str, key: LeaseKey, lease: Lease | None) -> str:
-    if lease is None:
-        return f"Lease {name_of(key)} {word}"
-    public = ", ".join(str(ip) for family in FAMILIES if (ip := lease.attrs.public(family)))
-    return f"Lease {lease} {word}, at {public or 'no public IP'}"

@@ -87,7 +87,7 @@ class HostWatch:
         host = read_host_networks(self._node.kernel, networks, own, self._node.kernel.domain.links)
         if host != self._peers.safety.obstacles.host:
             self._change(self._peers.look(Obstacles(host), self._manager.backend), now)
-        self._peers.log_changes()
+        self._peers.log_changes(now)
 
     def watch_encryption(self, now: float) -> None:
         """Check the host's routes again if the backend encrypts: those of an earlier run have gone."""
