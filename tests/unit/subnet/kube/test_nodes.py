@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_network
 from typing import Any
 
 import pytest
@@ -236,6 +236,27 @@ def test_a_family_that_the_network_does_not_use_is_left_out(config: Config, key:
 def test_a_node_that_has_only_one_of_the_families_is_a_lease_of_that() -> None:
     assert lease_of(replace(NODE, cidrs=("10.5.1.0/24",)), DUAL).key == (KEY[0], None)
     assert lease_of(saying(public_ipv6=""), DUAL).key == (KEY[0], None)
+
+
+@pytest.mark.parametrize(
+    ("text", "number", "length"),
+    [
+        ("10.5.1.7/24", "10.5.1.0", 24),
+        ("fd00:5:0:1::7/64", "fd00:5:0:1::", 64),
+        ("10.5.1.0/024", "10.5.1.0", 24),
+    ],
+)
+def test_pod_cidr_may_have_host_bits(text: str, number: str, length: int) -> None:
+    key = key_of(replace(NODE, cidrs=(text,)), DUAL)
+    assert [net for net in key if net] == [ip_network(f"{number}/{length}")]
+
+
+@pytest.mark.parametrize(
+    "text", ["10.5.1.0", "10.5.1/24", "10.5.1.0/255.255.255.0", "10.5.1.0/+24", "10.5.1.0/33", "fd00:5::/129"]
+)
+def test_pod_cidr_that_is_no_network_is_refused(text: str) -> None:
+    with pytest.raises(Refused, match="which is no network"):
+        key_of(replace(NODE, cidrs=(text,)), DUAL)
 
 
 @pytest.mark.parametrize("text", ["null", ""])
