@@ -83,6 +83,8 @@ def live(bed: Bed, command: Sequence[str], wanted: Collection[Measure], settings
         time.sleep(BEFORE_STOP)
         _check(node)
         figures[Figure.STOP] = _stop(node)
+        if Measure.DRAIN in wanted:
+            _put_back(bed)
     return figures
 
 
@@ -263,8 +265,14 @@ def _drain(bed: Bed, node: Node) -> float:
         leases.send(request)
         seconds = kernel.wait(REMOVED, everything, BULK_DEADLINE) - begin
         leases.finish()
-        leases.put_back(bed.peers)  # for the next life
     return seconds
+
+
+def _put_back(bed: Bed) -> None:
+    """Write the leases that ``_drain`` has removed, for the next life."""
+    with bed.writer() as leases:
+        assert isinstance(leases, V3Leases)
+        leases.put_back(bed.peers)
 
 
 def _stop(node: Node) -> float:
