@@ -75,6 +75,8 @@ def test_an_interface_is_found_by_its_name(empty: Namespace) -> None:
         with pytest.raises(OSError, match="No such device"):
             kernel.index_of(missing)
     kernel.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        kernel.index_of("lo")
 
 
 def test_the_kernel_sends_no_notification_of_what_an_ignored_socket_does(empty: Namespace) -> None:

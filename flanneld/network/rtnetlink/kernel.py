@@ -91,7 +91,9 @@ class Kernel(HostView):
                 protocol = protocol_for(resource, self.domain.links, spread=spread)
                 try:
                     yield rtnl.encode(resource, index_of, protocol, seq, drop=drop, mode=mode)
-                except OSError:
+                except OSError as failure:
+                    if failure.errno != errno.ENODEV:
+                        raise
                     refused[seq] = errno.ENODEV
 
         refused: dict[int, int] = {}

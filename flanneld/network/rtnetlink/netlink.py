@@ -195,7 +195,10 @@ class NetlinkSocket:
         raw = name.encode()
         if len(raw) > _LONGEST_NAME:
             raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
-        answer = ioctl(self._socket, _SIOCGIFINDEX, _IFREQ.pack(raw, 0))
+        try:
+            answer = ioctl(self._socket, _SIOCGIFINDEX, _IFREQ.pack(raw, 0))
+        except ValueError:  # the socket is closed
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF)) from None
         index: int = _IFREQ.unpack(answer)[1]
         return index
 
