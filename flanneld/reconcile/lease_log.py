@@ -30,7 +30,7 @@ class LeaseChange(Struct, frozen=True, gc=False):
 
 
 class LeaseLog:
-    """Log with a limit. A line takes as long as a fifth of the change that it is about.
+    """Log with a limit: a line takes a fifth of the time of the change that it is about.
 
     The changes that exceed ``FEW`` in a period are told at its end, in one line if they are many.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import subprocess
 from collections.abc import Iterator
 from ipaddress import IPv4Address
 from pathlib import Path
@@ -67,10 +68,14 @@ def test_answers_left_after_failed_read_are_not_credited_to_a_later_batch(empty:
 
 
 def test_an_interface_is_found_by_its_name(empty: Namespace) -> None:
-    empty.ip("link add fifteen-letters type veth peer name p0")
+    del empty
+    no_text = os.fsdecode(b"\xff")
+    for name in ("fifteen-letters", no_text):
+        subprocess.run(["ip", "link", "add", name, "type", "veth"], check=True)
     kernel = NetlinkSocket()
     assert kernel.index_of("lo") == 1
-    assert kernel.index_of("fifteen-letters") == socket.if_nametoindex("fifteen-letters")
+    for name in ("fifteen-letters", no_text):
+        assert kernel.index_of(name) == socket.if_nametoindex(name)
     for missing in ("nothing", "fifteen-letters-and-more", ""):
         with pytest.raises(OSError, match="No such device"):
             kernel.index_of(missing)

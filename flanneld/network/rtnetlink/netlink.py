@@ -192,7 +192,7 @@ class NetlinkSocket:
 
         ``socket.if_nametoindex`` opens a socket for each call and keeps the interpreter lock meanwhile.
         """
-        raw = name.encode()
+        raw = os.fsencode(name)
         if len(raw) > _LONGEST_NAME:
             raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
         try:
