@@ -72,6 +72,12 @@ def ipv6_prefix(number: int, length: int) -> IPv6Network:
     return _filled(_Prefix6.__new__(_Prefix6), IPv6Address(number), number, length, _mask(6, length))
 
 
+def prefix(net: IPv4Network | IPv6Network) -> IPv4Network | IPv6Network:
+    """Return the equal of a network of ``ipaddress``."""
+    make = ipv4_prefix if net.version == 4 else ipv6_prefix
+    return make(int(net.network_address), net.prefixlen)
+
+
 def _filled(net: _P, address: Any, number: int, length: int, mask: tuple[Any, int]) -> _P:
     """Do what ``IPv4Network.__init__`` does, without the parser of texts and tuples."""
     netmask, hosts = mask

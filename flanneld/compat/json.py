@@ -214,11 +214,14 @@ def address_of(value: object, kind: type[A]) -> A | None:
 
 
 def address_number(text: str, kind: type[A]) -> int:
-    """Return an address as a number. For IPv4 this is faster than ``ipaddress``. Raises ``ValueError``."""
+    """Return an address as a number. For IPv4 this is faster than ``ipaddress``.
+
+    Raises ``ValueError``, or ``TypeError`` for what is no text.
+    """
     if kind is not IPv4Address:
         return int(kind(text))
     try:
-        a, b, c, d = text.split(".")
+        a, b, c, d = str.split(text, ".")
         return _OCTETS[a] << 24 | _OCTETS[b] << 16 | _OCTETS[c] << 8 | _OCTETS[d]
     except (KeyError, ValueError):
         return int(kind(text))

@@ -8,13 +8,12 @@ from ipaddress import IPv4Address, IPv4Network, IPv6Network, ip_address
 from operator import itemgetter
 from typing import Any
 
+from flanneld.compat.json import address_number
 from flanneld.model import IPAddress, IPNetwork
 from flanneld.state.resources import Address, Blackhole, FdbEntry, Link, Neighbor, Resource, Route
 
 #: Resources of the kernel, except devices.
 _TYPES: tuple[type[Resource], ...] = (Address, Neighbor, FdbEntry, Route, Blackhole)
-#: The parts of an IPv4 address by their text. What else ``int`` takes, such as 01, is none.
-_OCTETS = {str(number): number for number in range(256)}
 #: Texts whose addresses are remembered: each occurs several times in a document. 65,000 peers have two each.
 _TEXTS = 1 << 18
 
@@ -23,8 +22,8 @@ _TEXTS = 1 << 18
 def parse_address(text: str) -> IPAddress:
     """Parse an address as ``encode`` writes it. Raises ``TypeError`` or ``ValueError``."""
     try:  # half the time of ip_address
-        return IPv4Address(bytes(map(_OCTETS.__getitem__, str.split(text, "."))))
-    except (KeyError, ValueError):
+        return IPv4Address(address_number(text, IPv4Address))
+    except ValueError:
         return ip_address(text)
 
 

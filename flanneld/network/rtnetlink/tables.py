@@ -348,7 +348,7 @@ class RouteTable(_KernelTable):
     def _wanted_route(
         self, plain: rtnl.PlainRoute, scope: Scope, named: Callable[[int], str | None]
     ) -> Resource | None:
-        """Return the desired route if this is one of ours as it is desired."""
+        """Return the desired route if this route is ours and equal to it."""
         want = scope.desired.get(plain.key)
         if not isinstance(want, Route) or want.gateway is None:
             return None

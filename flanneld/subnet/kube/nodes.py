@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from ipaddress import IPV4LENGTH, IPV6LENGTH, IPv4Address, IPv4Network, IPv6Address, IPv6Network
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_network
 from sys import intern
 from typing import Any, TypedDict
 
@@ -32,7 +32,7 @@ from flanneld.model import (
     family_of,
     lies_in,
 )
-from flanneld.prefixes import ipv4_prefix, ipv6_prefix
+from flanneld.prefixes import prefix
 
 DEFAULT_PREFIX = "flannel.alpha.coreos.com"
 MANAGED, TYPE = "kube-subnet-manager", "backend-type"
@@ -305,16 +305,9 @@ def _data(node: Node, name: str) -> Any:
 
 
 def _network(node: Node, text: str) -> IPNetwork:
-    base, _, length_text = text.partition("/")
     try:
-        # Refuses netmasks, signs and a missing length.
-        length = int(length_text if length_text.isdecimal() else "")
-        if ":" in base:
-            hosts = IPV6LENGTH - length
-            net: IPNetwork = ipv6_prefix(int(IPv6Address(base)) >> hosts << hosts, length)
-        else:
-            hosts = IPV4LENGTH - length
-            net = ipv4_prefix(gojson.address_number(base, IPv4Address) >> hosts << hosts, length)
+        length = int(text.partition("/")[2])  # refuses netmasks and a missing length
+        net = prefix(ip_network(text, strict=False))
     except ValueError:
         problem = f"has the podCIDR {gojson.compact(text[:60])}, which is no network"
         raise _wrong(node, problem, "correct it") from None
