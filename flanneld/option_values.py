@@ -23,17 +23,20 @@ def as_it_is(value: Any, _source: str) -> Any:
 
 
 def endpoints(text: str, source: str) -> tuple[str, ...]:
-    """Read client URLs, split at commas and, as in Go flanneld, not trimmed."""
-    urls = tuple(text.split(","))
+    """Read client URLs, split at commas; as in etcd's v3 client, ``host:port`` alone is one, too.
+
+    Drop spaces around them and empty elements: Go flanneld runs with the other endpoints.
+    """
+    urls = [url.strip(" ") for url in text.split(",")]
     for number, url in enumerate(urls, 1):
-        if not _is_http(url):
+        if not (_is_http(url) or _is_host_and_port(url) or (not url and any(urls))):
             # A stray comma or slash in a password leaves parts of it in any element.
             name = f"element {number}" if "@" in text else goflags.quoted(url)
             raise Fatal(
                 f"{source}: {name} is not an http or https URL",
-                "give client URLs like http://10.0.0.1:2379, separated by single commas without spaces",
+                "give client URLs like http://10.0.0.1:2379, separated by commas",
             )
-    return urls
+    return tuple(filter(None, urls))
 
 
 def servers(text: str, source: str) -> tuple[str, ...]:

@@ -209,9 +209,9 @@ def test_a_margin_shorter_than_a_lease_is_taken(minutes: int) -> None:
         ("iface-regex", "a{99999999999999999999}"),
         ("iface-regex", "eth(?=0)"),
         ("etcd-endpoints", ","),
-        ("etcd-endpoints", "http://10.0.0.1:2379,"),
-        ("etcd-endpoints", "http://10.0.0.1:2379, http://10.0.0.2:2379"),
-        ("etcd-endpoints", "10.0.0.1:2379"),
+        ("etcd-endpoints", " , "),
+        ("etcd-endpoints", "http://10.0.0.1:2379 http://10.0.0.2:2379"),
+        ("etcd-endpoints", "10.0.0.1"),
         ("etcd-endpoints", "ftp://10.0.0.1:2379"),
         ("etcd-endpoints", "http://"),
         ("etcd-endpoints", "http://10.0.0.1:port"),
@@ -235,13 +235,28 @@ def test_an_explicitly_empty_list_of_endpoints_is_fatal() -> None:
 
 
 def test_the_endpoint_that_is_wrong_is_named() -> None:
-    with pytest.raises(Fatal, match=r'"10\.0\.0\.2:2379"'):
-        read(["-etcd-endpoints=http://10.0.0.1:2379,10.0.0.2:2379"], {})
+    with pytest.raises(Fatal, match=r'"10\.0\.0\.2"'):
+        read(["-etcd-endpoints=http://10.0.0.1:2379,10.0.0.2"], {})
 
 
 @pytest.mark.parametrize("endpoint", ["http://[::1]:2379", "HTTPS://etcd.example.org", "http://u:p@h:1/"])
 def test_any_http_url_is_an_endpoint(endpoint: str) -> None:
     assert read([f"-etcd-endpoints={endpoint}"], {}).etcd_endpoints == (endpoint,)
+
+
+@pytest.mark.parametrize(
+    ("text", "urls"),
+    [
+        ("10.0.0.1:2379", ("10.0.0.1:2379",)),
+        ("[::1]:2379,etcd:2379", ("[::1]:2379", "etcd:2379")),
+        ("http://a:1, http://b:1 ", ("http://a:1", "http://b:1")),
+        ("http://a:1,", ("http://a:1",)),
+        (",http://a:1, ,http://b:1", ("http://a:1", "http://b:1")),
+    ],
+)
+def test_endpoints_that_run_under_go_run_here(text: str, urls: tuple[str, ...]) -> None:
+    assert read([f"-etcd-endpoints={text}"], {}).etcd_endpoints == urls
+    assert read([], {"FLANNELD_ETCD_ENDPOINTS": text}).etcd_endpoints == urls
 
 
 def test_patterns_are_gos_and_stay_as_they_were_written() -> None:

@@ -114,9 +114,21 @@ def ssl_text(error: ssl.SSLError) -> str:
     return (error.reason or "TLS failed").lower().replace("_", " ")
 
 
+def _default_scheme(options: EtcdOptions) -> str:
+    """Return the scheme of an endpoint without one.
+
+    In etcd's v3 client the first endpoint decides for all. If it has no scheme either, Go flanneld speaks TLS
+    if it has a certificate and its key (clientv3 ``dialWithBalancer``, ``translateEndpoint``).
+    """
+    scheme, separator, _ = options.endpoints[0].partition("://")
+    if separator:
+        return scheme
+    return "https" if options.certfile and options.keyfile else "http"
+
+
 def _server(url: str, number: int, options: EtcdOptions) -> Server:
     try:
-        parts = urlsplit(url)
+        parts = urlsplit(url if "://" in url else f"{_default_scheme(options)}://{url}")
         port, host = parts.port or _DEFAULT_PORTS[parts.scheme], parts.hostname or ""
     except (ValueError, KeyError):
         host = ""

@@ -187,7 +187,8 @@ def test_a_password_shows_nowhere(
     [
         ((), "empty"),
         (("",), "element 1"),
-        (("http://a", "127.0.0.1:2379"), "element 2"),
+        (("http://a", "ftp://b"), "element 2"),
+        (("127.0.0.1:2379", "https://b"), "mixes"),
         (("http://a", "https://b"), "mixes"),
         (("ftp://a",), "element 1"),
         (("http://[::1",), "element 1"),
@@ -204,6 +205,35 @@ def test_an_endpoint_may_lie_below_a_path(api: str, etcd: LocalEtcd) -> None:
     with server(relay) as url, pytest.raises(NoSuchApi, match=f"{api} API"):
         client(api, f"{url}/below/").fetch("/key")
     assert relay.asked({"v2": "GET /below/v2/keys/key?", "v3": "POST /below/v3/kv/range"}[api])
+
+
+@pytest.mark.parametrize(
+    ("endpoints", "has_certificate", "names"),
+    [
+        (("10.0.0.1:2379",), False, {"http://10.0.0.1:2379"}),
+        (("10.0.0.1:2379", "[::1]:2379"), True, {"https://10.0.0.1:2379", "https://[::1]:2379"}),
+        (("HTTP://a:1", "b:1"), True, {"http://a:1", "http://b:1"}),
+        (("https://a:1", "b:1"), False, {"https://a:1", "https://b:1"}),
+    ],
+)
+def test_an_endpoint_without_a_scheme_is_reached_as_by_go(
+    certificates: Path, endpoints: tuple[str, ...], has_certificate: bool, names: set[str]
+) -> None:
+    options = files(certificates, "client") if has_certificate else {}
+    servers = Servers(EtcdOptions(endpoints, **options))
+    assert {each.name for each in servers.in_turn()} == names
+    assert (servers.tls is not None) == all(name.startswith("https") for name in names)
+
+
+def test_an_authority_alone_gives_an_endpoint_without_a_scheme_no_tls(certificates: Path) -> None:
+    options = {"cafile": str(certificates / "ca.crt")}
+    assert Servers(EtcdOptions(("10.0.0.1:2379",), **options)).tls is None
+
+
+def test_an_endpoint_without_a_scheme_answers(api: str, etcd: LocalEtcd) -> None:
+    asker = client(api, etcd.url.removeprefix("http://"))
+    asker.create("/plain", "1", None)
+    asker.remove("/plain")
 
 
 def test_servers_are_shuffled_and_keep_their_names() -> None:
