@@ -5,10 +5,17 @@ from __future__ import annotations
 import re
 import socket
 import sys
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
+import pytest
+
 from tests.lab import Lab, Node, wait_for
+from tests.lab.lab import API, NETWORK
 from tests.netns.pair import DUAL_STACK, connect
+from tests.netns.test_file_store import remote, store_flags
+from tests.netns.test_remote import REMOTE, server
 from tests.netns.test_seeing import answer, flannelctl, lease
 
 PATIENCE = 60
@@ -50,6 +57,32 @@ def test_nodes_are_listed_with_what_they_run(lab: Lab) -> None:
     without = flannelctl(node, "nodes")
     assert without.returncode == 1
     assert re.search("PROBLEM +this node .*no daemon answers here$", without.stdout, re.MULTILINE)
+
+
+@pytest.mark.parametrize("kind", ["file", f"etcd {API}"])
+def test_clients_of_a_lease_server_keep_their_leases_in_its_store(lab: Lab, kind: str) -> None:
+    nodes = lab.add_nodes(3)
+    with ExitStack() as stack:
+        if kind == "file":
+            nodes[0].start(*ANSWERS, *store_flags(nodes[0], {"Type": "vxlan"}))
+            of_server = remote(nodes[0])
+        else:
+            lab.etcd.put_config({"Network": NETWORK, "Backend": {"Type": "vxlan"}})
+            stack.enter_context(server(lab, API))
+            nodes[0].start(*ANSWERS)
+            of_server = REMOTE
+        for each in nodes[1:]:
+            each.start(*ANSWERS, of_server)
+        for each in nodes:
+            each.wait_ready()
+        for node in nodes:
+            wait_for(partial(_keep_leases_in, node, [kind, "remote", "remote"]), PATIENCE, "three answers")
+            assert [each["notes"] for each in seen(node).values()] == [[], [], []]
+            assert cluster_findings(node) == {}
+
+
+def _keep_leases_in(node: Node, stores: list[str]) -> bool:
+    return sorted(each["store"] or "" for each in seen(node).values()) == stores
 
 
 def test_nodes_answer_over_ipv6_and_at_their_public_ip_without_a_tunnel(lab: Lab) -> None:

@@ -24,7 +24,10 @@ _GOOD_STATES = ("in the kernel", "pending", "")
 
 
 class Rule(Struct, frozen=True):
-    """A rule. ``look`` yields the nodes that break it, each with a text for its line."""
+    """A rule. ``look`` yields the nodes that break it, each with a text for its line.
+
+    ``problem`` follows ``1 node`` and ``2 nodes`` alike.
+    """
 
     name: str
     meaning: str
@@ -138,7 +141,8 @@ def _mtu(cluster: Cluster) -> Iterator[tuple[Node, str]]:
 
 
 def _store(cluster: Cluster) -> Iterator[tuple[Node, str]]:
-    yield from _by_told(cluster, "store", lambda told: told.store)
+    # A client of a lease server uses the server's store, which may be of any kind.
+    yield from _by_told(cluster, "store", lambda told: None if told.store == "remote" else told.store)
 
 
 def _version(cluster: Cluster) -> Iterator[tuple[Node, str]]:
@@ -203,7 +207,7 @@ RULES = (
     Rule(
         "silent nodes",
         "each node answers",
-        "do not answer",
+        "without an answer",
         "containers there are not reached, unless only ICMP is dropped",
         "flannelctl ping SUBNET shows where packets stop; delete leases of nodes that are gone",
         _silent,
@@ -219,7 +223,7 @@ RULES = (
     Rule(
         "conditions",
         "no node reports a health condition",
-        "report health conditions",
+        "with health conditions",
         "part of their daemon does not work",
         "run flannelctl status there",
         _sick,
@@ -228,7 +232,7 @@ RULES = (
     Rule(
         "configs",
         "all nodes run one network config",
-        "run another network config",
+        "with another network config",
         "nodes with different ones do not reach each other",
         "restart flanneld there: it reads the network config when it starts",
         _config,
@@ -236,7 +240,7 @@ RULES = (
     Rule(
         "MTUs",
         "all nodes have one MTU for containers",
-        "have another MTU for containers",
+        "with another MTU for containers",
         "large packets to nodes with a smaller one are lost where ICMP is filtered",
         f"give all uplinks one MTU, or with {' or '.join(WITH_OPTION)} set Backend.MTU;"
         " then restart flanneld and containers",
@@ -245,7 +249,7 @@ RULES = (
     Rule(
         "stores",
         "all nodes use one store of leases",
-        "keep their leases in another store",
+        "with leases in another store",
         "nodes of one store do not see those of the other, unless -etcd-api=both joins them",
         "give all nodes the same -etcd-api, -remote or -kube-subnet-mgr",
         _store,
@@ -254,7 +258,7 @@ RULES = (
     Rule(
         "versions",
         "all nodes run one version",
-        "run another version",
+        "with another version",
         "they work together; an upgrade may have stopped halfway",
         "complete the upgrade",
         _version,
@@ -263,7 +267,7 @@ RULES = (
     Rule(
         "shared public IPs",
         "each lease has a public IP of its own",
-        "share a public IP",
+        "with a public IP that is used twice",
         "packets for one of them reach the other",
         "give each node its own with -public-ip or -iface; delete leases of nodes that are gone",
         _public_ip,
@@ -271,7 +275,7 @@ RULES = (
     Rule(
         "shared MACs",
         "each node's VXLAN device has a MAC of its own",
-        "share a MAC",
+        "with a MAC that is used twice",
         "only one of them is reached: cloned machines have one MAC",
         "on the clone: stop flanneld, delete its device and its lease, start flanneld",
         _mac,
@@ -279,7 +283,7 @@ RULES = (
     Rule(
         "overlaps",
         "no two subnets overlap",
-        "have overlapping subnets",
+        "with overlapping subnets",
         "packets reach the node with the longer prefix",
         "delete the lease that does not fit SubnetLen",
         _overlap,
@@ -287,7 +291,7 @@ RULES = (
     Rule(
         "ends of leases",
         "each lease is renewed in time",
-        "have not renewed their lease",
+        "with a lease that was not renewed",
         "when it ends, all nodes drop their routes to the node",
         "see whether flanneld runs there and reaches the store",
         _lease,
@@ -295,7 +299,7 @@ RULES = (
     Rule(
         "address translation",
         "nodes see this one's own address",
-        "see another address than this node's",
+        "behind address translation",
         "a rule masquerades packets inside the network: policies and logs see wrong addresses",
         "find it in the nat table here, with iptables-save or nft list ruleset; let it spare the network",
         _translated,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from ipaddress import ip_address
 from typing import Any
 
@@ -10,7 +11,7 @@ from msgspec.structs import replace
 
 from flanneld.ctl.cluster import commands
 from flanneld.ctl.cluster.nodes import Cluster, Node, Probes, Told, gather, told
-from flanneld.ctl.cluster.rules import RULES, findings, remarks
+from flanneld.ctl.cluster.rules import RULES, Rule, findings, remarks
 from flanneld.ctl.data_source import Source
 from flanneld.ctl.findings import Advice, Severity
 from flanneld.network.query.survey import SILENCE, Reply
@@ -112,6 +113,19 @@ def test_sound_nodes_break_no_rule(changes: dict[str, Any]) -> None:
     assert remarks(cluster(**changes)) == []
 
 
+@pytest.mark.parametrize("remotes", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["file", "etcd v2", "etcd v3"])
+def test_clients_of_a_lease_server_use_its_store_of_any_kind(kind: str, remotes: int) -> None:
+    stores = [*(4 - remotes) * [kind], *remotes * ["remote"]]
+    nodes = [node(number, told=replace(TOLD, store=store)) for number, store in enumerate(stores, 1)]
+    assert remarks(Cluster(tuple(nodes), frozenset({OWN}), NOW)) == []
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_problem_of_a_rule_reads_well_after_one_node_and_after_several(rule: Rule) -> None:
+    assert re.match(r"(with|without|behind) |cannot be ", rule.problem)
+
+
 def test_wireguard_nodes_may_share_a_public_ip() -> None:
     nodes = [replace(node(number), backend="wireguard", public_ips=("203.0.113.1",)) for number in (1, 2)]
     assert broken(Cluster(tuple(nodes), frozenset({OWN}), NOW)) == {}
@@ -141,7 +155,7 @@ def test_nodes_without_answer_port_are_counted_with_the_remedy(
 def test_finding_names_few_of_many_nodes() -> None:
     nodes = tuple(node(number, **MUTE) for number in range(2, 102))
     ((_, finding),) = findings(remarks(Cluster(nodes, frozenset({OWN}), NOW)))
-    assert finding.problem == "100 nodes do not answer"
+    assert finding.problem == "100 nodes without an answer"
     assert finding.evidence.endswith("; and 97 more")
     assert finding.severity is Severity.PROBLEM
 
