@@ -136,9 +136,12 @@ def lies_in(net: IPNetwork, other: IPNetwork) -> bool:
     return net.prefixlen >= other.prefixlen and overlap(net, other)
 
 
-def have_common_addresses(one: LeaseKey, other: LeaseKey) -> bool:
-    """Return True if two leases overlap in either family."""
-    return any(ours and theirs and overlap(ours, theirs) for ours, theirs in zip(one, other, strict=True))
+def contests(theirs: LeaseKey, ours: LeaseKey) -> bool:
+    """Return True if a lease claims addresses of a usual one: a larger subnet around it loses to it."""
+    return any(
+        one and other and one.prefixlen >= other.prefixlen and overlap(one, other)
+        for one, other in zip(theirs, ours, strict=True)
+    )
 
 
 def name_of(key: LeaseKey) -> str:

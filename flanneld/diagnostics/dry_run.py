@@ -34,7 +34,7 @@ from flanneld.state.removal_guard import RemovalGuard
 from flanneld.state.report import Report
 from flanneld.state.resources import ROUTES, ForeignLink, Key, Link, Resource, Route
 from flanneld.state.table import Explains, Put, Scope, Seen, Table
-from flanneld.subnet.allocation import fits
+from flanneld.subnet.allocation import fits, unfollowed
 from flanneld.subnet.manager import Foreseeing, LocalFacts, SubnetManager
 from flanneld.subnet.subnet_file import Previous
 
@@ -236,7 +236,9 @@ def _likely(config: Config, previous: LeaseKey, snapshot: Snapshot | Cached) -> 
     """Return the subnet file's lease if it fits and is free: startup prefers it."""
     if not fits(config, previous):
         return (None, None)
-    taken = [net for lease in snapshot.leases for net in lease.key if net is not None]
+    keys = [lease.key for lease in snapshot.leases]
+    unled = unfollowed(config, keys)
+    taken = [net for key in keys for net in key if net is not None and net not in unled]
     free = all(not overlap(net, other) for net in previous if net for other in taken)
     return previous if free else (None, None)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable
 
 from flanneld.config import Config, SubnetRange
@@ -42,6 +43,30 @@ def choose(
     avoidable = [net for net in avoid if not lies_in(pool.network, net)]
     free = free_subnets(pool, [*taken, *avoidable]) or free_subnets(pool, taken)
     return free[rng(len(free))] if free else None
+
+
+def unfollowed(config: Config, keys: Collection[LeaseKey]) -> set[IPNetwork]:
+    """Return the leased subnets that block no new one, because no node routes to them.
+
+    Each node refuses a subnet around the whole range. One around a lease of the usual lengths loses to it, as
+    ``flanneld/reconcile/overlaps.py`` decides.
+    """
+    lengths = {pool.family: pool.subnet_len for pool in config.ranges}
+    large = {net for key in keys for net in key if net and net.prefixlen < lengths.get(net.version, 0)}
+    if not large:
+        return large
+    usual = [key for key in keys if all(not net or net.prefixlen == lengths.get(net.version) for net in key)]
+    found: set[IPNetwork] = set()
+    for pool in config.ranges:
+        bases = sorted(_span(net)[0] for key in usual for net in key if net and net.version == pool.family)
+        for net in large:
+            first, after = _span(net)
+            place = bisect_left(bases, first)
+            is_around_all = first <= int(pool.subnet_min) and int(pool.subnet_max) < after
+            is_around_a_lease = place < len(bases) and bases[place] < after
+            if net.version == pool.family and (is_around_all or is_around_a_lease):
+                found.add(net)
+    return found
 
 
 def fits(config: Config, key: LeaseKey) -> bool:

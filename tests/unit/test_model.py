@@ -25,7 +25,7 @@ from flanneld.model import (
     Removed,
     Snapshot,
     Uplink,
-    have_common_addresses,
+    contests,
     is_same_node,
     lies_in,
     name_of,
@@ -210,7 +210,7 @@ def test_uplink_is_shown_with_the_addresses_of_the_families_in_use(
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "common"),
+    ("theirs", "ours", "result"),
     [
         (FIVE, FIVE, True),
         (FIVE, SIX, False),
@@ -218,13 +218,14 @@ def test_uplink_is_shown_with_the_addresses_of_the_families_in_use(
         (DUAL, (None, DUAL[1]), True),
         (DUAL, (DUAL[0], None), True),
         (FIVE, ONLY_IPV6, False),
+        ((IPv4Network("10.1.5.128/25"), None), FIVE, True),
+        ((IPv4Network("10.1.0.0/16"), None), FIVE, False),
     ],
 )
-def test_leases_have_common_addresses_if_they_overlap_in_one_family(
-    one: LeaseKey, other: LeaseKey, common: bool
+def test_lease_contests_what_it_overlaps_in_one_family_unless_it_is_around_it(
+    theirs: LeaseKey, ours: LeaseKey, result: bool
 ) -> None:
-    assert have_common_addresses(one, other) is common
-    assert have_common_addresses(other, one) is common
+    assert contests(theirs, ours) is result
 
 
 # ---- for all histories ---------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from flanneld.model import (
     LeaseKey,
     Removed,
     Snapshot,
-    have_common_addresses,
+    contests,
     is_same_node,
     name_of,
 )
@@ -356,7 +356,7 @@ def _is_contested(key: LeaseKey, attrs: LeaseAttrs, listings: Sequence[Listing],
         for each in listings
         for lease in each.leases.values()
         if not local.is_self(lease.attrs, attrs)
-        and have_common_addresses(key, lease.key)
+        and contests(lease.key, key)
         and not is_as_written(lease, local.written)
     ]
     for lease in rivals[:1]:

@@ -30,14 +30,14 @@ from flanneld.model import (
     LeaseAttrs,
     LeaseKey,
     Removed,
-    have_common_addresses,
+    contests,
     is_same_node,
     name_of,
     overlap,
 )
 from flanneld.runtime import clock, randomness
 from flanneld.runtime.step_loop import StepLoop
-from flanneld.subnet.allocation import choose, fits
+from flanneld.subnet.allocation import choose, fits, unfollowed
 from flanneld.subnet.codec import format_attrs
 from flanneld.subnet.etcd.keys import Client, Conflict, NotFound, Position, Reply
 from flanneld.subnet.etcd.leases import LeaseReader, Listing, node_address
@@ -50,6 +50,8 @@ log = logging.getLogger(__name__)
 SUBNET_TTL = 86400
 #: Attempts to write a lease while other nodes are writing, too.
 TRIES = 10
+#: Keys that a line of the log names, at most.
+_NAMED = 5
 
 _EXAMPLE = '{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"}}'
 
@@ -150,7 +152,7 @@ class EtcdManager:
         others = self.listing(fresh=True).leases.values()
         self._known = None
         for other in others:
-            if other.asof < lease.asof and have_common_addresses(other.key, lease.key):
+            if other.asof < lease.asof and contests(other.key, lease.key):
                 self.give_back(lease.key)
                 raise LeaseTaken(f"{lease} overlaps {other} of node {node_address(other.attrs)}")
 
@@ -322,10 +324,13 @@ class EtcdManager:
         self, config: Config, previous: LeaseKey, listing: Listing, connected: tuple[IPNetwork, ...] = ()
     ) -> LeaseKey:
         """Return a free lease: the previous one if free, else one that does not overlap ``connected``."""
+        taken = self._taken(config, listing)
         wanted = dict(zip(FAMILIES, previous, strict=True))
         unsure = dict(zip(FAMILIES, self._unsure, strict=True))
         found = {
-            pool.family: self._pick_subnet(pool, wanted[pool.family], unsure[pool.family], listing, connected)
+            pool.family: self._pick_subnet(
+                pool, wanted[pool.family], unsure[pool.family], listing, taken, connected
+            )
             for pool in config.ranges
         }
         subnet, ipv6_subnet = found.get(4), found.get(6)
@@ -333,15 +338,31 @@ class EtcdManager:
         assert not isinstance(ipv6_subnet, IPv4Network)
         return (subnet, ipv6_subnet)
 
+    def _taken(self, config: Config, listing: Listing) -> list[IPNetwork]:
+        """Return the leased subnets that a new one must not overlap."""
+        keys = listing.lease_keys()
+        unled = unfollowed(config, keys)
+        if not unled:
+            return listing.networks()
+        paths = sorted({self._reader.key_of(key) for key in keys if unled.intersection(key)})
+        more = f" and {len(paths) - _NAMED} more" if len(paths) > _NAMED else ""
+        self._once.warn(
+            log,
+            "unled",
+            f"Not counted as leased: {', '.join(paths[:_NAMED])}{more}, as no node follows a subnet around"
+            " all or around others; Go's daemons count it and may find none free: remove it from the store",
+        )
+        return [net for net in listing.networks() if net not in unled]
+
     def _pick_subnet(
         self,
         pool: SubnetRange,
         previous: IPNetwork | None,
         unsure: IPNetwork | None,
         listing: Listing,
+        taken: list[IPNetwork],
         connected: tuple[IPNetwork, ...],
     ) -> IPNetwork:
-        taken = listing.networks()
         if previous is not None:
             if not pool.contains(previous):
                 problem = "does not fit the network config"

@@ -16,6 +16,7 @@ from tests.lab.etcd_v3 import V3Keys
 from tests.local_etcd import LocalEtcd
 
 NOTHING: LeaseKey = (None, None)
+WHOLE: LeaseKey = (IPv4Network("10.3.0.0/16"), None)
 
 
 def subnet(number: int) -> LeaseKey:
@@ -41,6 +42,7 @@ def opened(etcd: LocalEtcd, prefix: str) -> SubnetManager:
         ({5: 9, 3: 1}, subnet(3), Lease(node(9), *subnet(5)), subnet(3)),
         ({5: 2}, subnet(6), None, subnet(6)),
         ({5: 9, 6: 2}, subnet(8), Lease(node(8), *subnet(5)), subnet(8)),
+        ({WHOLE: 2}, subnet(6), None, subnet(6)),
     ],
     ids=[
         "our address",
@@ -51,13 +53,14 @@ def opened(etcd: LocalEtcd, prefix: str) -> SubnetManager:
         "previous before proven",
         "free and previous",
         "written by another node since",
+        "free inside a lease of the whole network",
     ],
 )
 def test_the_forecast_of_a_lease_is_what_a_start_acquires(
     etcd: LocalEtcd,
     keys: V3Keys,
     request: pytest.FixtureRequest,
-    leases: dict[int, int],
+    leases: dict[int | LeaseKey, int],
     previous: LeaseKey,
     written: Lease | None,
     expected: LeaseKey,
@@ -65,9 +68,8 @@ def test_the_forecast_of_a_lease_is_what_a_start_acquires(
     prefix = f"/forecast/{request.node.callspec.id.replace(' ', '-')}"
     keys.put(f"{prefix}/config", '{"Network": "10.3.0.0/16", "Backend": {"Type": "host-gw"}}')
     for number, holder in leases.items():
-        keys.put(
-            f"{prefix}/subnets/{format_key(subnet(number))}", format_attrs(node(holder), with_ipv6=False)
-        )
+        key = subnet(number) if isinstance(number, int) else number
+        keys.put(f"{prefix}/subnets/{format_key(key)}", format_attrs(node(holder), with_ipv6=False))
     local = LocalFacts(written)
 
     foreseeing = opened(etcd, prefix)

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from flanneld.config import Config, SubnetRange, parse
 from flanneld.model import IPNetwork, LeaseKey
-from flanneld.subnet.allocation import choose, fits, free_subnets
+from flanneld.subnet.allocation import choose, fits, free_subnets, unfollowed
+from flanneld.subnet.codec import parse_key
 
 
 def pool(network: str, low: str = "", high: str = "") -> SubnetRange:
@@ -177,3 +178,30 @@ def test_a_new_subnet_avoids_what_the_host_has_if_another_is_free(avoid: list[st
     (pool,) = config.ranges
     chosen = choose(pool, [], lambda _: 0, [ip_network(each) for each in avoid])
     assert str(chosen) == expected
+
+
+DUAL = """{"EnableIPv6": true, "Network": "10.0.0.0/8", "IPv6Network": "fd00::/48",
+ "SubnetMin": "10.3.1.0", "SubnetMax": "10.3.25.0"}"""
+
+
+@pytest.mark.parametrize(
+    ("keys", "blocking_nothing"),
+    [
+        pytest.param(["10.0.0.0-8", "10.4.0.0-16"], ["10.0.0.0/8"], id="the whole network"),
+        pytest.param(["0.0.0.0-1"], ["0.0.0.0/1"], id="around the network"),
+        pytest.param(["10.3.0.0-16"], ["10.3.0.0/16"], id="around the range"),
+        pytest.param(["10.3.0.0-20", "10.3.16.0-24"], [], id="a part of the range"),
+        pytest.param(["10.3.0.0-20", "10.3.15.0-24"], ["10.3.0.0/20"], id="around a lease"),
+        pytest.param(["10.3.0.0-20", "10.3.15.0-25"], [], id="around a smaller subnet, which loses to it"),
+        pytest.param(["10.3.1.0-24"], [], id="a lease"),
+        pytest.param(["0.0.0.0-0&fd00::-48"], ["fd00::/48"], id="the whole IPv6 network"),
+        pytest.param(["0.0.0.0-1&fd00::-16"], ["0.0.0.0/1", "fd00::/16"], id="both"),
+        pytest.param(["10.3.1.0-24&fd00::-48"], ["fd00::/48"], id="its other subnet stays leased"),
+        pytest.param(
+            ["0.0.0.0-0&fd00::-56", "10.3.1.0-24&fd00:0:0:8::-64"], ["fd00::/56"], id="around an IPv6 lease"
+        ),
+    ],
+)
+def test_subnet_that_no_node_follows_blocks_nothing(keys: list[str], blocking_nothing: list[str]) -> None:
+    found = unfollowed(parse(DUAL), [parse_key(key) for key in keys])
+    assert sorted(map(str, found)) == blocking_nothing

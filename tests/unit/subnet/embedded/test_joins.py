@@ -68,6 +68,17 @@ def test_hundred_nodes_that_join_at_once_get_subnets_of_their_own(server: Runnin
     assert all(join(server, number) == subnets[number] for number in range(0, 100, 10))
 
 
+@pytest.mark.parametrize("key", ["10.5.0.0-16", "0.0.0.0-1", "10.5.0.0-16&fc00::-8"])
+def test_record_that_no_node_follows_blocks_no_join_through_a_server(
+    file: LocalFile, server: Running, key: str
+) -> None:
+    if "&" in key:
+        file.put(f"{ROOT}/config", CONFIG[:-1] + ',"EnableIPv6":true,"IPv6Network":"fc00::/48"}')
+    file.put(f"{ROOT}/subnets/{key}", '{"PublicIP":"198.18.0.9"}')
+    subnet = join(server, 1)
+    assert ("," in subnet, join(server, 1)) == ("&" in key, subnet)
+
+
 def test_node_in_the_servers_process_shares_the_network(file: LocalFile, server: Running) -> None:
     own = opening.manager_of(file.keystore)
     lease = own.acquire(own.network_config(), attributes(1), (None, None))

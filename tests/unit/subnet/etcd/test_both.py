@@ -16,6 +16,7 @@ from flanneld.config import parse
 from flanneld.errors import Cancelled, Retryable
 from flanneld.model import Added, Event, Lease, LeaseAttrs, LeaseTable, Removed, Snapshot
 from flanneld.runtime import clock
+from flanneld.subnet.codec import format_key
 from flanneld.subnet.etcd.api_choice import open_etcd
 from flanneld.subnet.etcd.endpoints import EtcdOptions
 from flanneld.subnet.etcd.transport import EtcdTimeouts
@@ -220,6 +221,23 @@ def test_subnets_leased_in_either_api_are_not_chosen(etcd: LocalEtcd) -> None:
         node.manager = node.open("both")
         with pytest.raises(Retryable, match=r"no subnet .* is free"):
             node.join(2)
+
+
+@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize("key", ["10.5.0.0-16", "10.0.0.0-8&fc00:5::-48"])
+def test_record_that_no_node_follows_blocks_no_join_and_costs_no_lease(
+    etcd: LocalEtcd, api: str, key: str
+) -> None:
+    with Node(etcd) as node:
+        config = CONFIG[:-1] + ', "EnableIPv6": true, "IPv6Network": "fc00:5::/48"}'
+        etcd.put(f"{node.prefix}/config", config)
+        etcd.keys(api).put(f"{node.prefix}/subnets/{key}", '{"PublicIP":"192.0.2.9"}', 3600)
+        lease = node.join()
+        node.manager = node.open("both")
+        assert node.join().key == lease.key
+        own = {format_key(lease.key): "192.0.2.1"}
+        assert node.owners(api) == own | {key: "192.0.2.9"}
+        assert node.owners("v2" if api == "v3" else "v3") == own
 
 
 def test_of_two_new_leases_with_one_subnet_in_common_the_later_is_given_back(etcd: LocalEtcd) -> None:

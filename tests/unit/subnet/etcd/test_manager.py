@@ -19,6 +19,7 @@ from flanneld.config import Config, parse
 from flanneld.errors import Cancelled, Retryable
 from flanneld.model import Lease, LeaseAttrs, LeaseKey, Snapshot
 from flanneld.runtime import clock
+from flanneld.subnet.allocation import fits
 from flanneld.subnet.etcd.api_choice import open_etcd
 from flanneld.subnet.etcd.endpoints import EtcdOptions
 from flanneld.subnet.etcd.manager import SUBNET_TTL, EtcdManager, LeaseTaken
@@ -324,6 +325,34 @@ def test_when_nothing_is_free_the_range_and_the_remedy_are_named(store: Store) -
     assert "10.9.0.0 to 10.9.0.192" in caught.value.problem
     assert "4 are leased" in caught.value.problem
     assert f"{store.prefix}/config" in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("keys", "more"),
+    [
+        (["10.3.0.0-16"], ""),
+        (["0.0.0.0-1"], ""),
+        (["10.3.0.0-20", "10.3.1.0-24", "10.3.16.0-20", "10.3.16.0-24"], ""),
+        (["0.0.0.0-0&fc00:3::-48"], IPV6),
+        (["10.0.0.0-8&fc00::-16"], IPV6),
+    ],
+)
+@pytest.mark.parametrize("value", [node(9), "garbage"], ids=["readable", "unreadable"])
+def test_record_that_no_node_follows_blocks_no_join_and_is_named(
+    store: Store, caplog: pytest.LogCaptureFixture, keys: list[str], more: str, value: LeaseAttrs | str
+) -> None:
+    config = parse(f'{{"Network": "10.3.0.0/16", "SubnetMin": "10.3.1.0", "SubnetMax": "10.3.25.0"{more}}}')
+    for key in keys:
+        store.put(key, value)
+    lease = store.manager().acquire(config, node(1), NOTHING)
+    assert fits(config, lease.key)
+    assert str(lease.subnet) not in ("10.3.1.0/24", "10.3.16.0/24") or len(keys) == 1
+    (line,) = (text for text in warnings(caplog) if text.startswith("Not counted as leased"))
+    large = [key for key in keys if not key.endswith("-24")]
+    assert all(f"{store.prefix}/subnets/{key}" in line for key in large)
+    # A restart keeps the subnet, with and without its record of it.
+    for previous in (lease.key, NOTHING):
+        assert store.manager().acquire(config, node(1), previous).key == lease.key
 
 
 def test_a_lease_of_our_address_from_another_host_is_warned_of(
