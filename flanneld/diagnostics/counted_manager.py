@@ -32,6 +32,10 @@ class CountedManager:
     def problem(self) -> Retryable | None:
         return self._manager.problem
 
+    @property
+    def addresses(self) -> frozenset[IPAddress]:
+        return self._manager.addresses
+
     def network_config(self) -> Config:
         return self._count("network_config", self._manager.network_config)
 

@@ -54,6 +54,11 @@ class SubnetManager(Protocol):
         """The current failure of a watch, None without one. May be read from any thread."""
         ...
 
+    @property
+    def addresses(self) -> frozenset[IPAddress]:
+        """All addresses of all configured servers, as far as known. From any thread; never blocks."""
+        ...
+
     def network_config(self) -> Config:
         """Read the network config. Raises ``Retryable`` if it is missing or invalid."""
         ...

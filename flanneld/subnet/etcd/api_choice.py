@@ -45,6 +45,7 @@ def open_etcd(
             pause_time=transport.timeouts.pause,
             randrange=randrange,
             is_elsewhere=is_elsewhere,
+            addresses=transport.servers.addresses.known,
         )
 
     if api == "both":
@@ -123,6 +124,10 @@ class EtcdOfEither:
     def problem(self) -> Retryable | None:
         """The current failure of the watch, or None."""
         return (self._chosen or self._v3).problem
+
+    @property
+    def addresses(self) -> frozenset[IPAddress]:
+        return self._v3.addresses
 
     def network_config(self) -> Config:
         if self._chosen is not None:

@@ -79,6 +79,10 @@ class EtcdOfBoth:
         """The current failure of a watch in either API, or None."""
         return next((side.problem for side in self._sides if side.problem), None)
 
+    @property
+    def addresses(self) -> frozenset[IPAddress]:
+        return self._all[0].addresses  # both have the same endpoints
+
     def network_config(self) -> Config:
         found: list[tuple[EtcdManager, Config]] = []
         problems: dict[EtcdManager, Retryable] = {}

@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from flanneld.errors import Fatal
 from flanneld.runtime import randomness
+from flanneld.runtime.sockets.host_addresses import HostAddresses
 
 #: Function that reorders a list in place, as ``random.shuffle`` does.
 Shuffle = Callable[[list[Any]], None]
@@ -85,6 +86,7 @@ class Servers:
         self.options = options
         shuffle(servers)
         self._servers = servers
+        self.addresses = HostAddresses(lambda: [server.host for server in servers])
         self._good = 0
 
     def in_turn(self) -> Iterator[Server]:

@@ -65,7 +65,7 @@ class EtcdManager:
 
     ``store`` and ``name`` are for the log; a watch that failed goes on after ``pause_time``, in seconds;
     ``randrange`` chooses among free subnets, as ``allocate.choose`` says; ``is_elsewhere`` looks for a key in
-    the other API, for a better complaint.
+    the other API, for a better complaint; ``addresses`` returns those of all servers.
     """
 
     def __init__(
@@ -78,6 +78,7 @@ class EtcdManager:
         randrange: Callable[[int], int] = randomness.randrange,
         is_elsewhere: Callable[[str], bool] = lambda _: False,
         name: str = "",
+        addresses: Callable[[], frozenset[IPAddress]] = frozenset,
     ) -> None:
         root = client.root(prefix)
         self.api = client.api
@@ -87,6 +88,7 @@ class EtcdManager:
         self._pause_time = pause_time
         self._randrange = randrange
         self._is_elsewhere = is_elsewhere
+        self._addresses = addresses
         self._once = OneTimeWarnings()
         self._lock = threading.Lock()
         self._closed = threading.Event()
@@ -103,6 +105,10 @@ class EtcdManager:
         self._sent: set[str] = set()
         self.is_self: IsSelf = is_same_node
         self.name = name or f"etcd {client.api} at {store} under {root}"
+
+    @property
+    def addresses(self) -> frozenset[IPAddress]:
+        return self._addresses()
 
     def network_config(self) -> Config:
         try:

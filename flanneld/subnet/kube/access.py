@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from msgspec import Struct
 
@@ -118,6 +119,8 @@ class Access:
     def __init__(self, url: str, kubeconfig: str, environ: Mapping[str, str]) -> None:
         self._url = url
         self._kubeconfig = kubeconfig
+        #: Host of the API server, empty until a session was opened.
+        self.host = ""
         if url or kubeconfig:
             self.name = re.sub(r"(?s)^([A-Za-z]+://)?.*@", r"\1", url) or f"the server in {kubeconfig}"
         elif environ.get(_SERVICE_HOST):
@@ -141,6 +144,7 @@ class Access:
             "http": partial(Pool, interruptible_socket=interruptible_socket),
             "https": partial(TlsPool, interruptible_socket=interruptible_socket),
         }
+        self.host = urlsplit(url).hostname or ""
         return ApiSession(url.rstrip("/"), settings, manager)
 
     def clean_up(self) -> None:

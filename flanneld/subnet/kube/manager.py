@@ -17,10 +17,11 @@ from msgspec import Struct
 
 from flanneld.compat.glog import OneTimeWarnings
 from flanneld.config import Config, parse
-from flanneld.errors import Cancelled, Fatal, NoAnswer, Refused, Retryable
+from flanneld.errors import Cancelled, Fatal, NoAnswer, Refused, Retryable, remembered
 from flanneld.model import FAMILIES, Cached, Event, Family, IPAddress, Lease, LeaseAttrs, LeaseKey
 from flanneld.runtime import clock
 from flanneld.runtime.backoff import Backoff
+from flanneld.runtime.sockets.host_addresses import HostAddresses
 from flanneld.runtime.step_loop import StepLoop
 from flanneld.subnet.kube.access import Access
 from flanneld.subnet.kube.api import Api, ApiTimeouts, Refusal
@@ -95,8 +96,14 @@ class KubeManager:
         self._read: tuple[float, Node] | None = None
         #: The saved nodes in use while the API server does not answer.
         self._saved: Saved | None = None
+        self._unanswered: Retryable | None = None
         self._member: _Member | None = None
+        self._hosts = HostAddresses(lambda: filter(None, [self._access.host]))
         self.name = f"Kubernetes at {self._access.name}"
+
+    @property
+    def addresses(self) -> frozenset[IPAddress]:
+        return self._hosts.known()
 
     def network_config(self) -> Config:
         try:
@@ -214,8 +221,8 @@ class KubeManager:
 
     @property
     def problem(self) -> Retryable | None:
-        """The current failure of the watch, or None."""
-        return self._watching[0].problem if self._watching else None
+        """The current failure of the watch, or of the start; or None."""
+        return self._watching[0].problem if self._watching else self._unanswered
 
     def reread(self) -> None:
         with self._lock:
@@ -261,10 +268,11 @@ class KubeManager:
             self._saved = self._saved or self._state.load()
             if self._saved is None:
                 raise
+            self._unanswered = remembered(reason)
             self._once.warn(log, "saved", f"Using the nodes saved in {self._state.path}: {reason}")
             node = self._saved.own
         else:
-            self._saved = None
+            self._saved = self._unanswered = None
         self._read = (clock.now(), node)
         return node
 

@@ -14,6 +14,7 @@ from typing import Any
 from msgspec import Struct
 
 from flanneld.errors import NoAnswer, Retryable, cause_of
+from flanneld.runtime.sockets.host_addresses import HostAddresses
 from flanneld.runtime.sockets.interruptible_socket import InterruptibleSocket, Unreachable
 from flanneld.subnet.remote.token import JoinToken, fingerprint_of
 from flanneld.subnet.remote.wire import INDEX
@@ -56,6 +57,7 @@ class RemoteServers:
         self.token = token
         self.good = 0
         self.name = ", ".join(map(str, servers))
+        self.addresses = HostAddresses(lambda: [server.host for server in servers])
 
     def skip(self, server: RemoteServer) -> None:
         """Begin with the next server from now on, if ``server`` is still the first."""

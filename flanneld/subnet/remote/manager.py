@@ -104,6 +104,10 @@ class RemoteManager:
         with self._lock:
             return next((each.problem for each in self._watches if each.problem), None)
 
+    @property
+    def addresses(self) -> frozenset[IPAddress]:
+        return self._servers.addresses.known()
+
     def network_config(self) -> Config:
         answer = self._ask("GET", "/config")
         try:

@@ -89,6 +89,10 @@ class Store:
             self._watchers.append(deliver)
             deliver([Added(self.leases[lease.key])])
 
+    @property
+    def addresses(self) -> frozenset[IPAddress]:
+        raise NotImplementedError
+
     def network_config(self) -> Config:
         raise NotImplementedError
 

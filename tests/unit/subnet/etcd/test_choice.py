@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from ipaddress import IPv4Address
+from ipaddress import IPv4Address, ip_address
 
 import pytest
 
@@ -159,3 +159,10 @@ def test_after_close_nothing_is_chosen_any_more(etcd: LocalEtcd, prefix: str) ->
     for watch in (chosen.watch, lambda *_: chosen.stored(None)):
         with pytest.raises(Cancelled):
             watch(print, threading.Event().set)
+
+
+@pytest.mark.parametrize("api", ["v2", "v3", "both", "auto"])
+def test_addresses_are_those_of_all_endpoints_also_of_unused_ones(api: str) -> None:
+    endpoints = ("http://192.0.2.1:2379", "http://[2001:db8::1]:2379")
+    store = open_etcd(EtcdOptions(endpoints), api)
+    assert store.addresses == {ip_address("192.0.2.1"), ip_address("2001:db8::1")}

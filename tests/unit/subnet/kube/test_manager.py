@@ -505,3 +505,10 @@ def test_an_event_that_makes_no_sense_is_passed_over(cluster: Cluster, line: str
     cluster.put_peer(2)
     cluster.wait_for(2)
     assert cluster.ended == []
+
+
+def test_address_of_the_api_server_is_known_once_it_was_asked(cluster: Cluster) -> None:
+    manager = cluster.open()
+    assert manager.addresses == frozenset()
+    manager.public_ips()
+    assert manager.addresses == {IPv4Address("127.0.0.1")}

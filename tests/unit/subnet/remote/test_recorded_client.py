@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from http import HTTPStatus
-from ipaddress import IPv4Address, IPv4Network
+from ipaddress import IPv4Address, IPv4Network, IPv6Address
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -225,3 +225,9 @@ def test_blocked_call_ends_when_the_manager_is_closed(call: Callable[[RemoteMana
         manager.close()
         assert ended.get(timeout=0.5) == "cancelled"
         thread.join()
+
+
+def test_addresses_are_those_of_all_servers() -> None:
+    servers = (RemoteServer("192.0.2.1", 8888), RemoteServer("2001:db8::1", 8888))
+    manager = RemoteManager(RemoteOptions(servers))
+    assert manager.addresses == {IPv4Address("192.0.2.1"), IPv6Address("2001:db8::1")}
