@@ -68,9 +68,12 @@ class Cluster:
         """Take the lease and start both watches."""
         manager = manager or self.open()
         manager.acquire(self.config, attrs, (None, None))
+        self.start_watches(manager, attrs)
+        return manager
+
+    def start_watches(self, manager: KubeManager, attrs: LeaseAttrs = ATTRS) -> None:
         self._start(manager.watch, self.events)
         self._start(lambda deliver: manager.watch_own(Lease(attrs, SUBNET), deliver), self.own_events)
-        return manager
 
     def put_node(self, name: str, *cidrs: str, **notes: str) -> None:
         annotations = {PREFIX + key.replace("_", "-"): value for key, value in notes.items()}

@@ -268,6 +268,33 @@ def test_with_saved_nodes_a_host_that_boots_without_api_server_joins_the_network
     assert saved(directory) == []
 
 
+@pytest.mark.parametrize("fault", [Fault("list", status=503, times=0), Fault("list", delay=SILENCE, times=0)])
+def test_with_saved_nodes_a_host_joins_though_the_api_server_fails_half_way(lab: Lab, fault: Fault) -> None:
+    """It tells the booting host its own node, and lists the others no more."""
+    write_net_conf(lab, VXLAN)
+    directory = lab.directory / "state"
+    directory.mkdir()
+    first, second = lab.add_nodes(2)
+    for node in (first, second):
+        lab.kube.add(node)
+        start(lab, node, *([f"--state-dir={directory}"] if node is first else []))
+        node.wait_ready()
+    wait_for(lambda: saved(directory) == ["n1", "n2"], 20)
+    first.kill()
+    first.run("ip", "link", "del", "flannel.1")
+    first.subnet_file.unlink()
+    second.kill()
+    lab.kube.control.add_fault(Fault("list"))  # none: our own node is told
+    lab.kube.control.add_fault(fault)
+    start(lab, first, f"--state-dir={directory}")
+    first.wait_for_log("Using the nodes saved in")
+    first.container().wait_for_reply(second.container())
+    lab.kube.control.delete_node(second.name)
+    assert is_led_to(first, second)
+    lab.kube.control.clear_faults()
+    first.wait_for_no_route("10.5.2.0/24", RECONNECTED)
+
+
 # ---- with a file that is not up to date -----------------------------------------------------------
 
 READ_ONLY = 'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && exec "$@"'

@@ -17,6 +17,7 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 from msgspec import Struct
+from msgspec.structs import replace
 from urllib3 import Timeout
 from urllib3.exceptions import HTTPError, ReadTimeoutError, SSLError
 
@@ -107,9 +108,14 @@ class Api:
         #: True if the last request got no response.
         self.is_down = False
 
-    def get(self, path: str, alive: Callable[[], None] = no_heartbeat, **query: str) -> dict[str, Any]:
-        """Return an object or list. ``alive`` is called while the response is being read."""
-        return self._ask("GET", _target(path, query), alive=alive)
+    def get(
+        self, path: str, alive: Callable[[], None] = no_heartbeat, read: float | None = None, /, **query: str
+    ) -> dict[str, Any]:
+        """Return an object or list. ``alive`` is called while the response is being read.
+
+        ``read`` replaces the timeout of that name.
+        """
+        return self._ask("GET", _target(path, query), alive=alive, read=read)
 
     def patch(self, path: str, body: str) -> dict[str, Any]:
         """Send a strategic-merge patch and return the patched object."""
@@ -158,10 +164,11 @@ class Api:
         body: str | None = None,
         kind: str = "",
         alive: Callable[[], None] = no_heartbeat,
+        read: float | None = None,
     ) -> dict[str, Any]:
         headers = {"Content-Type": kind} if kind else {}
         with self._turn:
-            response = self._send(method, target, body, headers)
+            response = self._send(method, target, body, headers, read)
             try:
                 with response:
                     answer = decoded(body_of(response, alive))
@@ -175,7 +182,12 @@ class Api:
             return answer
 
     def _send(
-        self, method: str, target: str, body: str | None = None, headers: Mapping[str, str] | None = None
+        self,
+        method: str,
+        target: str,
+        body: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        read: float | None = None,
     ) -> Any:
         """Send a request and return its response with the body unread. Raises for any status from 300 on."""
         self._socket.check()
@@ -188,10 +200,10 @@ class Api:
                 target,
                 {"User-Agent": _AGENT, "Accept": "application/json", **(headers or {})},
                 body=body,
-                timeout=Timeout(connect=self._timeouts.connect, read=self._timeouts.read),
+                timeout=Timeout(connect=self._timeouts.connect, read=read or self._timeouts.read),
             )
         except (Unreachable, HTTPError, HTTPException, OSError, ValueError) as error:
-            raise self._lost(error, clock.now() - began) from None
+            raise self._lost(error, clock.now() - began, read) from None
         self.is_down = False
         if response.status >= 300:
             with response:
@@ -211,19 +223,20 @@ class Api:
         problem = f"the API server says {status}" + (f": {_message(told)}" if _message(told) else "")
         raise Refusal(problem, _remedy(status), status, _retry_after(response.headers.get("Retry-After", "")))
 
-    def _lost(self, error: Exception, waited: float = math.inf) -> NoAnswer:
+    def _lost(self, error: Exception, waited: float = math.inf, read: float | None = None) -> NoAnswer:
         """Return an error for a failed connection, with the same text each time it fails the same way.
 
         ``waited`` is the age of the request in seconds. It tells the connect timeout, which also covers the
-        TLS handshake, from the read timeout.
+        TLS handshake, from the read timeout, which is ``read``.
         """
         self._reset()
         self._socket.check()
         self.is_down = True
         log.log(V(2), "The API server at %s: %s: %s", self.name, type(error).__name__, error)
         kind = NoServer if isinstance(error, Unreachable) else NoAnswer
+        limits = replace(self._timeouts, read=read or self._timeouts.read)
         return kind(
-            f"the API server at {self.name} does not answer ({_trouble(error, self._timeouts, waited)})",
+            f"the API server at {self.name} does not answer ({_trouble(error, limits, waited)})",
             "see that it runs and that this host reaches it",
         )
 

@@ -14,6 +14,7 @@ from ipaddress import IPv4Address, IPv6Address
 from pathlib import Path
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from flanneld.compat.glog import OneTimeWarnings
 from flanneld.config import Config, parse
@@ -147,14 +148,17 @@ class KubeManager:
         node = self._own()
         lease = self.foresee(config, attrs)
         if self._saved is None:
-            self._own_node.announce(node, attrs)
+            try:
+                self._own_node.announce(node, attrs)
+            except (NoAnswer, Refusal) as reason:
+                self._saved = self._known(reason, node)
         return lease
 
     def foresee(self, config: Config, attrs: LeaseAttrs) -> Lease:
         node = self._own()
         self._read = None
         lease = Lease(attrs, *own_key(node, config))
-        self._member = _Member(node.name, lease, config, self._own_node, self._state)
+        self._member = _Member(node, lease, config, self._own_node, self._state)
         return lease
 
     def renew(self, lease: Lease) -> Lease:
@@ -193,17 +197,29 @@ class KubeManager:
     def watch_machine(self, deliver: Deliver, alive: Callable[[], None] = _nothing) -> NodeWatchMachine:
         """Return the watch of all nodes.
 
-        Deliver the saved nodes first, if the API server has not answered yet.
+        Deliver the saved nodes first, if the API server has not answered yet, or when its first list fails.
         """
+        member = self._joined()
+        machine = self._machine(deliver, alive)
         if self._saved is not None:
-            deliver(self._joined().saved(self._saved))
-        return self._machine(deliver, alive)
+            deliver(member.saved(self._saved))
+            member.upkeep.post(self._saved.own)
+        elif self._state.path.exists():
+            machine.substitute = self._cached
+        return machine
 
     def _machine(self, deliver: Deliver, alive: Callable[[], None], *, only: str = "") -> NodeWatchMachine:
         member = self._joined()
         return NodeWatchMachine(
             self._open_api(), self._reader, member, self._make_backoff, deliver, alive, only=only
         )
+
+    def _cached(self, reason: Retryable) -> list[Event]:
+        member = self._joined()
+        try:
+            return member.saved(self._known(reason, member.own))
+        except Retryable:
+            return []
 
     def watch_own(self, lease: Lease, deliver: Deliver, alive: Callable[[], None] = _nothing) -> None:
         del lease  # the member knows the lease acquired or renewed last
@@ -263,35 +279,41 @@ class KubeManager:
         try:
             node = self._own_node.fetch()
         except (NoAnswer, Refusal) as reason:
-            if isinstance(reason, Refusal) and not reason.is_passing:
-                raise
-            self._saved = self._saved or self._state.load()
-            if self._saved is None:
-                raise
-            self._unanswered = remembered(reason)
-            self._once.warn(log, "saved", f"Using the nodes saved in {self._state.path}: {reason}")
+            self._saved = self._known(reason)
             node = self._saved.own
         else:
             self._saved = self._unanswered = None
         self._read = (clock.now(), node)
         return node
 
+    def _known(self, reason: Retryable, own: Node | None = None) -> Saved:
+        """Return the saved nodes, with ``own`` for ours if the API server has told it.
+
+        Raises ``reason`` if there are none, if the server refuses for good, or if our node was made anew.
+        """
+        saved = self._saved or self._state.load()
+        is_final = isinstance(reason, Refusal) and not reason.is_passing
+        if saved is None or is_final or (own is not None and own.uid != saved.own.uid):
+            raise reason
+        self._unanswered = remembered(reason)
+        self._once.warn(log, "saved", f"Using the nodes saved in {self._state.path}: {reason}")
+        return replace(saved, own=own or saved.own)
+
 
 class _Member:
     """This node's membership of the cluster, and the audience of the node watch."""
 
-    def __init__(self, name: str, lease: Lease, config: Config, own_node: OwnNode, state: NodeCache) -> None:
+    def __init__(self, own: Node, lease: Lease, config: Config, own_node: OwnNode, state: NodeCache) -> None:
         self.lease = lease
         self.config = config
-        self.name = name
-        self._table = NodeTable(name, lease.key, config)
+        self.name = own.name
+        self._table = NodeTable(own.name, lease.key, config)
         self._state = state
-        self.own: Node | None = None
+        self.own: Node | None = own
         self.upkeep = Upkeep(own_node, config, lambda: self.lease, self._save)
 
     def saved(self, known: Saved) -> list[Event]:
         snapshot = self._table.replace([known.own, *known.peers], self.lease)
-        self.upkeep.post(known.own)
         return [Cached(snapshot.leases, self._state.description)]
 
     def listed(self, nodes: list[Node]) -> list[Event]:

@@ -32,6 +32,8 @@ _VERY_SHORT = 1.0
 #: Seconds without contact after which the API server may have lost its history. Restoring its store from a
 #: backup takes longer, because the server must be stopped and started.
 _GAP = 2.0
+#: Seconds for the first list of all nodes, after which the saved ones serve until it is there.
+_FIRST_LIST = 5.0
 #: Longest pause in seconds while no connection can be made; jitter adds up to as much. Attempts put no load
 #: on an absent server, and its return should be noticed soon.
 _NO_SERVER = 2.0
@@ -127,6 +129,8 @@ class NodeWatchMachine:
         self._not_before = -math.inf
         #: Resource version to watch from; None to relist.
         self._version: str | None = None
+        #: Function that returns what to deliver if the first list fails or is late; None afterwards.
+        self.substitute: Callable[[Retryable], list[Event]] | None = None
         #: When a list or a watch last brought data, or a watch ended regularly.
         self._heard_at = -math.inf
         #: The watch, its incomplete line, its start time, and the version it started at.
@@ -157,12 +161,14 @@ class NodeWatchMachine:
                 self._listen(self._stream)
         except Expired as reason:
             self.close()
+            self._fall_back(reason)
             level = logging.WARNING if isinstance(reason, Restored) else V(1)
             log.log(level, "Relisting all nodes: %s", reason)
             self._version = None
             self._pause(self._backoffs.pause(Expired))
         except Retryable as problem:
             self.close()
+            self._fall_back(problem)
             if not self._hurry.is_set():  # else reconnect() broke the connection
                 self._outage.failed(problem)
             if isinstance(problem, InvalidWatchData | NoAnswer):
@@ -214,10 +220,18 @@ class NodeWatchMachine:
     def _list(self) -> str:
         nodes: list[Node] = []
         token = ""
+        late = clock.now() + _FIRST_LIST
+
+        def alive() -> None:
+            self._alive()
+            if clock.now() > late:
+                self._fall_back(Retryable(f"the list of all nodes takes longer than {_FIRST_LIST:g} s"))
+
         while True:
             more = {"continue": token} if token else {}
-            page = self._api.get(NODES, self._alive, limit=str(PAGE), **self._selector, **more)
-            self._alive()
+            read = _FIRST_LIST if self.substitute else None
+            page = self._api.get(NODES, alive, read, limit=str(PAGE), **self._selector, **more)
+            alive()
             nodes += self._read(items(page))
             meta = child(page, "metadata")
             token = str(meta.get("continue") or "")
@@ -225,10 +239,18 @@ class NodeWatchMachine:
                 break
         version = _version_of(page)
         del page
-        self._deliver(self._handler.listed(nodes))
+        events = self._handler.listed(nodes)
+        self.substitute = None
+        self._deliver(events)
         self._outage.answered()
         self._heard_at = clock.now()
         return version
+
+    def _fall_back(self, reason: Retryable) -> None:
+        """Deliver the substitute for a list that is not there, once."""
+        substitute, self.substitute = self.substitute, None
+        if substitute is not None:
+            self._deliver(substitute(reason))
 
     def _compare(self, version: str) -> None:
         """Raise ``Restored`` if the API server is behind ``version`` or does not have our node's uid."""

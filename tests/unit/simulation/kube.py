@@ -136,9 +136,11 @@ class SimulatedApi:
         self.wake: Callable[[float], None] = lambda _when: None
         self.stream: _Stream | None = None
 
-    def get(self, path: str, alive: Callable[[], None] = _nothing, **query: str) -> dict[str, Any]:
+    def get(
+        self, path: str, alive: Callable[[], None] = _nothing, read: float | None = None, /, **query: str
+    ) -> dict[str, Any]:
         self._ask()
-        del alive
+        del alive, read
         assert path == NODES
         selector = query.get("fieldSelector", "")
         return self._server.listed(selector, may_be_stale=not selector)

@@ -6,13 +6,17 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from ipaddress import IPv4Address
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from flanneld.errors import Retryable
-from flanneld.model import Added, Cached, Lease, LeaseAttrs, Removed
+from flanneld.model import Added, Cached, Lease, LeaseAttrs, Removed, Snapshot
+from flanneld.subnet.kube.api import ApiTimeouts
+from flanneld.subnet.kube.manager import KubeManager
 from tests.lab.kube_api.crowd import PREFIX
 from tests.lab.wait import wait_for
 from tests.local_cluster import ATTRS, SUBNET, Cluster, peers, running_cluster
@@ -138,6 +142,79 @@ def test_cached_nodes_are_replaced_by_the_first_list(cluster: Cluster) -> None:
         cluster.wait_for(3)
         assert isinstance(cluster.events[0], Cached), "a cache must not allow a sweep"
         assert peers(cluster.events[:1]) == {"10.5.2.0/24"}
+
+
+@contextmanager
+def saved_before(cluster: Cluster) -> Iterator[KubeManager]:
+    """A daemon that starts anew with n2 on disk; meanwhile n2 has gone and n3 has come."""
+    with without_server(cluster):
+        cluster.control.delete_node("n2")
+        cluster.put_peer(3)
+        yield cluster.open(timeouts=ApiTimeouts(connect=5.0, read=300.0, silence=300.0))
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        {"status": 503},
+        {"cut": -1},
+        {"cut": 100, "then": "reset"},
+        {"delay": 3600},
+        {"cut": 100, "then": "stall"},
+    ],
+    ids=["is refused", "is not answered", "breaks off", "hangs", "stalls"],
+)
+def test_saved_nodes_serve_while_the_first_list(cluster: Cluster, fault: dict[str, Any]) -> None:
+    """The API server has answered for our own node before."""
+    with saved_before(cluster) as manager:
+        manager.acquire(cluster.config, ATTRS, (None, None))
+        cluster.fault(verb="list", times=0, **fault)
+        cluster.start_watches(manager)
+        cluster.wait_for(2)
+        assert isinstance(cluster.events[0], Cached)
+        cluster.control.clear_faults()
+
+
+def test_the_first_list_ends_the_service_of_the_saved_nodes(cluster: Cluster) -> None:
+    with saved_before(cluster) as manager:
+        manager.acquire(cluster.config, ATTRS, (None, None))
+        cluster.fault(verb="list", status=503, times=3)
+        cluster.start_watches(manager)
+        cluster.wait_for(3)
+        assert [type(event) for event in cluster.events] == [Cached, Snapshot]
+        wait_for(lambda: cluster.own_events == [Added(Lease(ATTRS, SUBNET))])
+
+
+def test_saved_nodes_are_not_read_by_a_start_that_finds_all_nodes(cluster: Cluster) -> None:
+    with saved_before(cluster) as manager:
+        cluster.join(manager)
+        cluster.wait_for(3)
+        assert [type(event) for event in cluster.events] == [Snapshot]
+
+
+def test_saved_nodes_serve_if_the_annotations_could_not_be_written(cluster: Cluster) -> None:
+    moved = replace(ATTRS, public_ip=IPv4Address("198.18.0.7"))
+    with saved_before(cluster) as manager:
+        cluster.fault(verb="patch", status=503)
+        assert manager.acquire(cluster.config, moved, (None, None)) == Lease(moved, SUBNET)
+        cluster.fault(verb="list", status=503, times=3)
+        cluster.start_watches(manager, moved)
+        cluster.wait_for(3)
+        assert [type(event) for event in cluster.events] == [Cached, Snapshot]
+        # What was not written counts as overwritten, so it is written now.
+        wait_for(lambda: Added(Lease(LeaseAttrs(), SUBNET)) in cluster.own_events)
+
+
+def test_nodes_saved_before_our_node_was_made_anew_do_not_serve(cluster: Cluster) -> None:
+    """Another cluster may have been built on the same hosts."""
+    with saved_before(cluster) as manager:
+        cluster.control.delete_node("n1")
+        cluster.put_node("n1", "10.5.1.0/24")
+        manager.acquire(cluster.config, ATTRS, (None, None))
+        cluster.fault(verb="list", status=503, times=3)
+        cluster.start_watches(manager)
+        cluster.wait_for(3)
+        assert [type(event) for event in cluster.events] == [Snapshot]
 
 
 def test_the_age_of_what_was_saved_is_told_however_often_it_is_used(cluster: Cluster) -> None:
