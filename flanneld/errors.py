@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 
+#: Remedy for leases of nodes that seem to be gone. No advice deletes a lease: a silent node may still run.
+LEASES_END = "a lease that no node renews ends by itself"
+
 
 class FlannelError(Exception):
     """Base class of all exceptions that flanneld raises on purpose.

@@ -39,7 +39,7 @@ from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork
 from flanneld.network import ethtool
 from flanneld.network.firewall import forward_drops
 from flanneld.network.firewall.forward_drops import accepting, dropping, in_the_way
-from flanneld.network.query import path_mtu, survey, udp_port
+from flanneld.network.query import path_mtu, port_refusal, survey
 from flanneld.network.resource_json import parse_address
 from flanneld.network.rtnetlink.kernel import Kernel
 from flanneld.network.rtnetlink.links import SeenLink, is_flannels
@@ -115,7 +115,7 @@ class Facts(Struct, frozen=True, gc=False):
     pinned: tuple[tuple[str, str, str], ...] = ()
     #: Public IPs of nodes that refuse the tunnel's UDP port.
     refusing: frozenset[str] = frozenset()
-    #: Peers, each with a family, that answer no echo and pass packets on to their containers.
+    #: Peers, each with a family, that answer no echo and pass packets on to their containers or refuse TCP.
     passing: frozenset[tuple[str, int]] = frozenset()
     other_api: OtherApi | None = None
 
@@ -240,12 +240,19 @@ def _refusing(document: Mapping[str, Any], paths: Collection[PathToPeer]) -> Ite
         for node in map(parse_address, peer["public_ips"])
         if node.version == each.family
     ]
-    yield from map(str, udp_port.refused(dict.fromkeys(asked), _BRIEFLY))
+    yield from map(str, port_refusal.refused(dict.fromkeys(asked), _BRIEFLY))
 
 
 def _passing(document: Mapping[str, Any], paths: Collection[PathToPeer]) -> Iterator[tuple[str, int]]:
-    """Yield the silent peers that pass packets on: a filter there drops ICMP for the node itself."""
+    """Yield the silent peers that pass packets on, or refuse TCP: a filter here or there drops ICMP."""
     silent = {path.peer for path in paths if path.carried is None}
+    tunnels = {(path.peer, path.target.version) for path in paths if path.name == "tunnel"}
+    ends = {
+        path.target: (path.peer, path.target.version)
+        for path in paths
+        if path.carried is None and (path.name == "tunnel" or (path.peer, path.target.version) not in tunnels)
+    }
+    yield from map(ends.__getitem__, port_refusal.reached(ends, _BRIEFLY))
     asked = {
         flows.container_of(net): (peer["subnets"][0], net.version)
         for peer in (document.get("peers", ()) if silent else ())

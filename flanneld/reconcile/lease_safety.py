@@ -10,7 +10,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from operator import itemgetter
 
-from flanneld.errors import Unsafe
+from flanneld.errors import LEASES_END, Unsafe
 from flanneld.model import (
     FAMILIES,
     IPAddress,
@@ -18,7 +18,6 @@ from flanneld.model import (
     Lease,
     LeaseKey,
     lies_in,
-    name_of,
     network_around,
     overlap,
 )
@@ -76,11 +75,7 @@ class LeaseSafety:
         for net in () if key in self._led_keys else key:
             obstacle = self.obstacles.in_subnet(net) if net is not None else None
             if obstacle is not None:
-                remedy = (
-                    f"move this host's own addresses out of {net},"
-                    f" or delete the lease {name_of(lease.key)} if its node is gone"
-                )
-                return Unsafe(str(obstacle), remedy)
+                return Unsafe(str(obstacle), f"move this host's own addresses out of {net}; {LEASES_END}")
         for family in FAMILIES:
             public_ip = lease.attrs.public(family)
             # A backend explains a conflict with our own lease better.
@@ -89,7 +84,7 @@ class LeaseSafety:
             if taken_for := self._taken_for(public_ip):
                 return Unsafe(
                     f"it announces {public_ip}, {taken_for}",
-                    "give that node its own --public-ip, or delete the lease if its node is gone",
+                    f"give that node its own --public-ip; {LEASES_END}",
                 )
         return None
 

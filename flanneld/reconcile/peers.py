@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from flanneld.backends.contract import Backend, OtherBackend
 from flanneld.compat.glog import OneTimeWarnings
-from flanneld.errors import Refused, Unsafe
+from flanneld.errors import LEASES_END, Refused, Unsafe
 from flanneld.model import (
     Added,
     Change,
@@ -194,7 +194,7 @@ class Peers:
         winner = self._overlaps.winner(key)
         if winner is not None:
             problem = f"it overlaps the lease {name_of(winner)}, which precedes it"
-            reason = Refused(problem, "delete the one whose node is gone, or correct it")
+            reason = Refused(problem, f"give its node a subnet of the usual SubnetLen; {LEASES_END}")
             self._reasons[key] = Refusal(str(reason))
             line = f"Lease {lease} is not followed: {reason}"
             self._once.warn(log, ("overlap", key), line)
@@ -323,7 +323,7 @@ class Peers:
                 log,
                 ("clone", lease.key),
                 f"{lease} has the MAC {clone.mac} of our own {clone.name}: others reach only one of both;"
-                f" on the one that is a clone: stop flanneld, ip link delete {clone.name}, delete its lease,"
+                f" on the clone: stop flanneld, ip link set {clone.name} address with a new MAC,"
                 " start flanneld",
             )
         for resource, winner, loser in self._desired.conflicts(lease.key):
@@ -339,7 +339,7 @@ def _refuse_overlap(lease: Lease, own: Lease) -> None:
     """Raise ``Refused`` if a peer claims our subnet: its route would cut off our containers."""
     for theirs, ours in zip(lease.key, own.key, strict=True):
         if theirs is not None and ours is not None and overlap(theirs, ours):
-            raise Refused(f"it overlaps our own subnet {ours}", "remove the lease that is wrong")
+            raise Refused(f"it overlaps our own subnet {ours}", "give one of both nodes another subnet")
 
 
 def _refuse_outside(lease: Lease, networks: Mapping[Family, IPNetwork]) -> None:
@@ -347,7 +347,7 @@ def _refuse_outside(lease: Lease, networks: Mapping[Family, IPNetwork]) -> None:
     for net in lease.key:
         network = networks.get(net.version) if net is not None else None
         if net is not None and network is not None and not lies_in(net, network):
-            remedy = "remove the lease, or restart its daemon if Network was changed"
+            remedy = f"restart its daemon if Network was changed; {LEASES_END}"
             raise Refused(f"it is outside our network {network}", remedy)
 
 

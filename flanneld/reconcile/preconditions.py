@@ -23,7 +23,7 @@ def spare_links_of_others(kernel: HostKernel, links: Iterable[Link]) -> None:
         if seen and is_not_ours_to_remove(link, seen.make):
             raise Fatal(
                 f"{link.name} is {described(seen.make)}, and we need a device of kind {link.make}",
-                f"if nobody needs it, remove it: ip link delete {link.name}",
+                f"give it another name: ip link set {link.name} down; ip link set {link.name} name OTHER",
             )
 
 

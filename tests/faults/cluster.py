@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from flanneld.ctl.checks.kernel import NEW_MAC
+from flanneld.errors import LEASES_END
 from tests.faults.fault import BEHIND, Fault, restart, restarted_with, start
 from tests.faults.world import HOST_GW, HOST_GW_ROUTED, Step, World
 from tests.lab import wait_for
@@ -70,7 +72,7 @@ FAULTS = {
         (lease(OTHER, "{peer}"),),
         cuts=False,
         heal=(gone(OTHER),),
-        advice="delete leases of nodes that are gone",
+        advice=LEASES_END,
     ),
     "lease with our public IP": Fault(
         "public ip",
@@ -78,7 +80,7 @@ FAULTS = {
         (lease(OTHER, "{node}"),),
         cuts=False,
         heal=(gone(OTHER),),
-        advice="delete leases of nodes that are gone",
+        advice=LEASES_END,
     ),
     "two leases with one MAC": Fault(
         "contested",
@@ -86,7 +88,7 @@ FAULTS = {
         (lease(OTHER, "198.18.0.203", "{mac}"),),
         cuts=False,
         heal=(gone(OTHER),),
-        advice="delete its device and its lease",
+        advice=NEW_MAC,
     ),
     "lease with our MAC": Fault(
         "cloned mac",
@@ -94,7 +96,7 @@ FAULTS = {
         (lease(OTHER, "198.18.0.203", "{own_mac}"),),
         cuts=False,
         heal=(gone(OTHER),),
-        advice="delete its lease",
+        advice=NEW_MAC,
     ),
     "lease with another VNI": Fault(
         "segment",
@@ -110,7 +112,7 @@ FAULTS = {
         (lease("10.6.3.0/24", "198.18.0.203"),),
         cuts=False,
         heal=(gone("10.6.3.0/24"),),
-        advice="delete it from the store",
+        advice=LEASES_END,
     ),
     "lease of another backend": Fault(
         "refusals",
@@ -118,7 +120,7 @@ FAULTS = {
         (lease(OTHER, "198.18.0.203", BackendType="host-gw"),),
         cuts=False,
         heal=(gone(OTHER),),
-        advice="delete it from the store",
+        advice=LEASES_END,
     ),
     "lease without a MAC": Fault(
         "refusals",
@@ -126,7 +128,7 @@ FAULTS = {
         (lease(OTHER, "198.18.0.203", "no MAC"),),
         cuts=False,
         heal=(gone(OTHER),),
-        advice="delete it from the store",
+        advice=LEASES_END,
     ),
     "lease of a node that is gone": Fault(
         "tunnel",
@@ -134,7 +136,7 @@ FAULTS = {
         (lease(OTHER, "198.18.0.203"),),
         cuts=False,
         heal=(gone(OTHER),),
-        advice="delete its lease",
+        advice=LEASES_END,
     ),
     "LAN inside a peer's subnet": Fault(
         "unsafe leases",

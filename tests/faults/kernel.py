@@ -250,8 +250,8 @@ FAULTS = {
             "ip address add 10.5.249.0/32 dev flannel.9",
         ),
         cuts=False,
-        heal=("ip link delete flannel.9",),
-        advice="ip link delete flannel.9",
+        heal=("ip address flush dev flannel.9; ip link set flannel.9 down",),
+        after=("ip link delete flannel.9",),
     ),
     "bridged packets pass the firewall by": Fault(
         "bridges",

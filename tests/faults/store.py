@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from flanneld.errors import LEASES_END
 from tests.faults.fault import Fault, configured, restart, start, start_in_vain, stop
 from tests.faults.world import FULL, VXLAN_V3, World
 
@@ -142,7 +143,7 @@ FAULTS = {
         (full,),
         FULL,
         heal=(not_full,),
-        advice="remove the leases of nodes that are gone",
+        advice=LEASES_END,
     ),
     "nodes in both APIs of etcd": Fault(
         "other api",

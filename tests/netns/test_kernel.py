@@ -395,7 +395,7 @@ def test_a_device_that_is_in_the_way_is_named(host: Namespace, kernel: Tables) -
     host.ip("link del vx4", "link add thief type vxlan id 1 local 192.0.2.1 dev up0 dstport 8472")
     (failure,) = kernel.write([Put(link.make)], []).failed
     assert "File exists: thief serves the same ends" in failure.reason
-    assert "ip link delete thief" in failure.remedy
+    assert "let the owner of thief give it up" in failure.remedy
 
 
 def test_a_device_gets_its_name_back_with_all_that_it_has(host: Namespace, kernel: Tables) -> None:

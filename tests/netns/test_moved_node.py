@@ -127,7 +127,7 @@ def test_unproven_old_lease_stays_and_its_key_is_named(lab: Lab, lacking: str) -
     assert lab.etcd.leases()[lost] == before
     key = f"/coreos.com/network/subnets/{lost.replace('/', '-')}"
     (line,) = node.wait_for_log(f"{key} (public IP {node.address})")
-    assert "delete the key" in line
+    assert "it ends by itself" in line
 
 
 @apis
@@ -200,3 +200,15 @@ def test_a_record_that_cannot_be_written_proves_nothing(lab: Lab) -> None:
     assert public_ip(lab, subnet) == node.address
     (line,) = node.wait_for_log("Our subnet is")
     assert subnet not in line
+
+
+def test_device_with_another_mac_keeps_it_and_is_reached(lab: Lab) -> None:
+    """What the doctor advises on a clone, which has the MAC of its model."""
+    peer, clone = lab.cluster({"Type": "vxlan"})
+    subnet, mac = clone.subnet(), "02:00:00:00:00:77"
+    clone.stop()
+    clone.namespace.ip(f"link set flannel.1 address {mac}")
+    clone.start()
+    wait_for(lambda: lab.etcd.leases()[subnet]["BackendData"]["VtepMAC"] == mac, what="the new MAC")
+    peer.container().wait_for_reply(clone.container())
+    assert (clone.subnet(), (clone.link("flannel.1") or {})["address"]) == (subnet, mac)

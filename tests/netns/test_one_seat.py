@@ -139,6 +139,18 @@ def test_dead_nodes_and_nodes_that_answer_no_queries_are_told_apart(lab: Lab) ->
     assert {each["to"] for each in answer(node, "graph")["edges"]} == told.keys() - {node.subnet()}
 
 
+def test_node_that_drops_icmp_is_no_silent_node(lab: Lab) -> None:
+    """As a node of Go, which answers no queries either."""
+    node, peer = lab.cluster({"Type": "vxlan"})
+    connect(node, peer)
+    for each in (node, peer):
+        each.run("iptables-nft", "-A", "INPUT", "-p", "icmp", "-j", "DROP")
+    assert seen(node)[peer.subnet()]["answers"] == "kernel"
+    assert cluster_findings(node) == {}
+    peer.run("ip", "link", "set", "eth0", "down")
+    assert seen(node)[peer.subnet()]["answers"] == "nothing"
+
+
 def test_strangers_get_no_answer(lab: Lab) -> None:
     """A host of the underlay that is no node, even if it routes the node's overlay address there."""
     node, peer = settled(lab, {"Type": "vxlan"})

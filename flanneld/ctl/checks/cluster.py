@@ -11,6 +11,7 @@ from flanneld.ctl.data_source import SourcePart
 from flanneld.ctl.facts import Facts
 from flanneld.ctl.findings import Advice, Finding, Severity, as_at_start, check
 from flanneld.diagnostics.host_checks import Topic
+from flanneld.errors import LEASES_END
 from flanneld.model import lies_in
 
 #: A lease that expires within this time, in seconds, should have been renewed.
@@ -144,9 +145,7 @@ def public_ip(facts: Facts) -> Iterator[Finding]:
                 f"the public IP {ip} is used twice",
                 f"by {', '.join([*owners, *(['this node'] if ip in ours else [])])}",
                 "packets for one of both reach the other",
-                Advice(
-                    "give each node its own with -public-ip or -iface; delete leases of nodes that are gone"
-                ),
+                Advice(f"give each node its own with -public-ip or -iface; {LEASES_END}"),
             )
 
 
@@ -185,7 +184,7 @@ def refusals(facts: Facts) -> Iterator[Finding]:
                 f"the lease {','.join(peer['subnets'])} is refused",
                 peer["reason"],
                 "nothing is done for this peer",
-                Advice("correct it on the node that wrote it, or delete it from the store"),
+                Advice(f"correct it on the node that wrote it; {LEASES_END}"),
             )
 
 
@@ -204,7 +203,7 @@ def unsafe_leases(facts: Facts) -> Iterator[Finding]:
                 "the daemon withdrew the routes to its node: containers there are not reached from here",
                 Advice(
                     "give this host's own network other addresses, outside Network, or the node another"
-                    " subnet; delete the lease only if its node is gone; the daemon follows by itself"
+                    f" subnet; the daemon follows by itself; {LEASES_END}"
                 ),
             )
 

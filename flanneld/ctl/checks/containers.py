@@ -135,8 +135,8 @@ def other_bridge(facts: Facts) -> Iterator[Finding]:
                 "containers there are not on the network: other nodes have no route to them",
                 Advice(
                     f"start the container runtime with the values of {facts.subnet_file}: Docker with"
-                    " --bip=FLANNEL_SUBNET and --mtu=FLANNEL_MTU; with CNI delete the bridge and restart the"
-                    f" containers: ip link delete {name}"
+                    " --bip=FLANNEL_SUBNET and --mtu=FLANNEL_MTU; with CNI take the address away and restart"
+                    f" the containers: ip address flush dev {name}"
                 ),
                 about=name,
             )

@@ -246,7 +246,12 @@ def checksums(facts: Facts) -> Iterator[Finding]:
 
 @check("K", "probes", "peers answer when they are asked")
 def probes(facts: Facts) -> Iterator[Finding]:
-    silent = [peer for peer in facts.peers if peer.get("probe") and peer["probe"]["rtt"] is None]
+    passing = {name for name, _ in facts.passing}
+    silent = [
+        peer
+        for peer in facts.peers
+        if peer.get("probe") and peer["probe"]["rtt"] is None and peer["subnets"][0] not in passing
+    ]
     if silent:
         some = ", ".join(peer["probe"]["target"] for peer in silent[:3])
         yield Finding(

@@ -17,6 +17,8 @@ from flanneld.state.resources import Link
 
 #: Objects named in a finding, at most.
 _FEW = 3
+#: What gives a clone a MAC of its own while its daemon is stopped.
+NEW_MAC = "ip link set flannel.1 address with a new MAC"
 _LACKING = ("missing", "different")
 #: Properties of a device that can be set without losing the objects on it.
 _SET_WITHOUT_LOSS = {"mtu", "learning"}
@@ -208,7 +210,7 @@ def contested(facts: Facts) -> Iterator[Finding]:
                 f"one of both is not reached: cloned machines have one {'key' if has_key else 'MAC'}",
                 Advice(
                     "on the cloned node: stop flanneld, "
-                    + ("remove the key file" if has_key else "delete its device and its lease")
+                    + ("remove the key file" if has_key else NEW_MAC)
                     + ", start flanneld"
                 ),
             )
@@ -224,9 +226,7 @@ def cloned_mac(facts: Facts) -> Iterator[Finding]:
                 f"{','.join(peer['subnets'])} has the MAC of our own device",
                 f"{', '.join(shared)}, at public IP {', '.join(peer['public_ips'])}",
                 "other nodes reach only one of both: cloned machines have one MAC",
-                Advice(
-                    "on the clone: stop flanneld, ip link delete flannel.1, delete its lease, start flanneld"
-                ),
+                Advice(f"on the clone: stop flanneld, {NEW_MAC}, start flanneld"),
             )
 
 

@@ -11,6 +11,7 @@ from flanneld.ctl.evidence.flows import carriers
 from flanneld.ctl.facts import Facts
 from flanneld.ctl.findings import Advice, Finding, check, few
 from flanneld.ctl.path_mtu import Path
+from flanneld.errors import LEASES_END
 from flanneld.state.resources import Route
 
 #: Peers with a finding of their own, at most.
@@ -79,8 +80,8 @@ def tunnel(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             f"no answer from {counted(len(gone), 'peer')}{ways}",
             few([str(each.target) for each in gone]),
-            "packets for their containers are lost: the nodes are off, or a firewall drops all packets",
-            Advice("run flannelctl doctor there; if a node is gone for good, delete its lease"),
+            "neither ICMP nor TCP comes back: the nodes are off, or a firewall drops all packets",
+            Advice(f"run flannelctl doctor there; {LEASES_END}"),
         )
 
 
@@ -93,7 +94,7 @@ def _where_refused(peer: Mapping[str, Any]) -> str:
 def _silent(facts: Facts) -> Iterator[Path]:
     """Yield the paths on which a peer's silence is a loss: through a tunnel, and to gateways of our routes.
 
-    A cloud's table leads to peers that need not answer. A peer that passes packets on loses none.
+    A cloud's table leads to peers that need not answer. One that passes packets on or refuses TCP loses none.
     """
     silent = [each for each in facts.paths if each.carried is None]
     tunnels = {(each.peer, each.target.version) for each in facts.paths if each.name == "tunnel"}

@@ -43,7 +43,10 @@ def left_devices(facts: Facts) -> Iterator[Finding]:
                 f"{link.name} is left from an earlier configuration",
                 f"it has {', '.join(inside)} in our network, and is no device of this daemon",
                 "it takes in packets that were sent to the former segment, and its routes may come first",
-                Advice(f"if no other flanneld of this host uses it, remove it: ip link delete {link.name}"),
+                Advice(
+                    f"if no other flanneld of this host uses it: ip address flush dev {link.name};"
+                    f" ip link set {link.name} down"
+                ),
             )
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,9 @@ from flanneld.ctl.cluster.rules import Remark, remarks
 from flanneld.ctl.data_source import Source
 from flanneld.ctl.findings import Severity
 from flanneld.ctl.text_tables import TextTable
-from flanneld.network.query import survey
+from flanneld.model import IPAddress
+from flanneld.network.query import port_refusal, survey
+from flanneld.network.query.survey import Reply
 from flanneld.runtime import clock
 
 #: Seconds until a host counts as silent; each is asked twice.
@@ -25,8 +28,14 @@ _MUTE = "does not answer queries"
 def read(source: Source) -> Cluster:
     """Ask all nodes. Raises ``OSError`` if this process may not send ICMP."""
     query = partial(survey.queries, port=port_of(source.document, source.options), within=_WITHIN)
-    probes = Probes(query, partial(survey.echoes, within=_WITHIN))
-    return gather(source.document, probes, clock.wall())
+    return gather(source.document, Probes(query, _echo), clock.wall())
+
+
+def _echo(targets: Iterable[IPAddress]) -> dict[IPAddress, Reply]:
+    """Return the replies to ICMP echoes. Silent hosts are asked by TCP: filters may drop ICMP."""
+    replies = survey.echoes(targets, _WITHIN)
+    silent = [target for target, reply in replies.items() if reply == survey.SILENCE]
+    return replies | dict.fromkeys(port_refusal.reached(silent, _WITHIN), Reply(error=errno.ECONNREFUSED))
 
 
 def table(cluster: Cluster, found: list[Remark]) -> TextTable:

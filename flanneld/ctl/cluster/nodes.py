@@ -70,9 +70,9 @@ class Node(Struct, frozen=True, gc=False):
             return "daemon" if self.is_running else "nothing"
         if self.told is not None:
             return "daemon"
-        if self.echo.rtt is not None or self.query.is_refusal:
+        if self.echo.arrived or self.query.is_refusal:
             return "kernel"
-        return "host" if self.underlay.rtt is not None else "nothing"
+        return "host" if self.underlay.arrived else "nothing"
 
     @property
     def rtt(self) -> float | None:

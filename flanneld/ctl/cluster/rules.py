@@ -10,9 +10,11 @@ from typing import TypeVar
 from msgspec import Struct
 
 from flanneld.compat.glog import counted
+from flanneld.ctl.checks.kernel import NEW_MAC
 from flanneld.ctl.cluster.nodes import Cluster, Node, Told
 from flanneld.ctl.findings import Advice, Check, Finding, Severity
 from flanneld.ctl.path_mtu import WITH_OPTION
+from flanneld.errors import LEASES_END
 from flanneld.model import overlap
 
 Value = TypeVar("Value", bound=Hashable)
@@ -208,8 +210,8 @@ RULES = (
         "silent nodes",
         "each node answers",
         "without an answer",
-        "containers there are not reached, unless only ICMP is dropped",
-        "flannelctl ping SUBNET shows where packets stop; delete leases of nodes that are gone",
+        "containers there are not reached, unless a filter drops ICMP and TCP for the node itself",
+        f"flannelctl ping SUBNET shows where packets stop; {LEASES_END}",
         _silent,
     ),
     Rule(
@@ -269,7 +271,7 @@ RULES = (
         "each lease has a public IP of its own",
         "with a public IP that is used twice",
         "packets for one of them reach the other",
-        "give each node its own with -public-ip or -iface; delete leases of nodes that are gone",
+        f"give each node its own with -public-ip or -iface; {LEASES_END}",
         _public_ip,
     ),
     Rule(
@@ -277,7 +279,7 @@ RULES = (
         "each node's VXLAN device has a MAC of its own",
         "with a MAC that is used twice",
         "only one of them is reached: cloned machines have one MAC",
-        "on the clone: stop flanneld, delete its device and its lease, start flanneld",
+        f"on the clone: stop flanneld, {NEW_MAC}, start flanneld",
         _mac,
     ),
     Rule(
@@ -285,7 +287,7 @@ RULES = (
         "no two subnets overlap",
         "with overlapping subnets",
         "packets reach the node with the longer prefix",
-        "delete the lease that does not fit SubnetLen",
+        f"give all nodes one SubnetLen and restart those that had another; {LEASES_END}",
         _overlap,
     ),
     Rule(

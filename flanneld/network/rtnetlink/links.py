@@ -287,7 +287,7 @@ def described(actual: Link | ForeignLink) -> str:
 def remedy(desired: Link, code: int | None, holder: str = "") -> str:
     """Return the remedy for a refused device, by errno or conflicting ``holder``; empty if unknown."""
     if holder:
-        return f"if nobody needs {holder}, remove it: ip link delete {holder}"
+        return f"let the owner of {holder} give it up, or set other values in Backend of the network config"
     match code:
         case errno.EOPNOTSUPP:
             return f"load the kernel's module: modprobe {desired.make}; or choose another Backend.Type"

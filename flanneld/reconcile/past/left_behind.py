@@ -85,7 +85,8 @@ class LeftBehind:
         for name in unclaimed[:_FEW]:
             log.warning(
                 "Left alone: %s has an address in our network, but is not in our record; if no"
-                " other daemon uses it: ip link delete %s",
+                " other daemon uses it: ip address flush dev %s; ip link set %s down",
+                name,
                 name,
                 name,
             )

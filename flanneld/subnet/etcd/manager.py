@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from flanneld.compat.glog import OneTimeWarnings, V
 from flanneld.config import Config, SubnetRange, parse
-from flanneld.errors import Cancelled, Retryable
+from flanneld.errors import LEASES_END, Cancelled, Retryable
 from flanneld.model import (
     FAMILIES,
     Added,
@@ -383,13 +383,12 @@ class EtcdManager:
         if subnet is None:
             raise Retryable(
                 f"no subnet from {pool.subnet_min} to {pool.subnet_max} is free, {len(taken)} are leased",
-                f"enlarge the network in {self.config_key}, or remove the leases of nodes that are gone"
-                f" from {self._reader.path}",
+                f"enlarge the network in {self.config_key}; {LEASES_END}",
             )
         return subnet
 
     def _holders(self, previous: IPNetwork, listing: Listing) -> str:
-        """Return the keys of the leases that overlap our previous subnet, for the operator to delete."""
+        """Return the keys of the leases that overlap our previous subnet, for the operator."""
         found = [
             f"{self._reader.key_of(lease.key)} (public IP {node_address(lease.attrs)})"
             for lease in listing.leases.values()
@@ -398,8 +397,8 @@ class EtcdManager:
         if not found:
             return ""
         return (
-            f": {', '.join(found)}; if that is a former lease of this node, which nothing here proves, delete"
-            " the key"
+            f": {', '.join(found)}; if that is a former lease of this node, which nothing here proves,"
+            " it ends by itself"
         )
 
     # ---- writing -----------------------------------------------------------------------------

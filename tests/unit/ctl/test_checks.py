@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 from collections.abc import Callable
 from copy import deepcopy
 from errno import ENETUNREACH
 from ipaddress import IPv4Address, IPv4Network, ip_address
+from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
+import flanneld
 from flanneld.ctl.checks import CHECKS
+from flanneld.ctl.checks.kernel import NEW_MAC
 from flanneld.ctl.cluster import rules
 from flanneld.ctl.data_source import SourcePart, Unknown
 from flanneld.ctl.doctor import as_json, examine, report, verdict
@@ -553,9 +558,43 @@ def test_a_device_that_has_lost_what_was_on_it_is_left_to_the_daemon(change: dic
     assert isinstance(remedy, Advice)
 
 
-@pytest.mark.parametrize(
-    ("backend", "words"), [("wireguard", "remove the key file"), ("vxlan", "delete its device and its lease")]
+#: Words of a command or advice that ends what another host may still use.
+DELETES = re.compile(
+    r"\b(delet|remov)\w* (\w+ ){0,2}(leases?|devices?|bridges?|nodes?)\b|\blink del|\bdelete (it|the key)\b",
+    re.IGNORECASE,
 )
+
+
+def test_no_advice_and_no_error_deletes_a_lease_a_device_or_a_node() -> None:
+    """A silent node may still run. The store ends what is gone."""
+    root = Path(flanneld.__file__).parent
+    texts = {path.name: path.read_text() for path in root.rglob("*.py")}
+    found = [
+        (name, node.value)
+        for name, text in texts.items()
+        for statement in ast.walk(ast.parse(text))
+        if not isinstance(statement, ast.Expr)  # a docstring
+        for node in ast.iter_child_nodes(statement)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and DELETES.search(node.value)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "delete its lease",
+        "ip link delete cni0",
+        "Remove the leases of",
+        "delete the wrong node",
+        "delete the key",
+    ],
+)
+def test_advice_that_deletes_is_recognised(text: str) -> None:
+    assert DELETES.search(text)
+
+
+@pytest.mark.parametrize(("backend", "words"), [("wireguard", "remove the key file"), ("vxlan", NEW_MAC)])
 def test_a_cloned_node_gets_the_advice_that_fits_its_backend(backend: str, words: str) -> None:
     (remedy,) = remedies("contested", peer(conflicts=["10.5.3.0/24"], state="contested", backend=backend))
     assert isinstance(remedy, Advice)

@@ -341,4 +341,4 @@ def test_the_device_that_is_in_the_way_is_named_with_the_remedy() -> None:
     assert holder(IPIP, [*present, there(replace(IPIP, name="bar", mtu=1400))]) == "bar"
     assert holder(replace(WANTED, vni=2), present) == ""
     assert holder(Tun("flannel0", 1472), [there(Tun("flannel1", 1472))]) == ""
-    assert "ip link delete foo" in remedy(WANTED, errno.EEXIST, "foo")
+    assert "let the owner of foo give it up" in remedy(WANTED, errno.EEXIST, "foo")

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from flanneld.backends import vxlan
 from flanneld.backends.host_gw import HostGw
+from flanneld.errors import LEASES_END
 from flanneld.model import Added, Event, Lease, LeaseAttrs, Removed, Snapshot
 from flanneld.network.obstacles import HostNetworks, Obstacle, Obstacles
 from flanneld.reconcile.peers import Peers
@@ -161,8 +162,8 @@ def test_lease_of_another_backend_loses_its_route_and_is_not_unclear(
 @pytest.mark.parametrize(
     ("subnet", "reason"),
     [
-        ("10.1.5.128/25", "it overlaps our own subnet 10.1.5.0/24; remove the lease that is wrong"),
-        ("10.2.6.0/24", "it is outside our network 10.1.0.0/16; remove the lease, or restart its daemon"),
+        ("10.1.5.128/25", "it overlaps our own subnet 10.1.5.0/24; give one of both nodes another subnet"),
+        ("10.2.6.0/24", "it is outside our network 10.1.0.0/16; restart its daemon"),
     ],
 )
 def test_lease_of_addresses_that_it_must_not_have_leads_nowhere(
@@ -211,8 +212,8 @@ def test_lease_inside_another_one_is_followed_once_that_is_gone(
     caplog.set_level("INFO")
     assert take(peers, Added(INSIDE)) == Plan()
     assert {key: reason.text for key, reason in peers.view().reasons.items()} == {
-        INSIDE.key: "it overlaps the lease 10.1.6.0/24, which precedes it; delete the one whose node is gone,"
-        " or correct it"
+        INSIDE.key: "it overlaps the lease 10.1.6.0/24, which precedes it; give its node a subnet of the"
+        f" usual SubnetLen; {LEASES_END}"
     }
     peers.reconsider(made())
     moved = replace(INSIDE, attrs=replace(INSIDE.attrs, public_ip=IPv4Address("192.168.0.9")))
