@@ -15,10 +15,25 @@ IPNetwork = IPv4Network | IPv6Network
 
 FAMILIES: tuple[Family, ...] = (4, 6)
 
+#: Addresses that belong to no host, as numbers: unspecified, broadcast, IPv6 loopback. Then the first octets
+#: of loopback and multicast addresses.
+_NO_HOST: dict[Family, frozenset[int]] = {4: frozenset({0, 0xFFFF_FFFF}), 6: frozenset({0, 1})}
+_OF_NO_HOST: dict[Family, frozenset[int]] = {4: frozenset({127, *range(224, 240)}), 6: frozenset({0xFF})}
+
 
 def family_of(of: IPAddress | IPNetwork) -> Family:
     """Return the family of an address or a network."""
     return 4 if of.version == 4 else 6
+
+
+def is_a_hosts(address: IPAddress) -> bool:
+    """Return True if an address can be that of one host.
+
+    240.0.0.0/4 can, as in Linux and upstream: it is reserved, but many private networks use it.
+    """
+    family, number = family_of(address), int(address)
+    octet = number >> (address.max_prefixlen - 8)
+    return number not in _NO_HOST[family] and octet not in _OF_NO_HOST[family]
 
 
 class Secret(Struct, frozen=True, gc=False):

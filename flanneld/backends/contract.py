@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from flanneld.backends.announcement import announced
 from flanneld.config import Config
 from flanneld.errors import Refused, Retryable
-from flanneld.model import Family, IPAddress, IPNetwork, Lease, LeaseAttrs, Uplink
+from flanneld.model import Family, IPAddress, IPNetwork, Lease, LeaseAttrs, Uplink, is_a_hosts
 from flanneld.state.resources import Resource
 from flanneld.state.table import Table
 
@@ -26,11 +26,6 @@ if TYPE_CHECKING:
     from flanneld.runtime.sockets.http_client import HttpAnswer, HttpRequest
 
 Result = TypeVar("Result")
-
-#: Addresses that belong to no host, as numbers: unspecified, broadcast, IPv6 loopback. Then the first octets
-#: of loopback and multicast addresses.
-_NO_HOST: dict[Family, frozenset[int]] = {4: frozenset({0, 0xFFFF_FFFF}), 6: frozenset({0, 1})}
-_OF_NO_HOST: dict[Family, frozenset[int]] = {4: frozenset({127, *range(224, 240)}), 6: frozenset({0xFF})}
 
 
 class ReadSecret(Protocol):
@@ -280,15 +275,11 @@ def require_type(lease: Lease, backend_type: str) -> Lease:
 
 
 def peers_public_ip(lease: Lease, family: Family, uplink: Uplink) -> IPAddress:
-    """Return a peer's public IP. Raises ``Refused`` if it is missing, invalid for a host, or ours.
-
-    240.0.0.0/4 is accepted, as in Linux and upstream: it is reserved, but many private networks use it.
-    """
+    """Return a peer's public IP. Raises ``Refused`` if it is missing, invalid for a host, or ours."""
     public_ip = lease.attrs.public(family)
     if public_ip is None:
         raise Refused(f"{lease} announces no public IPv{family} address", "check the peer's --public-ip")
-    number = int(public_ip)
-    if number in _NO_HOST[family] or number >> (public_ip.max_prefixlen - 8) in _OF_NO_HOST[family]:
+    if not is_a_hosts(public_ip):
         raise Refused(f"{lease} announces {public_ip}, which is no host's", "check the peer's --public-ip")
     if public_ip == uplink.public(family):
         raise Refused(

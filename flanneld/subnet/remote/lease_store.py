@@ -5,12 +5,22 @@ from __future__ import annotations
 import posixpath
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from ipaddress import IPv4Network
 
 from flanneld.config import Config
 from flanneld.errors import Cancelled, Refused, Retryable
-from flanneld.model import Lease, LeaseAttrs, LeaseKey, is_same_node, overlap
+from flanneld.model import (
+    FAMILIES,
+    Lease,
+    LeaseAttrs,
+    LeaseKey,
+    is_a_hosts,
+    is_same_node,
+    lies_in,
+    name_of,
+    overlap,
+)
 from flanneld.runtime import clock
 from flanneld.subnet.codec import format_attrs, format_key, parse_attrs
 from flanneld.subnet.embedded.client import PREFIX, EmbeddedClient
@@ -116,9 +126,15 @@ class LeaseStore:
     # ---- leases --------------------------------------------------------------------------------
 
     def acquire(self, network: str, wanted: Acquisition, *, may_join: bool = True) -> WireLease:
-        """Return a node's lease; a new one only with ``may_join``. Raises ``Denied``."""
+        """Return a node's lease; a new one only with ``may_join``. Raises ``Denied``, ``Refused``."""
         with self._asking():
             manager = self._manager(network)
+            try:
+                _check_address(wanted.attrs)
+            except Refused:
+                leases = manager.listing(fresh=True).leases.values()
+                if all(each.attrs != wanted.attrs for each in leases):
+                    raise
             facts = NO_FACTS
             if wanted.strangers or not may_join:
                 leases = manager.listing(fresh=True).leases.values()
@@ -132,23 +148,29 @@ class LeaseStore:
             return _wire(manager.acquire(self._config(network), wanted.attrs, wanted.previous, facts))
 
     def renew(
-        self, network: str, wanted: WireLease, former: LeaseAttrs | None, *, may_join: bool = True
+        self,
+        network: str,
+        wanted: WireLease,
+        former: LeaseAttrs | None,
+        named: LeaseKey,
+        *,
+        may_join: bool = True,
     ) -> WireLease:
         """Renew a lease. Only ``former`` or the same node's attributes are overwritten.
 
-        A missing lease is written again only with ``may_join``. Raises ``Denied``.
+        A missing lease is written again only with ``may_join``. ``named`` is the lease in the request's path.
+        Raises ``Denied``, and ``Refused`` for a new or changed lease that no node would follow.
         """
         with self._asking():
             manager = self._manager(network)
+            found = self._found(network, wanted.key)
             if not may_join:
-                leases = manager.listing(fresh=True).leases
-                _check_known(wanted.attrs, self._path(network, wanted.key) in leases)
+                _check_known(wanted.attrs, found is not None)
+            if found is None or found.attrs != wanted.attrs:
+                _check_claim(self._config(network), wanted, named)
             manager.is_self = is_same_node
-            lease = Lease(wanted.attrs, *wanted.key, expires=clock.now())
-            if former is not None:
-                found = manager.listing(fresh=True).leases.get(self._path(network, wanted.key))
-                if found is not None and found.attrs == former:
-                    lease = Lease(wanted.attrs, *wanted.key, expires=clock.now(), asof=found.asof)
+            asof = found.asof if found is not None and found.attrs == former else 0
+            lease = Lease(wanted.attrs, *wanted.key, expires=clock.now(), asof=asof)
             return _wire(manager.renew(lease))
 
     def revoke(self, network: str, key: LeaseKey) -> None:
@@ -185,9 +207,12 @@ class LeaseStore:
         ]
 
     def reserve(self, network: str, wanted: Reservation) -> None:
-        """Reserve a subnet for a node permanently. It must be free, or that node's lease."""
+        """Reserve a subnet for a node permanently: a free one, or its lease. Raises ``Refused``."""
         with self._asking() as client:
             _check_fits(self._config(network), wanted.subnet)
+            found = self._found(network, (wanted.subnet, None))
+            if found is None or found.attrs.public_ip != wanted.public_ip:
+                _check_address(LeaseAttrs(wanted.public_ip))
             path = self._path(network, (wanted.subnet, None))
             for _ in range(TRIES):
                 try:
@@ -227,6 +252,13 @@ class LeaseStore:
                 raise Retryable("subnet: lease already taken") from None
             if node.ttl is not None:
                 client.replace(path, node.value, None, node.modified)
+
+    def _found(self, network: str, key: LeaseKey) -> Lease | None:
+        """Return a lease as it is stored; None if it is missing or unreadable."""
+        with suppress(NotFound, Refused):
+            if node := self._client().fetch(self._path(network, key)).node:
+                return Lease(parse_attrs(node.value), *key, asof=node.modified)
+        return None
 
     # ---- etcd ----------------------------------------------------------------------------------
 
@@ -323,6 +355,28 @@ def _wire(lease: Lease) -> WireLease:
 def _check_known(attrs: LeaseAttrs, is_known: bool) -> None:
     if not is_known:
         raise Denied(f"the token has ended, and node {node_address(attrs)} has no lease here", ANOTHER)
+
+
+def _check_claim(config: Config, wanted: WireLease, named: LeaseKey) -> None:
+    """Raise ``Refused`` for a lease that no node would follow, or that the request's path does not name."""
+    if named != wanted.key:
+        path = name_of(named) or "none"
+        raise Refused(
+            f"the body is of the lease {name_of(wanted.key)}, the path of {path}", "make them equal"
+        )
+    for family, net in zip(FAMILIES, wanted.key, strict=True):
+        pool = config.range(family)
+        if net is not None and (pool is None or not lies_in(net, pool.network)):
+            raise Refused(f"the subnet {net} is outside the network", "restart flanneld on its node")
+        if net is not None and pool is not None and net.prefixlen != pool.subnet_len:
+            raise Refused(f"the subnet {net} is no /{pool.subnet_len}", "restart flanneld on its node")
+    _check_address(wanted.attrs)
+
+
+def _check_address(attrs: LeaseAttrs) -> None:
+    for public_ip in (attrs.public_ip, attrs.public_ipv6):
+        if public_ip is not None and not is_a_hosts(public_ip):
+            raise Refused(f"the public IP {public_ip} is no host's", "correct -public-ip on its node")
 
 
 def _check_fits(config: Config, subnet: IPv4Network) -> None:

@@ -109,7 +109,7 @@ class RestApi:
             text = handler()
         except Denied as refusal:
             return _text(403, str(refusal))
-        except _Wrong as wrong:
+        except (_Wrong, Refused) as wrong:
             return _text(400, str(wrong))
         except Cancelled:
             return _text(500, "context canceled")
@@ -141,7 +141,7 @@ class RestApi:
         store = self._store
         return {
             ("GET", "leases"): partial(self._lease, request, network, name, query),
-            ("PUT", "leases"): partial(self._renew, request, network),
+            ("PUT", "leases"): partial(self._renew, request, network, name),
             ("DELETE", "leases"): lambda: store.revoke(network, _key(name, "failed to parse subnet")),
             ("DELETE", "reservations"): lambda: store.release(network, _key(name, "bad subnet")),
         }
@@ -152,18 +152,23 @@ class RestApi:
         lease = self._store.acquire(network, wanted, may_join=may_join)
         return wire.format_lease(_shown(lease, request))
 
-    def _renew(self, request: RestRequest, network: str) -> str:
+    def _renew(self, request: RestRequest, network: str, name: str) -> str:
         lease, former = _understood(wire.parse_renewal, request.body)
         if not any(lease.key):
             raise _Wrong("bad subnet")
+        named: LeaseKey = (None, None)
+        with suppress(_Wrong):
+            named = _key(name, "bad subnet")
         may_join = request.access is Permission.JOIN
-        renewed = self._store.renew(network, lease, former, may_join=may_join)
+        renewed = self._store.renew(network, lease, former, named, may_join=may_join)
         return wire.format_lease(_shown(renewed, request))
 
     def _reserve(self, request: RestRequest, network: str) -> None:
         wanted = _understood(wire.parse_reservation, request.body)
         try:
             self._store.reserve(network, wanted)
+        except Refused:
+            raise
         except FlannelError as failure:
             raise FlannelError(f"internal error: {failure}") from None
 

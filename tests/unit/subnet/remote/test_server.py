@@ -11,13 +11,15 @@ import subprocess
 import sys
 import threading
 from collections.abc import Collection, Iterator
-from ipaddress import IPv4Address, IPv6Address
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
 from flanneld.errors import Fatal
 from flanneld.model import LeaseAttrs
+from flanneld.subnet.codec import format_key
 from flanneld.subnet.manager import LocalFacts
 from flanneld.subnet.remote import http_server
 from flanneld.subnet.remote.connection import RemoteServer
@@ -270,6 +272,82 @@ def test_renewal_overwrites_no_other_nodes_lease(etcd: LocalEtcd, server: Runnin
     assert (refused.status, "belongs to node 10.99.0.11" in refused.body) == (500, True)
     proven = lease[:-1] + ',"Former":{"PublicIP":"10.99.0.11"}}'
     assert server.ask("PUT", "/v1/_/leases/10.5.12.0-24", proven).status == 200
+
+
+def renewal(subnet: str, public_ip: str = "10.99.0.61", more: str = "") -> str:
+    return f'{{"Subnet":"{subnet}"{more},"Attrs":{{"PublicIP":"{public_ip}","BackendType":"host-gw"}}}}'
+
+
+def _values(etcd: LocalEtcd) -> dict[str, str]:
+    return {each["key"]: each["value"] for each in etcd.children(f"{ROOT}/subnets")}
+
+
+CLAIMS = [
+    ("10.6.1.0-24", renewal("10.6.1.0/24"), "the subnet 10.6.1.0/24 is outside the network"),
+    ("10.5.0.0-16", renewal("10.5.0.0/16"), "the subnet 10.5.0.0/16 is no /24"),
+    ("10.0.0.0-8", renewal("10.0.0.0/8"), "the subnet 10.0.0.0/8 is outside the network"),
+    ("10.5.61.0-25", renewal("10.5.61.0/25"), "the subnet 10.5.61.0/25 is no /24"),
+    ("10.5.62.0-24", renewal("10.5.61.0/24"), "of the lease 10.5.61.0/24, the path of 10.5.62.0/24"),
+    ("any", renewal("10.5.61.0/24"), "of the lease 10.5.61.0/24, the path of none"),
+    (
+        "10.5.61.0-24&fd00::-64",
+        renewal("10.5.61.0/24", more=',"IPv6Subnet":"fd00::/64"'),
+        "the subnet fd00::/64 is outside the network",
+    ),
+    *(
+        ("10.5.61.0-24", renewal("10.5.61.0/24", public_ip), f"the public IP {public_ip} is no host's")
+        for public_ip in ("127.0.0.1", "224.0.0.5", "255.255.255.255")
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "body", "reason"), CLAIMS)
+def test_claim_that_no_node_would_follow_is_refused_unless_it_is_a_renewal(
+    etcd: LocalEtcd, server: Running, name: str, body: str, reason: str
+) -> None:
+    subnets = f"{ROOT}/subnets"
+    lease = json.loads(body)
+    key = format_key(
+        (IPv4Network(lease["Subnet"]), IPv6Network(six) if (six := lease.get("IPv6Subnet")) else None)
+    )
+    for stored in (None, '{"PublicIP":"10.99.0.61","BackendType":"vxlan"}'):
+        if stored is not None:
+            etcd.put(f"{subnets}/{key}", stored, 86400)
+        before = _values(etcd)
+        refused = server.ask("PUT", f"/v1/_/leases/{quote(name)}", body)
+        assert (refused.status, reason in refused.body) == (400, True)
+        assert _values(etcd) == before
+    # Another flannel has written it.
+    etcd.put(f"{subnets}/{key}", json.dumps(lease["Attrs"]), 3600)
+    renewed = server.ask("PUT", f"/v1/_/leases/{quote(name)}", body)
+    assert renewed.status == 200
+    assert lease["Attrs"].items() <= json.loads(renewed.body)["Attrs"].items()
+    etcd.delete(f"{subnets}/{key}")
+
+
+def test_join_with_an_address_that_is_no_hosts_is_refused_unless_it_has_its_lease(
+    etcd: LocalEtcd, server: Running
+) -> None:
+    body = '{"PublicIP":"127.0.0.1","BackendType":"host-gw"}'
+    reserved = '{"Subnet":"10.5.63.0/24","PublicIP":"127.0.0.1"}'
+    for kind, text in (("leases", body), ("reservations", reserved)):
+        refused = server.ask("POST", f"/v1/_/{kind}", text)
+        assert (refused.status, "the public IP 127.0.0.1 is no host's" in refused.body) == (400, True)
+    etcd.put(f"{ROOT}/subnets/10.5.63.0-24", body, 86400)
+    assert '"Subnet":"10.5.63.0/24"' in server.ask("POST", "/v1/_/leases", body).body
+    assert server.ask("POST", "/v1/_/reservations", reserved).status == 200
+    etcd.delete(f"{ROOT}/subnets/10.5.63.0-24")
+
+
+def test_lease_is_renewed_while_there_is_no_network_config(etcd: LocalEtcd, server: Running) -> None:
+    body = renewal("10.5.64.0/24")
+    assert server.ask("PUT", "/v1/_/leases/10.5.64.0-24", body).status == 200
+    etcd.delete(f"{ROOT}/config")
+    try:
+        assert server.ask("PUT", "/v1/_/leases/10.5.64.0-24", body).status == 200
+        assert server.ask("PUT", "/v1/_/leases/10.5.65.0-24", renewal("10.5.65.0/24")).status == 500
+    finally:
+        etcd.put(f"{ROOT}/config", CONFIG)
 
 
 def test_node_gets_the_subnet_that_it_had(server: Running) -> None:
