@@ -191,7 +191,7 @@ class LeaseKeeper:
             log.warning("Our lease's attributes were overwritten: rewriting them")
         spacing = self._undone.pause()
         self._correct(now, spacing=spacing)
-        self._contested_until = now + spacing + INTERVAL_RESET
+        self._contested_until = now + INTERVAL_RESET
 
     def _contest(self, lease: Lease, now: float) -> None:
         """Another node took our lease, by our public IP or key; the one that has had it longer keeps it."""

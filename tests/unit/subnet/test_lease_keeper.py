@@ -642,6 +642,19 @@ def test_contested_attributes_are_rewritten_with_growing_intervals_and_logged_on
     assert store.leases[KEY].attrs == OURS, "the pauses are short again"
 
 
+@pytest.mark.parametrize(("quiet", "warnings"), [(INTERVAL_RESET - 1, 1), (INTERVAL_RESET, 2)])
+def test_foreign_change_is_a_repetition_until_ten_minutes_have_passed_without_one(
+    quiet: float, warnings: int, store: Store, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    node = Node(store, clock, store.write(RESERVATION), contested=False)
+    for _ in range(2):
+        store.write(replace(RESERVATION, attrs=OTHERS))
+        node.settle()
+        node.pass_time(quiet)
+    assert store.leases[KEY].attrs == OURS
+    assert caplog.text.count("rewriting them") == warnings
+
+
 def test_renewals_against_something_that_changes_them_back_are_logged_at_verbosity_one(
     store: Store, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
