@@ -355,6 +355,18 @@ def test_lease_that_announces_an_address_of_this_host_is_withdrawn(peers: Peers)
     assert take(peers, Added(OLD)) == Plan(puts=(route(OLD),))
 
 
+@pytest.mark.parametrize("later", [peer(V4, backend_type="vxlan"), SENSELESS])
+def test_lease_that_is_refused_for_another_reason_is_called_unsafe_no_longer(
+    peers: Peers, later: Lease
+) -> None:
+    peers.look(NEWS_ADDRESS, made())
+    take(peers, Added(NEW))
+    assert peers.unsafe()
+    take(peers, Added(later))
+    assert peers.unsafe() == []
+    assert OLD.key in peers.view().reasons
+
+
 def test_routes_kept_for_an_unparsable_lease_are_withdrawn_on_a_loop(peers: Peers) -> None:
     nonsense = Added(Lease(LeaseAttrs(OWN.attrs.public_ip, None, "host-gw"), SUBNET))
     assert take(peers, nonsense) == Plan()

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from ipaddress import IPv4Address
+from ipaddress import IPv4Address, IPv6Address
 from typing import cast
 
+import pytest
+
 from flanneld import config
-from flanneld.backends.contract import Backend
-from flanneld.model import LeaseAttrs, Uplink
+from flanneld.backends.contract import Backend, Host
+from flanneld.config import Config
+from flanneld.model import IPAddress, LeaseAttrs, Uplink, network_around
 from flanneld.network.host_kernel import HostKernel
 from flanneld.network.uplink_election import InterfaceChoice
 from flanneld.reconcile.host.uplink_manager import UplinkManager
+from flanneld.state.resources import Route
+from tests.unit.simulation.kernel import Kernel
 
 OURS = LeaseAttrs(public_ip=IPv4Address("198.18.0.1"), backend_type="host-gw")
 THEIRS = LeaseAttrs(public_ip=IPv4Address("198.18.0.2"), backend_type="host-gw")
+CONFIG = config.parse('{"Network": "10.5.0.0/16", "Backend": {"Type": "host-gw"}}')
 UPLINK = Uplink("eth0", 2, 1500, IPv4Address("198.18.0.1"), IPv4Address("198.18.0.1"))
 
 
@@ -36,10 +42,9 @@ class Plain:
 
 
 def manager(backend: object) -> UplinkManager:
-    parsed = config.parse('{"Network": "10.5.0.0/16", "Backend": {"Type": "host-gw"}}')
     kernel = cast("HostKernel", object())  # the backend asks nothing of the host
     return UplinkManager(
-        kernel, parsed, InterfaceChoice(), lambda _config, _host: cast("Backend", backend), UPLINK, None
+        kernel, CONFIG, InterfaceChoice(), lambda _config, _host: cast("Backend", backend), UPLINK, None
     )
 
 
@@ -54,3 +59,32 @@ def test_lease_is_ours_by_its_public_ip_without_a_look_at_the_backend_for_each_l
     assert uplink_manager.is_self(OURS, OURS)
     assert not uplink_manager.is_self(THEIRS, OURS)
     assert backend.asked == before
+
+
+@pytest.mark.parametrize(
+    ("here", "neighbour", "gateway"),
+    [
+        (IPv4Address("198.18.0.1"), IPv4Address("198.18.0.2"), IPv4Address("198.18.0.254")),
+        (IPv6Address("fd77::1"), IPv6Address("fd77::2"), IPv6Address("fd77::fe")),
+    ],
+)
+def test_only_a_host_on_a_link_of_ours_is_directly_reachable(
+    here: IPAddress, neighbour: IPAddress, gateway: IPAddress
+) -> None:
+    kernel = Kernel("eth0", (here, 24 if here.version == 4 else 64))
+    behind = network_around(type(here)(0x0A090807), here.max_prefixlen)
+    kernel.add_route(Route(behind, "eth0", gateway), 3)
+    hosts: list[Host] = []
+
+    def build(_config: Config, host: Host) -> Backend:
+        hosts.append(host)
+        return cast("Backend", Plain())
+
+    uplinks = UplinkManager(kernel, CONFIG, InterfaceChoice(), build, UPLINK, None)
+    assert not uplinks.asks_routes
+    link_to = hosts[0].link_to
+    assert link_to(neighbour) == "eth0"
+    assert link_to(behind.network_address) is None
+    assert link_to(here) is None
+    assert link_to(type(here)(0x01020304)) is None
+    assert uplinks.asks_routes

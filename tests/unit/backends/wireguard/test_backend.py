@@ -190,6 +190,16 @@ def test_the_families_are_one_peer_in_mode_ipv4() -> None:
     assert leads(made(DUAL, Mode="ipv4"), peer(DUAL)) == desired
 
 
+@pytest.mark.parametrize("mode", ["ipv4", "ipv6", "auto"])
+def test_one_peer_for_both_families_has_the_key_of_the_ipv6_data_as_in_go(mode: str) -> None:
+    (known,) = (
+        each
+        for each in leads(made(DUAL, Mode=mode), peer(DUAL, backend_data=data(key=bytes(31) + b"\1")))
+        if isinstance(each, Peer)
+    )
+    assert known.public_key == THEIRS
+
+
 PUBLIC_V4, PUBLIC_V6 = IPv4Address("198.51.100.6"), IPv6Address("2001:db8::6")
 OURS_V6 = {"public_ipv6": IPv6Address("2001:db8::5")}
 

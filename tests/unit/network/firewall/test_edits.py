@@ -259,6 +259,14 @@ def test_a_v012_rule_without_the_others_stays() -> None:
     assert settled(OWN, found, known)[POSTROUTING] == (*V012[POSTROUTING][1:], *OWN[POSTROUTING])
 
 
+@pytest.mark.parametrize("chain", [POSTROUTING, FORWARDING])
+def test_v012_rules_in_another_order_are_an_operators(chain: Chain) -> None:
+    found = {chain: V012[chain][::-1]}
+    known = claim([NETS], NETS, masquerade=True, forward=True)
+    assert known.left(chain, found[chain]) == set()
+    assert settled(OWN, found, known)[chain] == (*found[chain], *OWN[chain])
+
+
 def test_v012_rules_count_only_in_the_chain_where_they_were_made() -> None:
     known = claim([NETS], NETS, masquerade=True, forward=True)
     assert known.left(POSTROUTING, V012[POSTROUTING]) == set(V012[POSTROUTING])

@@ -480,6 +480,32 @@ def test_a_create_whose_answer_was_lost_is_found_again_behind_a_stale_read(
     assert len(nodes(store)) == 1
 
 
+@over_http
+@pytest.mark.parametrize("because", ["another node has it", "the network has moved"])
+def test_a_create_whose_answer_was_lost_is_not_repeated_where_the_subnet_is_not_to_be_had(
+    store: Store, because: str
+) -> None:
+    relay = Relay(store.etcd.url)
+    relay.answers_to_lose = 1
+    config = NETWORK
+    with server(relay) as url:
+        manager = store.manager(url)
+        with pytest.raises(Retryable):
+            manager.acquire(config, node(1), NOTHING)
+        relay.answers_to_lose = 0
+        (lost,) = nodes(store)
+        store.keys.delete(lost["key"])
+        if because == "another node has it":
+            store.put(lost["key"].rpartition("/")[2], node(2))
+        else:
+            config = FOUR
+        lease = manager.acquire(config, node(1), NOTHING)
+        manager.close()
+    assert lease.subnet is not None
+    assert config.ranges[0].contains(lease.subnet)
+    assert not lost["key"].endswith(str(lease).replace("/", "-"))
+
+
 def nodes(store: Store) -> list[dict[str, Any]]:
     return store.keys.children(f"{store.prefix}/subnets")
 

@@ -203,6 +203,26 @@ def test_a_daemon_that_writes_its_lease_meanwhile_is_no_error(cluster: Cluster) 
     assert said[0] == f"kept {cluster.path(1)}"
 
 
+class Unanswered(NewClient):
+    """A client whose reads of single keys are not answered."""
+
+    def fetch(self, key: str, *, recursive: bool = False) -> Reply:
+        if recursive:
+            return super().fetch(key, recursive=True)
+        raise Retryable(f"no answer about {key}", "see that etcd runs")
+
+
+def test_key_that_could_not_be_read_is_not_taken_for_missing(cluster: Cluster) -> None:
+    cluster.etcd.put(cluster.path(1), value(1), ttl=5000)
+    said: list[str] = []
+    new = Unanswered(transport(cluster))
+    migration = Migration(OldClient(transport(cluster)), new, cluster.prefix, said.append, dry_run=False)
+    with pytest.raises(Retryable, match=f"no answer about {cluster.path(1)}"):
+        migration.run()
+    assert said == []
+    assert cluster.in_v3() == {}
+
+
 @pytest.mark.usefixtures("logging_as_before")
 def test_as_a_command_it_lists_its_work_and_ends(
     cluster: Cluster, capsys: pytest.CaptureFixture[str]

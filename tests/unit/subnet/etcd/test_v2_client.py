@@ -63,6 +63,22 @@ MISBEHAVIOUR: dict[str, tuple[Serve, str]] = {
 }
 
 
+@pytest.mark.parametrize(
+    ("answer", "is_contact"),
+    [
+        (http("200 OK", "{}", "X-Etcd-Index: 5"), True),
+        (http("404 Not Found", '{"errorCode": 100}', "X-Etcd-Index: 5"), True),
+        (http("200 OK", "{}"), False),
+        (http("500 Oops", '{"errorCode": 300}', "X-Etcd-Index: 5"), False),
+    ],
+)
+def test_only_an_answer_of_an_etcd_that_works_counts_as_contact(answer: bytes, is_contact: bool) -> None:
+    begun = threading.Event()
+    with server(answering(answer)) as url, contextlib.suppress(Retryable, NotFound):
+        V2Client(transport_to(url, timeouts=LASTING), begun.set).fetch("/key")
+    assert begun.is_set() is is_contact
+
+
 @each_of(MISBEHAVIOUR)
 def test_a_server_that_is_of_no_use_is_named_and_the_next_one_asked(
     etcd: LocalEtcd, serve: Serve, sentence: str

@@ -17,12 +17,13 @@ from flanneld.config import parse
 from flanneld.errors import Cancelled, Fatal, Retryable
 from flanneld.model import Added, Event, LeaseAttrs, Snapshot
 from flanneld.subnet.etcd.api_choice import open_etcd
-from flanneld.subnet.etcd.endpoints import EtcdOptions
-from flanneld.subnet.etcd.http import NoSuchApi
+from flanneld.subnet.etcd.endpoints import EtcdOptions, Servers
+from flanneld.subnet.etcd.http import NoSuchApi, ServerFailed
 from flanneld.subnet.etcd.keys import NotFound, Position, RelistNeeded
 from flanneld.subnet.etcd.transport import EtcdTimeouts
 from flanneld.subnet.etcd.v3.answers import AccessRefused, GatewayRefused
 from flanneld.subnet.etcd.v3.client import V3Client
+from flanneld.subnet.etcd.v3.grpc import Grpc
 from tests.etcd_clients import opened, transport_to
 from tests.lab.etcd_v3 import V3Keys
 from tests.lab.wait import wait_for
@@ -302,6 +303,15 @@ def test_a_watch_can_be_cut(etcd: LocalEtcd) -> None:
     assert [type(error) for error in ended()] == [Cancelled]
     with pytest.raises(Cancelled):
         watcher.read(at)
+
+
+def test_no_connection_is_opened_once_it_is_cancelled() -> None:
+    servers = Servers(EtcdOptions((f"http://127.0.0.1:{free_port()}",)))
+    carrier = Grpc(servers, PATIENT)
+    stream = carrier.stream()
+    stream.cancel()
+    with pytest.raises(ServerFailed, match="the connection was given up"):
+        stream.open(servers.current, {}, "")
 
 
 def in_thread(call: Callable[[], object]) -> Callable[[], list[BaseException]]:

@@ -80,7 +80,10 @@ def test_a_reason_becomes_an_event_where_that_is_allowed(cluster: Cluster) -> No
     for _ in range(3):
         manager.report("waiting for a lease: node n1 has no podCIDR yet")
     (event,) = cluster.control.events()
-    assert event["involvedObject"]["name"] == "n1"
+    # kubelet's events have the node's name as its uid, too: kubectl describe node looks for both.
+    node = {"apiVersion": "v1", "kind": "Node", "name": "n1", "uid": "n1"}
+    assert event["involvedObject"] == node
+    assert event["type"] == "Warning"
     assert event["message"] == "waiting for a lease: node n1 has no podCIDR yet"
 
 

@@ -1,0 +1,149 @@
+"""Changes of the host beneath the network: what they do to routes and record, on the model of a kernel."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from ipaddress import IPv4Address, IPv4Network
+from typing import Any
+
+import pytest
+
+from flanneld import config
+from flanneld.backends import vxlan
+from flanneld.backends.contract import Factory
+from flanneld.backends.host_gw import HostGw
+from flanneld.model import Cached, Lease, LeaseAttrs, Snapshot
+from flanneld.network.rtnetlink.monitor import InterfaceChanged, ResourceRemoved
+from flanneld.network.uplink_election import InterfaceChoice
+from flanneld.reconcile.controller import Controller
+from flanneld.reconcile.host.uplink_manager import UplinkManager, find_uplink
+from flanneld.reconcile.local_node import LocalNode
+from flanneld.reconcile.past.ownership import Device, device_of
+from flanneld.state.removal_guard import RemovalGuard
+from flanneld.state.resources import ForeignLink, Route, Vxlan
+from tests.unit.simulation.kernel import Kernel
+from tests.unit.simulation.kernel_tables import tables
+from tests.unit.simulation.node import BRIDGE, UPLINK, Inbox
+from tests.unit.simulation.world import World
+
+HERE, PEER = IPv4Address("172.16.0.1"), IPv4Address("172.16.0.2")
+OWN_SUBNET, PEER_SUBNET = IPv4Network("10.5.1.0/24"), IPv4Network("10.5.2.0/24")
+STALE = Vxlan("flannel.7", 7, 2, HERE, 8472, "02:00:00:00:00:07", 1450)
+LEASE = Lease(LeaseAttrs(PEER, backend_type="host-gw"), PEER_SUBNET)
+ROUTE = Route(PEER_SUBNET, UPLINK, PEER)
+
+
+class Node:
+    """A host with a bridge for its containers, and the daemon's controller on it."""
+
+    def __init__(self, world: World, make_backend: Factory = HostGw) -> None:
+        self._world = world
+        parsed = config.parse('{"Network": "10.5.0.0/16", "Backend": {"Type": "vxlan"}}')
+        self.kernel = kernel = Kernel(UPLINK, (HERE, 16))
+        kernel.add_route(Route(IPv4Network("0.0.0.0/0"), UPLINK, IPv4Address("172.16.0.254")), 3)
+        kernel.add_link(ForeignLink(BRIDGE, "bridge"))
+        kernel.add_address(BRIDGE, OWN_SUBNET.network_address + 1, 24)
+        uplink = find_uplink(kernel, parsed, InterfaceChoice())
+        manager = UplinkManager(kernel, parsed, InterfaceChoice(), make_backend, uplink, None)
+        kernel.add_link(STALE)
+        self.record: dict[str, Any] = {}
+        local = LocalNode(
+            kernel,
+            kernel.monitor,
+            manager,
+            Lease(manager.backend.attributes(), OWN_SUBNET),
+            lambda left: tuple(tables(kernel, left).values()),
+            devices=tuple(filter(None, [self.device(STALE.name)])),
+            record=self.record.update,
+        )
+        self.inbox = Inbox(lambda: None, world.now)
+        self.controller = Controller(
+            local,
+            RemovalGuard(),
+            stop=threading.Event(),
+            heartbeat=lambda *_: None,
+            on_move=lambda: None,
+            on_synced=lambda: None,
+            reread=lambda: None,
+            event_queue=self.inbox,
+        )
+        self.controller.prepare()
+
+    def step(self) -> None:
+        """Let some seconds pass, in which the controller does what is due."""
+        for _ in range(3):
+            self._world.time += 1.0
+            self.controller.step(self._world.time)
+
+    def device(self, name: str) -> Device | None:
+        seen = self.kernel.link(name)
+        return device_of(seen) if seen else None
+
+    def tell_of(self, name: str, address: IPv4Address | None = None) -> None:
+        """Notify the daemon of a change of an interface."""
+        self.kernel.monitor.tell(InterfaceChanged(self.kernel.indexes.get(name, 0), name, address=address))
+
+    def routes_to_peer(self) -> list[Route]:
+        return [held.route for held in self.kernel.at(PEER_SUBNET)]
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = World(1)
+    with world.running():
+        yield world
+
+
+@pytest.fixture
+def node(world: World) -> Node:
+    return Node(world)
+
+
+def test_bridge_of_our_own_containers_is_no_obstacle(node: Node) -> None:
+    host = node.controller.peers.safety.obstacles.host
+    assert (host.obstacles, host.detours) == (frozenset(), frozenset())
+
+
+def test_routes_of_cached_leases_stay_until_the_store_confirms_that_they_are_unsafe(node: Node) -> None:
+    node.inbox.put([Cached((LEASE,), "a file")])
+    node.step()
+    assert node.routes_to_peer() == [ROUTE]
+    node.kernel.add_address(UPLINK, PEER_SUBNET.network_address + 9, 32)
+    node.tell_of(UPLINK, PEER_SUBNET.network_address + 9)
+    node.step()
+    assert node.controller.peers.unsafe()
+    assert node.routes_to_peer() == [ROUTE]
+    node.inbox.put([Snapshot((LEASE,))])
+    node.step()
+    assert node.routes_to_peer() == []
+
+
+def test_device_that_another_program_removed_is_recorded_as_it_is_made_again(world: World) -> None:
+    node = Node(world, vxlan.build)
+    first = node.device("flannel.1")
+    assert first in node.record["devices"]
+    node.kernel.delete_link("flannel.1")
+    node.tell_of("flannel.1")
+    node.step()
+    assert node.device("flannel.1") not in (None, first)
+    assert node.record["devices"] == (node.device("flannel.1"), node.device(STALE.name))
+
+
+def test_device_of_an_earlier_run_leaves_the_record_once_it_is_swept(node: Node) -> None:
+    assert node.record["devices"] == (node.device(STALE.name),)
+    node.inbox.put([Snapshot((LEASE,))])
+    node.step()
+    assert node.device(STALE.name) is None
+    assert node.record["devices"] == ()
+
+
+def test_pass_that_touches_no_device_writes_no_record(node: Node) -> None:
+    node.inbox.put([Snapshot((LEASE,))])
+    node.step()
+    node.record.clear()
+    node.kernel.delete_route(ROUTE)
+    node.kernel.monitor.tell(ResourceRemoved(ROUTE.key))
+    node.step()
+    assert node.routes_to_peer() == [ROUTE]
+    assert node.record == {}
