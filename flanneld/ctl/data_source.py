@@ -19,6 +19,8 @@ from flanneld import options
 from flanneld.diagnostics import status_socket
 from flanneld.errors import Fatal, FlannelError
 from flanneld.options import Options
+from flanneld.runtime import clock
+from flanneld.runtime.logs import event_log
 from flanneld.subnet import subnet_file
 
 #: Seconds after which a silent daemon counts as not running.
@@ -128,6 +130,7 @@ def _of_the_store(wanted: Options, environ: Mapping[str, str]) -> dict[str, Any]
         "devices": sorted(outcome.domain.links),
         "local": [status.describe(wish, lacking) for wish in local],
         "peers": list(status.peers_of(outcome.view, lacking)),
+        "events": _history(wanted),
     }
 
 
@@ -140,7 +143,24 @@ def _of_the_host(wanted: Options) -> dict[str, Any]:
             "backend": None,
         },
         "lease": {"subnets": [str(net) for net in subnets]} if subnets else None,
+        "events": _history(wanted),
     }
+
+
+def _history(wanted: Options) -> list[dict[str, Any]]:
+    """Return the events that the daemon left in its file, for one that does not answer."""
+    return event_log.described(event_log.read(subnet_file.beside(Path(wanted.subnet_file), "events")))
+
+
+def last_words(document: Mapping[str, Any]) -> str:
+    """Return the last error of the daemon's last run, else the end of its log; empty if that is unknown."""
+    events = document.get("events") or ()
+    for each in reversed(events):
+        if each["severity"] in ("E", "F"):
+            return f"its last error, {clock.utc_text(each['time'])}: {each['text']}"
+        if each["source"] == "main" and each["text"].startswith("flanneld "):  # its first line
+            break
+    return f"its log ends {clock.utc_text(events[-1]['time'])}: {events[-1]['text']}" if events else ""
 
 
 def knows_peers(document: Mapping[str, Any]) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from flanneld.compat.glog import counted
-from flanneld.ctl.data_source import Source
+from flanneld.ctl.data_source import Source, last_words
 from flanneld.ctl.snapshot import Comparison
 from flanneld.ctl.text_tables import TextTable
 
@@ -30,7 +30,7 @@ def status(source: Source) -> list[TextTable]:
         TextTable(
             (),
             [
-                ("daemon", _daemon(document) if source.origin == "daemon" else "does not answer"),
+                ("daemon", _daemon(document) if source.origin == "daemon" else _silent_daemon(document)),
                 row("ready", "health", _ready),
                 row("conditions", "health", _conditions),
                 row("store", "store", _store),
@@ -138,6 +138,10 @@ def events(source: Source) -> list[TextTable]:
 
 def _daemon(document: Mapping[str, Any]) -> str:
     return f"flanneld {document['version']}, pid {document['pid']}, since {_when(document['started'])}"
+
+
+def _silent_daemon(document: Mapping[str, Any]) -> str:
+    return "; ".join(filter(None, ("does not answer", last_words(document))))
 
 
 def _ready(health: Mapping[str, Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
-from tests.faults.fault import BEHIND, NO_LEASE, Fault, kill, restart, start, stop
+from tests.faults.fault import BEHIND, NO_LEASE, Fault, kill, restart, start, start_in_vain_with, stop
 from tests.faults.world import DUAL, HOST_GW, UDP, World
 
 START = "systemctl start flanneld"
@@ -34,8 +34,14 @@ FAULTS = {
     "daemon stopped": Fault(
         "daemon", "the daemon is not running", (stop,), cuts=False, heal=(start,), advice=START
     ),
-    "daemon killed": Fault(
-        "daemon", "the daemon is not running", (kill,), cuts=False, heal=(start,), advice=START
+    "daemon killed": Fault("daemon", "its log ends ", (kill,), cuts=False, heal=(start,), advice=START),
+    "daemon that cannot start": Fault(
+        "daemon",
+        "its last error, ",
+        (stop, start_in_vain_with("--iface=absent0")),
+        cuts=False,
+        heal=(start,),
+        advice=START,
     ),
     "daemon hangs": Fault(
         "daemon",

@@ -74,11 +74,18 @@ def start(world: World) -> None:
     world.node.wait_ready()
 
 
-def start_in_vain(world: World) -> None:
-    """Start the daemon, and see it end because it cannot work."""
-    world.start(world.node)
-    wait_for(lambda: not world.node.running, 20, "the daemon to end")
-    assert world.node.daemon.status() == 1, world.node.log()
+def start_in_vain_with(*flags: str) -> Callable[[World], None]:
+    """Return the step that starts the daemon with more flags, and sees it end because it cannot work."""
+
+    def act(world: World) -> None:
+        world.start(world.node, *flags)
+        wait_for(lambda: not world.node.running, 20, "the daemon to end")
+        assert world.node.daemon.status() == 1, world.node.log()
+
+    return act
+
+
+start_in_vain = start_in_vain_with()
 
 
 def configured(**settings: object) -> Callable[[World], None]:

@@ -14,6 +14,7 @@ import pytest
 
 from flanneld.diagnostics.metrics import METRICS
 from flanneld.reconcile.counters import FOUND, TOLD
+from flanneld.runtime import clock
 from tests.lab import Lab, Node, own_command, wait_for
 from tests.netns.pair import DUAL_STACK
 
@@ -136,6 +137,31 @@ def test_the_socket_is_the_owners_alone_and_goes_with_the_daemon(lab: Lab) -> No
     wait_for(lambda: flannelctl(node, "status").returncode == 0, 20, "a daemon that answers")
     node.stop()
     assert not socket.exists()
+
+
+def test_daemon_that_was_killed_is_heard_from_its_events_file(lab: Lab) -> None:
+    node, _ = settled(lab)
+    before = answer(node, "events")["events"]
+    node.kill()
+    assert answer(node, "events")["events"] == before
+    end = f"its log ends {clock.utc_text(before[-1]['time'])}: {before[-1]['text']}"
+    assert f"does not answer; {end}" in flannelctl(node, "status").stdout
+    assert findings(node, lab.etcd.endpoint)["daemon"].endswith(end)
+
+    node.start("--iface=absent0")
+    assert node.daemon.wait(20).status == 1
+    error = answer(node, "events")["events"][-1]
+    assert error["severity"] == "F"
+    assert "absent0" in error["text"]
+    last = f"its last error, {clock.utc_text(error['time'])}: {error['text']}"
+    assert f"does not answer; {last}" in flannelctl(node, "status").stdout
+    assert findings(node)["daemon"].endswith(last)
+
+    node.start()
+    node.wait_ready()
+    node.kill()
+    assert "absent0" in flannelctl(node, "events").stdout
+    assert "its log ends" in flannelctl(node, "status").stdout  # that run had no error
 
 
 def test_a_daemon_that_waits_says_for_what(lab: Lab) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from ipaddress import ip_network
 
 from flanneld.compat.glog import counted
-from flanneld.ctl.data_source import SourcePart
+from flanneld.ctl.data_source import SourcePart, last_words
 from flanneld.ctl.facts import Facts
 from flanneld.ctl.findings import Advice, Finding, Severity, as_at_start, check
 from flanneld.diagnostics.host_checks import Topic
@@ -231,7 +231,7 @@ def daemon(facts: Facts) -> Iterator[Finding]:
     hangs = silent is not None and silent.hangs
     yield Finding(
         "the daemon hangs" if hangs else "the daemon is not running",
-        str(silent or ""),
+        "; ".join(filter(None, (str(silent or ""), last_words(facts.document)))),
         "existing routes stay; nothing is repaired or renewed until the daemon runs",
         Advice(
             "see the daemon's log, then: systemctl restart flanneld"

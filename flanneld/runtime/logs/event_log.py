@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import logging
 from collections import deque
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from flanneld.errors import cause_of
 from flanneld.runtime.files import atomic_file
@@ -27,6 +28,7 @@ _VERBOSE = logging.INFO - 1
 
 #: Seconds since the epoch, glog's severity letter, name of the source file, text.
 LoggedEvent = tuple[float, str, str, str]
+_NAMES = ("time", "severity", "source", "text")
 
 
 class Events(logging.Handler):
@@ -46,7 +48,7 @@ class Events(logging.Handler):
         """
         self.acquire()
         try:
-            self._ring = deque([*_read(path), *self._ring], maxlen=LIMIT)
+            self._ring = deque([*read(path), *self._ring], maxlen=LIMIT)
             self._path = path
             problem = self._write_all()
         finally:
@@ -58,7 +60,8 @@ class Events(logging.Handler):
         # The handler that writes the log reports a wrong format string.
         with suppress(TypeError, ValueError, KeyError):
             text = record.getMessage()[:LENGTH]
-            event = (record.created, record.levelname[0], record.module, text)
+            severity = "F" if record.levelno >= logging.CRITICAL else record.levelname[0]
+            event = (record.created, severity, record.module, text)
             self._ring.append(event)
             if self._file:
                 self._append(self._file, event)
@@ -109,13 +112,18 @@ def _line(event: LoggedEvent) -> bytes:
     return f"{json.dumps(event)}\n".encode()
 
 
-def _read(path: Path) -> list[LoggedEvent]:
-    """Return the events in a file; what is no event, as a line that was cut, is left out."""
+def described(events: Iterable[LoggedEvent]) -> list[dict[str, Any]]:
+    """Return events for JSON."""
+    return [dict(zip(_NAMES, event, strict=True)) for event in events]
+
+
+def read(path: Path) -> list[LoggedEvent]:
+    """Return the last ``LIMIT`` events in a file. What is no event, as a line that was cut, is left out."""
     try:
         lines = atomic_file.read(path, 2 * LONGEST_FILE).splitlines()
     except OSError:
         return []
-    return [event for line in lines if (event := _event(line))]
+    return [event for line in lines if (event := _event(line))][-LIMIT:]
 
 
 def _event(line: bytes) -> LoggedEvent | None:

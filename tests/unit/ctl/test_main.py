@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from flanneld.ctl.data_source import last_words
 from flanneld.ctl.main import COMMANDS, FINE, NO_DAEMON, PROBLEMS, USAGE, run
 from flanneld.diagnostics.status_socket import StatusSocket
 
@@ -141,3 +142,35 @@ def test_a_pipe_that_nobody_reads_is_no_error(where: list[str]) -> None:
         )
     assert done.stderr == ""
     assert done.returncode == PROBLEMS
+
+
+def event(severity: str, text: str, source: str = "main") -> dict[str, Any]:
+    return {"time": 0.0, "severity": severity, "source": source, "text": text}
+
+
+FIRST, LOST, ERROR = (
+    event("I", "flanneld 1.0 -v=0"),
+    event("W", "etcd is away"),
+    event("E", "no etcd", "startup"),
+)
+
+
+@pytest.mark.parametrize(
+    ("events", "said"),
+    [
+        ([], ""),
+        ([FIRST, LOST], "its log ends 1970-01-01T00:00:00Z: etcd is away"),
+        ([FIRST, ERROR, LOST], "its last error, 1970-01-01T00:00:00Z: no etcd"),
+        ([FIRST, event("F", "ended"), LOST], "its last error, 1970-01-01T00:00:00Z: ended"),
+        ([FIRST, ERROR, FIRST, LOST], "its log ends 1970-01-01T00:00:00Z: etcd is away"),
+        (
+            [ERROR, event("I", "flanneld is no start", "peers")],
+            "its last error, 1970-01-01T00:00:00Z: no etcd",
+        ),
+    ],
+)
+def test_last_words_are_the_last_error_of_the_last_run_or_the_end_of_its_log(
+    events: list[dict[str, Any]], said: str
+) -> None:
+    assert last_words({"events": events}) == said
+    assert last_words({}) == ""
