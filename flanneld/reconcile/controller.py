@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable
 from functools import partial
 
 from flanneld.backends.contract import encrypts
-from flanneld.errors import Retryable, cause_of
+from flanneld.errors import Fatal, Retryable, cause_of
 from flanneld.model import Cached, Event
 from flanneld.network.rtnetlink.domain import Domain
 from flanneld.reconcile import encryption_watch
@@ -24,7 +24,7 @@ from flanneld.reconcile.host.kernel_news import KernelNews
 from flanneld.reconcile.local_node import LocalNode
 from flanneld.reconcile.node_tables import NodeTables
 from flanneld.reconcile.past.left_behind import LeftBehind
-from flanneld.reconcile.past.sweep import Sweep
+from flanneld.reconcile.past.sweep import Sweep, tell_of_removals
 from flanneld.reconcile.peers import Peers
 from flanneld.reconcile.permits import LeasePermits
 from flanneld.reconcile.preconditions import (
@@ -79,6 +79,8 @@ class Controller:
         node.kernel.domain = _first_domain(node)
         self._on_synced = on_synced
         self._was_bulk = False
+        #: True once this node cannot get the devices of its backend.
+        self._has_failed = False
         self._reread = reread
         permits = LeasePermits(self.peers, removal_guard, lambda: self.tables.is_complete(), self._leaks)
         self.tables = NodeTables(
@@ -110,12 +112,35 @@ class Controller:
     # ---- before the first peer ---------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Create the objects that this node needs without peers. Raises ``Fatal`` if the kernel refuses."""
+        """Create the objects that this node needs without peers. Raises ``Fatal`` if the kernel refuses.
+
+        With a backend that encrypts nothing leaves unencrypted then: the guards are made before its devices.
+        """
         now = clock.now()
         backend = self.uplink_manager.backend
         self._host.wish_for_ourselves()
         if not self.tables.states():
             self.tables.make(self._node.kernel_tables(self._left_behind.stale_links), backend)
+        if not encrypts(backend):
+            self._prepare(now)
+            return
+        self._shut(now)
+        try:
+            self._prepare(now)
+        except Fatal:
+            # A former backend that should serve until all peers are known would serve for good.
+            self._has_failed = True
+            self._shut(now)
+            raise
+
+    def _shut(self, now: float) -> None:
+        report = self.tables.shut(now)
+        for resource in report.made:
+            log.info("Made %s", resource)
+        tell_of_removals(report.removed)
+
+    def _prepare(self, now: float) -> None:
+        backend = self.uplink_manager.backend
         try:
             spare_links_of_others(self._node.kernel, self._host.links())
             self._host.look_at_networks(now)
@@ -136,7 +161,8 @@ class Controller:
     def _leaks(self, resource: Resource) -> bool:
         """Return True if packets leave unencrypted by this route though the backend encrypts."""
         backend, own = self.uplink_manager.backend, self._node.lease
-        return encryption_watch.leaks(resource, backend, own, self.domain.links, synced=self.peers.synced)
+        synced = self.peers.synced or self._has_failed
+        return encryption_watch.leaks(resource, backend, own, self.domain.links, synced=synced)
 
     # ---- the loop ----------------------------------------------------------------------------
 

@@ -11,11 +11,12 @@ from flanneld.backends.contract import Backend, ExitPolicy, HasTables, exit_poli
 from flanneld.reconcile.contest_backoff import ContestBackoff
 from flanneld.reconcile.counters import Work
 from flanneld.reconcile.peers import Peers
+from flanneld.reconcile.preconditions import demand_all
 from flanneld.reconcile.reconciler import Permits, Reconciler, TableState
 from flanneld.reconcile.table_worker import Knowledge, Workers
 from flanneld.state.diff import Delta
 from flanneld.state.report import Failure, Report
-from flanneld.state.resources import ROUTES, Key, State
+from flanneld.state.resources import LINKS, ROUTES, Blackhole, Key, State
 from flanneld.state.sessions import Bypass, FindsBypasses, HasSessions, Session
 from flanneld.state.table import Table
 
@@ -52,6 +53,7 @@ class NodeTables:
         self._with_sessions: tuple[HasSessions, ...] = ()
         self._with_bypasses: tuple[FindsBypasses, ...] = ()
         self._converged: set[str] = set()
+        self._routes: list[Table] = []
         self.reconciler = self._over(())
         #: Workers with threads of their own, for tables that block.
         self.workers = self._beside(())
@@ -66,6 +68,7 @@ class NodeTables:
         kernels = [each for each in kernels if each.name not in names]
         if exit_policy(backend) is ExitPolicy.REMOVE:
             self._removed_at_exit = frozenset(each.name for each in others)
+        self._routes = [self._recording(each) for each in kernels if each.name == ROUTES]
         self._with_sessions = tuple(each for each in others if isinstance(each, HasSessions))
         self._with_bypasses = tuple(each for each in others if isinstance(each, FindsBypasses))
         self.reconciler = self._over(_in_order(kernels, [each for each in others if each.worker == _WORKER]))
@@ -132,6 +135,22 @@ class NodeTables:
         return not any(state.failed or state.problem for state in self.reconciler.states())
 
     # ---- changes -------------------------------------------------------------------------------
+
+    def shut(self, now: float) -> Report:
+        """Make the guards, and remove routes by which packets leave unencrypted, without waiting for devices.
+
+        A device may be refused, and then the routes of a former backend must not go on. Raises ``Fatal`` or
+        ``Retryable`` if the kernel refuses.
+        """
+        desired = self._peers.desired.table(ROUTES)
+        guards = {key: each for key, each in desired.items() if isinstance(each, Blackhole)}
+        routes = Reconciler(
+            self._routes, {ROUTES: guards}, self._stop.is_set, permits=self._permits, converged={LINKS}
+        )
+        routes.adopt = True
+        report = routes.converge(now)
+        demand_all(routes.states())
+        return report
 
     def converge(self, now: float) -> Report:
         """Relist and repair the kernel's tables now; hand the whole desired state to other workers."""

@@ -1,7 +1,8 @@
 """Guards of the encrypting backends: at no transition does a packet leave in the clear.
 
 Each variant of the daemon goes through all transitions once, while a container sends to one of a peer. The
-variants that lack a guard show that the capture sees packets in the clear, and what each guard is for.
+variants that lack a guard show that the capture sees packets in the clear, and what each guard is for. In the
+last test a node cannot start its encrypting backend.
 """
 
 from __future__ import annotations
@@ -19,11 +20,10 @@ import pytest
 from tests.lab import Lab, Node, own_command, wait_for
 from tests.lab.lab import NETWORK
 from tests.netns.charons import IPSEC, charon_of, with_own_run
-from tests.netns.pair import connect
+from tests.netns.pair import DUAL_STACK, connect
 from tests.netns.traffic import Stream
 from tests.netns.wire import Wire, wire
-
-pytestmark = [pytest.mark.needs_kernel("esp"), pytest.mark.needs_kernel("wireguard")]
+from tests.vm.machine import lacks
 
 WIREGUARD = {"Type": "wireguard", "PSK": "ZmxhbmVsZCBwcmUtc2hhcmVkIGtleSBmb3IgdGVzdHM="}
 CONFIGS: dict[str, Mapping[str, Any]] = {"wireguard": WIREGUARD, "ipsec": IPSEC}
@@ -132,7 +132,7 @@ class History:
             for transition, act in self._transitions():
                 before = capture.readable
                 with act():
-                    self._wait_for_packets(capture)
+                    wait_for_packets(node, capture)
                 self.readable[transition] = capture.readable - before
 
     def _transitions(self) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -157,16 +157,6 @@ class History:
         if self._variant.backend != "ipsec":
             del act["loss of charon"]
         yield from act.items()
-
-    def _wait_for_packets(self, capture: Wire) -> None:
-        goal = self._sent() + ENOUGH
-        wait_for(lambda: self._sent() >= goal, what="packets of the container")
-        capture.drain()
-
-    def _sent(self) -> int:
-        (link,) = self.node.container().namespace.json("ip", "-j", "-s", "link", "show", "eth0")
-        count: int = link["stats64"]["tx"]["packets"]
-        return count
 
     # ---- transitions -----------------------------------------------------------------------------
 
@@ -256,12 +246,16 @@ def histories() -> Callable[[Variant], dict[str, int]]:
 Histories = Callable[[Variant], dict[str, int]]
 
 
+@pytest.mark.needs_kernel("esp")
+@pytest.mark.needs_kernel("wireguard")
 @pytest.mark.parametrize("variant", WHOLE, ids=str)
 def test_nothing_leaves_in_the_clear_at_any_transition(histories: Histories, variant: Variant) -> None:
     assert not any(histories(variant).values()), histories(variant)
 
 
 @pytest.mark.long
+@pytest.mark.needs_kernel("esp")
+@pytest.mark.needs_kernel("wireguard")
 @pytest.mark.parametrize("transition", TRANSITIONS)
 @pytest.mark.parametrize("variant", INCOMPLETE, ids=str)
 def test_without_a_guard_it_would_unless_there_is_another(
@@ -271,3 +265,95 @@ def test_without_a_guard_it_would_unless_there_is_another(
     readable = histories(variant).get(transition, 0)
     has_other = other_guard(variant, transition) or transition not in histories(variant)
     assert bool(readable) == (not has_other)
+
+
+# ---- an encrypting backend that cannot start -------------------------------------------------------
+
+
+def start(node: Node, *, without: str = "") -> None:
+    """Start the daemon, in a mount namespace in which the directory ``without`` is empty."""
+    command = own_command()
+    if without:
+        command = ["sh", "-c", f'mount -t tmpfs tmpfs {without} && exec "$0" "$@"', *command]
+    key = {"WIREGUARD_KEY_FILE": str(node.directory / "wgkey")}
+    node.start(command=with_own_run(node, *command), environment=key)
+
+
+def fail_for_kernel(node: Node) -> None:
+    if not lacks("wireguard"):
+        pytest.skip("this kernel has WireGuard")
+    start(node)
+    assert node.daemon.wait(20).status == 1
+
+
+def fail_for_charon(node: Node) -> None:
+    """Start the daemon without charon. On a kernel without dummy devices it ends, on any other it waits."""
+    start(node, without="/usr/lib/ipsec")
+    wait_for(lambda: not node.running or "Waiting for the kernel" in node.log(), 20, "the daemon to fail")
+    if node.running:
+        node.stop()
+
+
+def guards(node: Node) -> list[str]:
+    """Return the destinations of the guards of both families."""
+    rows = [
+        row
+        for family in (4, 6)
+        for row in node.namespace.json("ip", "-j", f"-{family}", "route", "show", "type", "unreachable")
+    ]
+    return [row["dst"] for row in rows if row["dst"] != "default"]
+
+
+VXLAN, HOST_GW, UDP = ({"Type": name} for name in ("vxlan", "host-gw", "udp"))
+PHASE_2 = {**WIREGUARD, "Also": VXLAN}
+
+
+@pytest.mark.parametrize(
+    ("former", "backend", "fail", "stacks"),
+    [
+        pytest.param(VXLAN, WIREGUARD, fail_for_kernel, {}, id="vxlan"),
+        pytest.param(VXLAN, WIREGUARD, fail_for_kernel, DUAL_STACK, id="vxlan, dual stack"),
+        pytest.param(HOST_GW, WIREGUARD, fail_for_kernel, DUAL_STACK, id="host-gw, dual stack"),
+        pytest.param(UDP, WIREGUARD, fail_for_kernel, {}, id="udp"),
+        pytest.param(VXLAN, PHASE_2, fail_for_kernel, DUAL_STACK, id="Also, dual stack"),
+        pytest.param(VXLAN, IPSEC, fail_for_charon, {}, id="ipsec without charon"),
+        pytest.param(UDP, IPSEC, fail_for_charon, {}, id="udp, ipsec without charon"),
+    ],
+)
+def test_encrypting_backend_that_cannot_start_leaves_nothing_in_the_clear(
+    lab: Lab,
+    former: Mapping[str, Any],
+    backend: Mapping[str, Any],
+    fail: Callable[[Node], None],
+    stacks: Mapping[str, Any],
+) -> None:
+    node, peer = lab.cluster(former, **stacks)
+    connect(node, peer)
+    node.stop()
+    lab.etcd.put_config({"Network": NETWORK, "Backend": backend, **stacks})
+    fail(node)
+    assert guards(node) == [NETWORK, DUAL_STACK["IPv6Network"]][: len(node.container().addresses)]
+    with wire(lab, node, peer) as capture:
+        for target in peer.container().addresses.values():
+            with Stream(node.container().namespace, target, lab.directory / "stream.log", 0.01):
+                wait_for_packets(node, capture)
+        assert capture.readable == 0
+
+    lab.etcd.put_config({"Network": NETWORK, "Backend": former, **stacks})
+    start(node)
+    node.wait_for_log("In sync with")
+    connect(node, peer)
+    assert guards(node) == []
+
+
+def wait_for_packets(node: Node, capture: Wire) -> None:
+    """Wait until the node's container has sent some more packets."""
+    goal = sent(node) + ENOUGH
+    wait_for(lambda: sent(node) >= goal, what="packets of the container")
+    capture.drain()
+
+
+def sent(node: Node) -> int:
+    (link,) = node.container().namespace.json("ip", "-j", "-s", "link", "show", "eth0")
+    count: int = link["stats64"]["tx"]["packets"]
+    return count

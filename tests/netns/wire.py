@@ -26,8 +26,9 @@ class Wire:
     """
 
     def __init__(self, lab: Lab, node: Node, peer: Node) -> None:
-        ours, theirs = (ip_address(each.container().address).packed for each in (node, peer))
-        self._marks = (ours + theirs, theirs + ours)
+        pairs = zip(*(each.container().addresses.values() for each in (node, peer)), strict=True)
+        packed = [(ip_address(ours).packed, ip_address(theirs).packed) for ours, theirs in pairs]
+        self._marks = tuple(mark for one, other in packed for mark in (one + other, other + one))
         with lab.switch.entered():
             # A socket made with a protocol gets the packets of all devices until it is bound.
             self._socket = socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, 0)

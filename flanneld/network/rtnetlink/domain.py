@@ -66,10 +66,14 @@ class Domain(Struct, frozen=True, gc=False):
         return any(address in network for network, _ in self.ranges)
 
     def _is_peer_route(self, route: Route) -> bool:
-        """A tunnel device of flannel needs no gateway; elsewhere a route without one is a link's."""
-        leads_on = route.gateway is not None or route.device.startswith(_DEVICES_OF_FLANNEL)
-        return leads_on and any(
-            route.destination.prefixlen == length and _within(route.destination, [network])
+        """Return True for a route to a node's subnet, or by a device of flannel to a whole network, as udp's.
+
+        A tunnel device of flannel needs no gateway; elsewhere a route without one is a link's.
+        """
+        is_flannels = route.device.startswith(_DEVICES_OF_FLANNEL)
+        return (route.gateway is not None or is_flannels) and any(
+            (route.destination.prefixlen == length and _within(route.destination, [network]))
+            or (is_flannels and route.destination == network)
             for network, length in self.ranges
         )
 

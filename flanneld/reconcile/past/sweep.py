@@ -64,7 +64,7 @@ class Sweep:
             )
             with suppress(OSError):
                 self._left_behind.report_unclaimed()
-        _tell(report.removed)
+        tell_of_removals(report.removed)
         if any(state.problem for state in self._tables.reconciler.states()):
             self.due = now + RETRY
             return False
@@ -76,7 +76,8 @@ class Sweep:
         return True
 
 
-def _tell(removed: Sequence[Resource]) -> None:
+def tell_of_removals(removed: Sequence[Resource]) -> None:
+    """Log the removal of objects that an earlier run left."""
     for resource in removed[:_FEW]:
         log.info("Removed, left by an earlier run: %s", resource)
     if len(removed) > _FEW:

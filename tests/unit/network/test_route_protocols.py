@@ -74,3 +74,18 @@ DOMAIN = Domain(
 def test_a_stale_route_is_known_by_its_device(device: str, protocol: int, *, is_ours: bool) -> None:
     route = Route(ip_network("10.5.7.0/24"), device, ip_address("10.5.7.0"))
     assert DOMAIN.owns_route(SeenRoute(route, protocol), adopt=True) is is_ours
+
+
+@pytest.mark.parametrize(
+    ("destination", "device", "is_ours"),
+    [
+        ("10.0.0.0/8", "flannel0", True),  # udp's
+        ("10.0.0.0/9", "flannel0", False),
+        ("10.0.0.0/8", "eth0", False),
+    ],
+)
+def test_route_to_whole_network_is_stale_on_a_device_of_flannel_only(
+    destination: str, device: str, *, is_ours: bool
+) -> None:
+    route = Route(ip_network(destination), device, ip_address("192.0.2.1") if device == "eth0" else None)
+    assert DOMAIN.owns_route(SeenRoute(route, PROTO_BOOT), adopt=True) is is_ours
