@@ -17,7 +17,7 @@ COPY dist/image/constraints.txt dist/image/
 COPY pyproject.toml README.md LICENSE ./
 COPY flanneld/ flanneld/
 RUN python3 -m venv --without-pip /opt/flanneld \
-    && pip --python /opt/flanneld/bin/python install '.[kubernetes,metrics,nftables]'
+    && pip --python /opt/flanneld/bin/python install '.[iptables-legacy,kubernetes,metrics,nftables]'
 COPY dist/ dist/
 RUN install -D -t /out/opt/bin dist/mk-docker-opts.sh dist/image/install-conf \
     && ln -s /opt/flanneld/bin/flanneld /out/opt/bin/flanneld \

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import sys
 
 #: Remedy for leases of nodes that seem to be gone. No advice deletes a lease: a silent node may still run.
 LEASES_END = "a lease that no node renews ends by itself"
@@ -55,6 +56,16 @@ class Refused(FlannelError):
 def cause_of(error: Exception) -> str:
     """Return the text of an error without Python's prefix ``[Errno 24]``."""
     return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
+
+
+def install_command(extra: str, debian: str = "") -> str:
+    """Return the command that installs an optional package where this interpreter finds it.
+
+    ``extra`` is one of ours. Debian's own interpreter takes the package ``debian``, if there is one.
+    """
+    if debian and sys.prefix == sys.base_prefix:
+        return f"apt-get install {debian}"
+    return f"{sys.executable} -m pip install 'flanneld[{extra}]'"
 
 
 def lacking(error: BaseException) -> Fatal | None:

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 from flanneld import __version__
+from tests.lab.credentials import write_kubeconfig
 from tests.lab.daemon import ROOT
 from tests.lab.namespace import run
 
 pytestmark = pytest.mark.long
 
 #: Debian's packages that ours needs.
-NEEDED = "iptables,libnftables1,python3,python3-yaml,systemd"
+NEEDED = "iptables,libnftables1,python3,systemd"
 #: Files that dpkg writes about any package, and the user database: a system user stays after a purge.
 BOOKKEEPING = (
     "var/lib/dpkg",
@@ -40,14 +41,15 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def debian(tmp_path: Path) -> Iterator[Path]:
-    """The file system of a minimal Debian with what the package depends on."""
+def debian(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """The file system of a minimal Debian with the packages that ours needs, and the parameter's."""
     root = tmp_path / "debian"
     suite = run("sh", "-c", ". /etc/os-release; echo $VERSION_CODENAME").stdout.strip()
+    packages = ",".join([NEEDED, *getattr(request, "param", ())])
     run(
         "mmdebstrap",
         "--variant=minbase",
-        f"--include={NEEDED}",
+        f"--include={packages}",
         "--quiet",
         suite,
         str(root),
@@ -57,9 +59,10 @@ def debian(tmp_path: Path) -> Iterator[Path]:
     shutil.rmtree(root)
 
 
-def inside(root: Path, *command: str) -> str:
+def inside(root: Path, *command: str, check: bool = True) -> str:
     """Run a command on that Debian, without network; return what it says."""
-    done = run("unshare", "--net", "--mount-proc", "--fork", "--pid", f"--root={root}", *command, timeout=300)
+    isolated = ("unshare", "--net", "--mount-proc", "--fork", "--pid", f"--root={root}")
+    done = run(*isolated, *command, check=check, timeout=300)
     return done.stdout + done.stderr
 
 
@@ -103,6 +106,32 @@ def test_package_is_installed_upgraded_and_purged(package: Path, debian: Path, t
     inside(debian, "dpkg", "--purge", "flanneld")
     assert files(debian) - before == set()
     assert "flannel:" in (debian / "etc/passwd").read_text()
+
+
+def daemon_in_kubernetes(root: Path) -> str:
+    """Run the daemon for ten seconds; return what it says of an API server at a port where nobody listens."""
+    write_kubeconfig(root / "etc/kubeconfig", "http://127.0.0.1:1", "secret")
+    (root / "etc/net-conf.json").write_text('{"Network": "10.5.0.0/16"}')
+    files = ("-kubeconfig-file=/etc/kubeconfig", "-net-config-path=/etc/net-conf.json")
+    command = ("timeout", "10", "env", "NODE_NAME=n1", "flanneld", "-kube-subnet-mgr", *files)
+    return inside(root, *command, check=False)
+
+
+def test_missing_client_of_kubernetes_is_named_with_its_package(package: Path, debian: Path) -> None:
+    install(debian, package)
+    said = daemon_in_kubernetes(debian)
+    assert "needs the Python package kubernetes" in said
+    assert "apt-get install python3-kubernetes" in said
+    program = "import sys; sys.path.insert(0, '/usr/lib/flanneld'); import iptc, nftables"
+    inside(debian, "/usr/bin/python3", "-c", program)
+
+
+@pytest.mark.parametrize("debian", [("python3-kubernetes",)], indirect=True)
+def test_debians_client_of_kubernetes_serves(package: Path, debian: Path) -> None:
+    install(debian, package)
+    said = daemon_in_kubernetes(debian)
+    assert "this host reaches it" in said
+    assert "Warning" not in said
 
 
 def test_lintian_finds_no_error(package: Path) -> None:

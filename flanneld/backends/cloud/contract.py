@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from msgspec import Struct, field
 
-from flanneld.errors import Fatal, Retryable
+from flanneld.errors import Fatal, Retryable, install_command
 
 
 class ErrorKind(Enum):
@@ -200,6 +200,4 @@ def check_scope(table: str, scope: str, place: CloudNode, option: str) -> None:
 
 def missing_extra(cloud: str, package: str) -> Fatal:
     """Return the error for a cloud whose SDK is not installed."""
-    return Fatal(
-        f"the backend for {cloud} needs the package {package}", f"install it: pip install 'flanneld[{cloud}]'"
-    )
+    return Fatal(f"the backend for {cloud} needs the package {package}", install_command(cloud))

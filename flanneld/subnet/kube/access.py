@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from msgspec import Struct
 
 from flanneld.compat.glog import OneTimeWarnings
-from flanneld.errors import Fatal, Retryable
+from flanneld.errors import Fatal, Retryable, install_command
 from flanneld.runtime.imports import defer
 from flanneld.runtime.sockets.connection_pools import Pool, TlsPool
 from flanneld.runtime.sockets.interruptible_socket import InterruptibleSocket
@@ -35,7 +35,7 @@ try:
 except ModuleNotFoundError as missing:
     raise Fatal(
         f"-kube-subnet-mgr needs the Python package kubernetes ({missing})",
-        "pip install 'flanneld[kubernetes]'",
+        install_command("kubernetes", "python3-kubernetes"),
     ) from None
 
 

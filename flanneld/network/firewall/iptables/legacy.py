@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from flanneld.errors import Retryable
+from flanneld.errors import Retryable, install_command
 from flanneld.network.firewall.command import IptablesRunner
 from flanneld.network.firewall.driver import Rejected, Unavailable
 from flanneld.network.firewall.edits import Edit
@@ -27,7 +27,7 @@ from flanneld.runtime import waits
 
 LOCK = "/run/xtables.lock"
 _LOCK_POLL = 0.02
-_INSTALL = "pip install 'flanneld[iptables-legacy]', with Debian's libip4tc2 and libxtables12"
+_INSTALL = f"{install_command('iptables-legacy')}, and apt-get install libip4tc2 libxtables12"
 
 
 class PythonIptables(Restore):

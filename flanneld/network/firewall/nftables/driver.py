@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from flanneld.errors import install_command
 from flanneld.model import Family
 from flanneld.network.firewall.driver import Rejected, Unavailable
 from flanneld.network.firewall.edits import Edit
@@ -80,7 +81,7 @@ def _load() -> Any:
     except ImportError as error:
         raise Unavailable(
             "the Python module nftables is not installed",
-            "pip install 'flanneld[nftables]', or Debian's python3-nftables",
+            install_command("nftables", "python3-nftables"),
         ) from error
     library = nftables.Nftables(_LIBRARY)
     library.set_json_output(True)

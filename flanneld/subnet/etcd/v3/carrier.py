@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import Protocol, TypeVar
 
-from flanneld.errors import Fatal, Retryable
+from flanneld.errors import Fatal, Retryable, install_command
 from flanneld.subnet.etcd.endpoints import Server
 from flanneld.subnet.etcd.http import NoSuchApi
 from flanneld.subnet.etcd.transport import Transport
@@ -21,7 +21,7 @@ T = TypeVar("T")
 #: Function that calls one server, given the gateway's path, the body, and a token or "". Raises ``Useless``.
 CallServer = Callable[[str, Mapping[str, object], str], GatewayMessage]
 
-_EXTRA = "pip install 'flanneld[grpc]'"
+_INSTALL = install_command("grpc", "python3-grpcio")
 
 
 class Stream(Protocol):
@@ -74,7 +74,7 @@ def open_carrier(transport: Transport) -> Carrier:
     wanted = transport.servers.options.transport
     if wanted == "grpc":
         if not _has_grpc():
-            raise Fatal("-etcd-transport=grpc needs grpcio, which is not installed", _EXTRA)
+            raise Fatal("-etcd-transport=grpc needs grpcio, which is not installed", _INSTALL)
         return _grpc(transport)
     gateway = Gateway(transport)
     return gateway if wanted == "json" else JsonFirst(gateway, transport)
@@ -115,7 +115,7 @@ class JsonFirst:
 
     def _ask_instead(self, attempt: Callable[[Server, CallServer], T], refusal: Retryable) -> T:
         if not _has_grpc():
-            remedy = f"{refusal.remedy}; or {_EXTRA}, which etcd may take"
+            remedy = f"{refusal.remedy}; or {_INSTALL}, which etcd may take"
             raise type(refusal)(refusal.problem, remedy) from None
         carrier = self._open_grpc()
         try:

@@ -155,14 +155,14 @@ def test_fallback_to_missing_grpcio_names_its_package(
     with pytest.raises(GatewayRefused) as caught:
         client(guarded.url, transport="auto", **certificates).fetch("/net/config")
     assert "common name" in caught.value.problem
-    assert "pip install 'flanneld[grpc]'" in caught.value.remedy
+    assert "-m pip install 'flanneld[grpc]'" in caught.value.remedy
 
 
 @pytest.mark.usefixtures("no_grpc")
 def test_transport_grpc_without_grpcio_names_its_package() -> None:
     with pytest.raises(Fatal) as caught:
         client("http://127.0.0.1:1")
-    assert "pip install 'flanneld[grpc]'" in caught.value.remedy
+    assert "-m pip install 'flanneld[grpc]'" in caught.value.remedy
 
 
 def test_a_gateway_that_is_switched_off_is_done_without() -> None:
