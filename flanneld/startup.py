@@ -21,6 +21,7 @@ from flanneld.config import Config
 from flanneld.errors import Retryable
 from flanneld.model import Lease, LeaseAttrs, LeaseKey, Uplink
 from flanneld.network import ipsec_traces
+from flanneld.network.obstacles import single
 from flanneld.network.rtnetlink.kernel import Kernel
 from flanneld.network.rtnetlink.monitor import Monitor
 from flanneld.network.rtnetlink.tables import tables
@@ -31,6 +32,7 @@ from flanneld.reconcile.host.uplink_manager import UplinkManager, find_uplink
 from flanneld.reconcile.local_node import LocalNode
 from flanneld.reconcile.member import Loops, Member
 from flanneld.reconcile.past.last_run import LastRun, machine_of
+from flanneld.reconcile.past.store_trial import StoreTrial
 from flanneld.runtime import clock
 from flanneld.runtime.step_loop import MakeLoop, StepLoop
 from flanneld.runtime.supervisor import Supervisor
@@ -49,6 +51,12 @@ Acquire = Callable[[Config, LeaseAttrs, LeaseKey, LocalFacts], Lease]
 
 #: Raises ``Retryable`` while another network of this daemon holds a resource that the backend needs.
 Admit = Callable[[Config, Backend], None]
+
+
+class Reach(Protocol):
+    """Attempt to ask the store, on another way if there is no answer."""
+
+    def __call__(self, attempt: Callable[[], Result]) -> Result: ...
 
 
 class Waiting(Protocol):
@@ -83,6 +91,7 @@ class Loaded(Struct, frozen=True, gc=False):
     config: Config
     make_backend: Factory
     services: HostServices
+    reach: Reach
 
 
 class Elected(Struct, frozen=True, gc=False):
@@ -108,7 +117,8 @@ def load(
     """Read the record of the last run and the network config. ``services`` are the backends' services."""
     path = Path(options.subnet_file)
     previous, last_run = subnet_file.read(path), LastRun(path, is_dry_run=is_dry_run)
-    config = waiting.ask("the network config", manager.network_config)
+    reach: Reach = _ask_once if is_dry_run else StoreTrial(manager, previous, last_run).ask
+    config = waiting.ask("the network config", partial(reach, manager.network_config))
     for warning in config.warnings:
         log.warning("%s", warning)
     make_backend = registry.factory_for(config)
@@ -119,13 +129,13 @@ def load(
         listen_port=options.wireguard_port,
         cpu_checksums=options.disable_tx_checksum_offload,
     )
-    return Loaded(options, manager, previous, last_run, config, make_backend, services)
+    return Loaded(options, manager, previous, last_run, config, make_backend, services, reach)
 
 
 def elect(loaded: Loaded, waiting: Waiting) -> Elected:
     """Choose the uplink. Wait for it at most ``-iface-wait`` seconds."""
     kernel, monitor = waiting.patiently("the kernel", _open_kernel)
-    choice = waiting.ask("our node", partial(_choice, loaded.options, loaded.manager))
+    choice = waiting.ask("our node", partial(loaded.reach, partial(_choice, loaded.options, loaded.manager)))
     deadline = clock.now() + loaded.options.iface_wait
     elected = partial(_elected, kernel, loaded.config, choice, deadline)
     uplink = waiting.patiently("an external interface", elected)
@@ -146,7 +156,9 @@ def join(
     kernel, uplink = elected.kernel, elected.uplink
     machine = machine_of(kernel, uplink)
     written = last_run.claim(machine, manager.name, previous.subnets)
-    stored = waiting.ask("the leases", lambda: manager.stored(uplink.public(config.families[0])))
+    stored = waiting.ask(
+        "the leases", partial(loaded.reach, lambda: manager.stored(uplink.public(config.families[0])))
+    )
     if stored is None and written is not None:
         stored = written.attrs
     uplink_manager = waiting.patiently(
@@ -164,9 +176,12 @@ def join(
     )
     _warn_of_unread_keys(config)
     waiting.patiently("the other networks", lambda: admit(config, uplink_manager.backend))
-    local = LocalFacts(written, connected_networks(kernel, config.families), uplink_manager.is_self)
+    avoided = (*connected_networks(kernel, config.families), *map(single, sorted(manager.addresses, key=int)))
+    local = LocalFacts(written, avoided, uplink_manager.is_self)
     attributes = uplink_manager.backend.attributes()
-    lease = waiting.ask("a lease", lambda: acquire(config, attributes, previous.subnets, local))
+    lease = waiting.ask(
+        "a lease", partial(loaded.reach, lambda: acquire(config, attributes, previous.subnets, local))
+    )
     last_run.joined(machine, manager.name, lease)
     return Member(
         options, manager, config, previous, last_run, kernel, elected.monitor, uplink_manager, lease
@@ -190,6 +205,9 @@ def desired(member: Member) -> LocalNode:
         adopts=last_run.adopts,
         adopted=last_run.adopted,
         record=last_run.record,
+        store=member.manager,
+        store_addresses=last_run.store_addresses,
+        store_tried=last_run.store_tried,
     )
 
 
@@ -222,6 +240,10 @@ def run(
 
 
 # ---- their attempts -----------------------------------------------------------------------------
+
+
+def _ask_once(attempt: Callable[[], Result]) -> Result:
+    return attempt()
 
 
 def _open_kernel() -> tuple[Kernel, Monitor]:

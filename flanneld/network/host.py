@@ -68,6 +68,16 @@ class HostView:
             log.log(V(4), "No route to %s: %s", target, failure)
             return None
 
+    def matching_route(self, target: IPAddress) -> route_lookup.SeenHostRoute | None:
+        """Return the unicast route that a packet would take, None if there is none."""
+        try:
+            return route_lookup.decode_match(
+                *self._socket.ask(rtnl.RTM_GETROUTE, route_lookup.match_request(target))
+            )
+        except OSError as failure:
+            log.log(V(4), "No route to %s: %s", target, failure)
+            return None
+
     def lookup(
         self, target: IPAddress, source: IPAddress | None = None, arrives_by: int = 0
     ) -> route_lookup.LookupResult:

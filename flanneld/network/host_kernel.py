@@ -49,6 +49,10 @@ class HostKernel(Protocol):
         """Return which way the kernel would send a packet, None if it has no route."""
         ...
 
+    def matching_route(self, target: IPAddress) -> SeenHostRoute | None:
+        """Return the unicast route that a packet would take, None if there is none."""
+        ...
+
     def default_routes(self, family: Family) -> Sequence[int]:
         """Return the interfaces of the main table's default routes, in the kernel's order."""
         ...

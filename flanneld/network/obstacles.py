@@ -1,8 +1,8 @@
 """Networks and addresses of this host that a peer's lease must not take over (pure).
 
 A route to a peer's subnet harms the host if the subnet contains a connected network, of any metric. The same
-holds for the host's addresses and gateways. A tunnel to a public IP that is local here would loop. One to a
-broadcast address would reach every host of a LAN.
+holds for the host's addresses and gateways, and for the address of a store outside the cluster. A tunnel to a
+public IP that is local here would loop. One to a broadcast address would reach every host of a LAN.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ON_LINK_PROTOCOLS = frozenset({2, 9, 16})
 #: Longest prefix with a broadcast address: a /31 has none (RFC 3021).
 _LONGEST_WITH_BROADCAST = 30
 
-What = Literal["network", "address", "gateway"]
+What = Literal["network", "address", "gateway", "store"]
 
 
 class HostRoute(Struct, frozen=True, gc=False):
@@ -36,17 +36,23 @@ class HostRoute(Struct, frozen=True, gc=False):
 
 
 class Obstacle(Struct, frozen=True, gc=False):
-    """A connected network, an address or a gateway of the host."""
+    """A connected network, an address or a gateway of the host, or an address of the store.
+
+    A ``route`` that leads there takes precedence over the route to a subnet around its destination.
+    """
 
     net: IPNetwork
     device: str
     what: What
+    route: IPNetwork | None = None
 
     def __str__(self) -> str:
         if self.what == "network":
             return f"{self.device} is connected to {self.net}"
         if self.what == "gateway":
             return f"{self.net.network_address} is a gateway of this host through {self.device}"
+        if self.what == "store":
+            return f"{self.net.network_address} is an address of the store"
         single = self.net.prefixlen == self.net.max_prefixlen
         return f"{self.device} has {self.net.network_address if single else self.net}"
 
@@ -72,16 +78,18 @@ def host_networks(
     *,
     networks: Collection[IPNetwork],
     own: Collection[IPNetwork],
+    store: Iterable[Obstacle] = (),
 ) -> HostNetworks:
     """Return the host's networks. ``routes`` must not contain hops through flannel's devices.
 
-    ``local`` are all local addresses, with an empty device if it is flannel's. Only obstacles that overlap
+    ``local`` are all local addresses, with an empty device if it is flannel's. ``store`` are the addresses of
+    the store that are obstacles. Only obstacles that overlap
     ``networks``, the cluster's, and are outside ``own``, this node's subnets, are kept.
     """
     homes: dict[str, list[IPNetwork]] = {}
     for net, device in local:
         homes.setdefault(device, []).append(net)
-    obstacles = {Obstacle(net, device, "address") for net, device in local if device}
+    obstacles = {Obstacle(net, device, "address") for net, device in local if device} | {*store}
     broadcasts = set(broadcast)
     detours: set[HostRoute] = set()
     for route in routes:
@@ -164,10 +172,16 @@ class Obstacles:
         if not found:
             return None
         first = int(subnet.network_address)
-        place = bisect_left(found, (first, subnet.prefixlen), key=lambda entry: entry[:2])
+        host_bits = subnet.max_prefixlen - subnet.prefixlen
         # A network that begins inside the subnet is at most as large: prefixes never overlap in part.
-        if place < len(found) and (found[place][0] ^ first) >> (subnet.max_prefixlen - subnet.prefixlen) == 0:
-            return found[place][2]
+        for place in range(
+            bisect_left(found, (first, subnet.prefixlen), key=lambda entry: entry[:2]), len(found)
+        ):
+            number, _, obstacle = found[place]
+            if (number ^ first) >> host_bits:
+                break
+            if obstacle.route is None or not lies_in(obstacle.route, subnet):
+                return obstacle
         return None
 
     def at(self, public_ip: IPAddress) -> str:

@@ -29,6 +29,8 @@ from flanneld.state.resources import ROUTES, Key
 _RTA_DST, _RTA_SRC, _RTA_IIF, _RTA_PREFSRC, _RTA_MULTIPATH, _RTA_VIA = 1, 2, 3, 7, 9, 18
 RT_TABLE_LOCAL = 255
 RTN_LOCAL, RTN_BROADCAST, RTN_ANYCAST = 2, 3, 4
+#: Flags: of a request for the route itself (Linux 4.13), and of an answer with one packet's way.
+_RTM_F_FIB_MATCH, _RTM_F_CLONED = 0x2000, 0x200
 #: struct rtnexthop: length, flags, hops, interface; attributes follow.
 _RTNEXTHOP = struct.Struct("=HBBi")
 
@@ -53,6 +55,14 @@ def lookup_request(target: IPAddress, source: IPAddress | None = None, arrives_b
     if source:
         request += attribute(_RTA_SRC, source.packed)
     return request + u32(_RTA_IIF, arrives_by) if arrives_by else request
+
+
+def match_request(target: IPAddress) -> bytes:
+    """Return the request for the route that a packet to ``target`` would take."""
+    raw = target.packed
+    return (
+        RTMSG.pack(AF[target.version], 8 * len(raw), 0, 0, 0, 0, 0, 0, _RTM_F_FIB_MATCH) + DST[len(raw)] + raw
+    )
 
 
 class LookupResult(Struct, frozen=True, gc=False):
@@ -112,12 +122,21 @@ class SeenHostRoute(Struct, frozen=True, gc=False):
 
 def decode_host_route(data: bytes, offset: int, end: int) -> SeenHostRoute | None:
     """Return a unicast route of the main table, else None. Raises ``MalformedNetlink``."""
-    family, length, _, _, table, protocol, _, kind, _ = unpack(RTMSG, data, offset, end)
-    if kind != RTN_UNICAST or table != RT_TABLE_MAIN or family not in FAMILY:
+    table = unpack(RTMSG, data, offset, end)[4]
+    return decode_match(data, offset, end) if table == RT_TABLE_MAIN else None
+
+
+def decode_match(data: bytes, offset: int, end: int) -> SeenHostRoute | None:
+    """Return a unicast route of any table, else None. Raises ``MalformedNetlink``.
+
+    An older kernel tells no destination: that counts as a default route.
+    """
+    family, length, _, _, _, protocol, _, kind, flags = unpack(RTMSG, data, offset, end)
+    if kind != RTN_UNICAST or family not in FAMILY:
         return None
     found = attributes(data, offset + RTMSG.size, end)
     raw = found.get(_RTA_DST)
-    destination = network_of(raw, length) if raw is not None else None
+    destination = network_of(raw, length) if raw is not None and not flags & _RTM_F_CLONED else None
     several = found.get(_RTA_MULTIPATH)
     hops = tuple(_hops(several)) if several else ((number(found.get(RTA_OIF)), _gateway(found)),)
     return SeenHostRoute(destination, protocol, hops)

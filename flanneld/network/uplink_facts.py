@@ -7,13 +7,16 @@ from collections.abc import Callable, Collection
 from functools import cache
 from ipaddress import ip_network
 
+from msgspec import Struct
+
 from flanneld.model import Family, IPAddress, IPNetwork
 from flanneld.network.host_kernel import HostKernel
-from flanneld.network.obstacles import HostNetworks, HostRoute, host_networks
+from flanneld.network.obstacles import HostNetworks, HostRoute, Obstacle, host_networks
 from flanneld.network.route_lookup import RTN_BROADCAST, SeenHostRoute
 from flanneld.network.rtnetlink.links import is_flannels
-from flanneld.network.rtnetlink.messages import SeenAddress
+from flanneld.network.rtnetlink.messages import SeenAddress, SeenRoute
 from flanneld.network.uplink_election import AddressFact, DefaultRoute, HostFacts, LinkFact, RouteFact
+from flanneld.state.resources import PROTO_FLANNEL, Route
 
 log = logging.getLogger(__name__)
 
@@ -62,12 +65,39 @@ def _fact(seen: SeenAddress) -> AddressFact:
     )
 
 
+class Way(Struct, frozen=True, gc=False):
+    """Way to an address: the destination of the route, None for a default one, and the device."""
+
+    destination: IPNetwork | None
+    device: str
+    is_ours: bool
+
+
+def way_to(kernel: HostKernel, target: IPAddress) -> Way | None:
+    """Return the way to an address, None without one. It is ours by a route or a device of any flannel."""
+    seen = kernel.matching_route(target)
+    if seen is None:
+        return None
+    index, gateway = seen.hops[0]
+    device, destination = kernel.name_of(index) or "", seen.destination
+    is_ours = seen.protocol == PROTO_FLANNEL or _is_flannels(kernel, device)
+    if destination is not None and not is_ours:
+        route = SeenRoute(Route(destination, device, gateway), seen.protocol)
+        is_ours = device in kernel.domain.links or kernel.domain.owns_route(route, adopt=True)
+    return Way(destination, device, is_ours)
+
+
 def read_host_networks(
-    kernel: HostKernel, networks: Collection[IPNetwork], own: Collection[IPNetwork], links: Collection[str]
+    kernel: HostKernel,
+    networks: Collection[IPNetwork],
+    own: Collection[IPNetwork],
+    links: Collection[str],
+    store: Collection[Obstacle] = (),
 ) -> HostNetworks:
     """Read the host's own addresses, networks and gateways. Raises ``OSError``.
 
-    ``networks`` are the cluster's, ``own`` this node's subnets and ``links`` our devices. Devices of other
+    ``networks`` are the cluster's, ``own`` this node's subnets, ``links`` our devices and ``store`` the
+    addresses of the store that are obstacles. Devices of other
     flanneld instances on this host are ignored, too.
     """
     name_of = _namer(kernel, links)
@@ -82,7 +112,7 @@ def read_host_networks(
                 broadcast.add(net.network_address)
             else:
                 local.append((net, name_of(index)))
-    return host_networks(routes, local, broadcast, networks=networks, own=own)
+    return host_networks(routes, local, broadcast, networks=networks, own=own, store=store)
 
 
 def _namer(kernel: HostKernel, links: Collection[str]) -> Callable[[int], str]:

@@ -40,7 +40,7 @@ from flanneld.runtime.process import trim_memory
 from flanneld.runtime.step_loop import MakeLoop, StepLoop
 from flanneld.state.removal_guard import RemovalGuard
 from flanneld.state.report import Report
-from flanneld.state.resources import Resource
+from flanneld.state.resources import Resource, Route
 from flanneld.state.table import Table
 
 log = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class Controller:
         #: True once this node cannot get the devices of its backend.
         self._has_failed = False
         self._reread = reread
-        permits = LeasePermits(self.peers, removal_guard, lambda: self.tables.is_complete(), self._leaks)
+        permits = LeasePermits(self.peers, removal_guard, lambda: self.tables.is_complete(), self._harms)
         self.tables = NodeTables(
             self.peers, permits, stop=stop, heartbeat=heartbeat, after=self._passed, recording=recording
         )
@@ -158,9 +158,12 @@ class Controller:
         warn_of_networks_around(self.peers.safety.obstacles, self.domain)
         self._host.postpone(now)
 
-    def _leaks(self, resource: Resource) -> bool:
-        """Return True if packets leave unencrypted by this route though the backend encrypts."""
+    def _harms(self, resource: Resource) -> bool:
+        """Return True for a route by which packets leave unencrypted, or that covers the store's address."""
         backend, own = self.uplink_manager.backend, self._node.lease
+        obstacle = isinstance(resource, Route) and self.peers.safety.obstacles.in_subnet(resource.destination)
+        if obstacle and obstacle.what == "store":
+            return True
         synced = self.peers.synced or self._has_failed
         return encryption_watch.leaks(resource, backend, own, self.domain.links, synced=synced)
 

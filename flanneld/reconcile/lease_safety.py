@@ -75,7 +75,8 @@ class LeaseSafety:
         for net in () if key in self._led_keys else key:
             obstacle = self.obstacles.in_subnet(net) if net is not None else None
             if obstacle is not None:
-                return Unsafe(str(obstacle), f"move this host's own addresses out of {net}; {LEASES_END}")
+                whose = "the store's address" if obstacle.what == "store" else "this host's own addresses"
+                return Unsafe(str(obstacle), f"move {whose} out of {net}; {LEASES_END}")
         for family in FAMILIES:
             public_ip = lease.attrs.public(family)
             # A backend explains a conflict with our own lease better.

@@ -9,9 +9,10 @@ from msgspec import Struct
 from flanneld.model import IPNetwork, Lease
 from flanneld.network.host_kernel import HostKernel, HostMonitor
 from flanneld.reconcile.host.uplink_manager import UplinkManager
-from flanneld.reconcile.past.ownership import Device
+from flanneld.reconcile.past.ownership import Device, StoreAddress
 from flanneld.state.resources import Link, Resource
 from flanneld.state.table import Table
+from flanneld.subnet.manager import SubnetManager
 
 KernelTables = Callable[[Callable[[], Iterable[Link]]], Sequence[Table]]
 
@@ -22,7 +23,8 @@ class LocalNode(Struct, frozen=True):
     ``kernel_tables`` returns the kernel's tables in the order of creation; its argument names stale devices.
     ``extras`` are desired in addition to the backend's objects. An earlier run may have left ``devices``, and
     routes into ``former`` networks. ``adopts`` is True if another flanneld ran here before; ``adopted`` are
-    the destinations of its routes that were kept. ``record`` keeps fields of ``ownership.State``.
+    the destinations of its routes that were kept. ``record`` keeps fields of ``ownership.RunRecord``, such as
+    ``store_addresses`` and ``store_tried``. ``store`` is None if no lease can cut this node off from it.
     """
 
     kernel: HostKernel
@@ -36,6 +38,9 @@ class LocalNode(Struct, frozen=True):
     adopts: bool = False
     adopted: frozenset[IPNetwork] = frozenset()
     record: Callable[..., None] = lambda **_: None
+    store: SubnetManager | None = None
+    store_addresses: tuple[StoreAddress, ...] = ()
+    store_tried: int = 0
 
     @property
     def ranges(self) -> tuple[tuple[IPNetwork, int], ...]:

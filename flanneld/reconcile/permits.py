@@ -18,8 +18,8 @@ class LeasePermits:
     containers. No object for an unreadable lease is removed. Leases of a cache neither remove nor replace
     anything. ``is_complete`` is True if nothing was refused so far.
 
-    Routes for which ``leaks`` returns True are always removed: packets would leave the host unencrypted
-    though the backend encrypts. Lost packets do less harm.
+    Routes for which ``harms`` returns True are always removed: packets would leave the host unencrypted
+    though the backend encrypts, or the store would not be reached. Lost packets do less harm.
     """
 
     def __init__(
@@ -27,12 +27,12 @@ class LeasePermits:
         peers: Peers,
         removal_guard: RemovalGuard,
         is_complete: Callable[[], bool],
-        leaks: Callable[[Resource], bool] = lambda _: False,
+        harms: Callable[[Resource], bool] = lambda _: False,
     ) -> None:
         self._peers = peers
         self._removal_guard = removal_guard
         self._is_complete = is_complete
-        self._leaks = leaks
+        self._harms = harms
         #: By table, keys of the objects that differed from the cached leases when these came.
         self._newer: dict[str, frozenset[Key]] = {}
         #: MACs of VTEPs of unclear leases whose neighbour entries are kept.
@@ -55,12 +55,12 @@ class LeasePermits:
         return [put for put in puts if put.want.key not in newer]
 
     def drops(self, stale: Mapping[str, Sequence[Resource]]) -> Mapping[str, Sequence[Resource]]:
-        leaks = [resource for resource in stale.get(ROUTES, ()) if self._leaks(resource)]
-        if not leaks:
+        harmful = [resource for resource in stale.get(ROUTES, ()) if self._harms(resource)]
+        if not harmful:
             return self._drops(stale)
-        rest = [resource for resource in stale[ROUTES] if not self._leaks(resource)]
+        rest = [resource for resource in stale[ROUTES] if not self._harms(resource)]
         allowed = self._drops({**stale, ROUTES: rest})
-        return {**allowed, ROUTES: [*leaks, *allowed.get(ROUTES, ())]}
+        return {**allowed, ROUTES: [*harmful, *allowed.get(ROUTES, ())]}
 
     def _drops(self, stale: Mapping[str, Sequence[Resource]]) -> Mapping[str, Sequence[Resource]]:
         if not self._peers.synced:

@@ -29,7 +29,8 @@ class LocalFacts(Struct, frozen=True, gc=False):
     - ``written`` is our last lease as we wrote it, if this host can prove that it is ours. It stays ours
       under another
     public IP.
-    - ``connected`` are networks of this host's interfaces, which a new subnet avoids.
+    - ``connected`` are networks of this host's interfaces and addresses of the store, which a new subnet
+    avoids.
     - ``is_self`` is the backend's test for our own leases, also used in renewals.
     """
 

@@ -14,6 +14,7 @@ from flanneld.errors import cause_of
 from flanneld.network.obstacles import Obstacles
 from flanneld.network.uplink_facts import read_host_networks
 from flanneld.reconcile.encryption_watch import EncryptionWatch
+from flanneld.reconcile.host.store_watch import StoreWatch
 from flanneld.reconcile.local_node import LocalNode
 from flanneld.reconcile.node_tables import NodeTables
 from flanneld.reconcile.peers import Peers
@@ -44,6 +45,7 @@ class HostWatch:
         self._tables = tables
         self._on_move = on_move
         self.encryption = EncryptionWatch()
+        self._store = StoreWatch(node, peers.desired.get)
         self._once = OneTimeWarnings()
         self._next_look = clock.now()
         self._earliest_look = 0.0
@@ -84,9 +86,12 @@ class HostWatch:
         """
         networks = [network for network, _ in self._manager.ranges]
         own = [net for net in self._node.lease.key if net is not None]
-        host = read_host_networks(self._node.kernel, networks, own, self._node.kernel.domain.links)
+        store = self._store.look(now, networks, own)
+        self._next_look = min(self._next_look, self._store.due)
+        host = read_host_networks(self._node.kernel, networks, own, self._node.kernel.domain.links, store)
         if host != self._peers.safety.obstacles.host:
             self._change(self._peers.look(Obstacles(host), self._manager.backend), now)
+        self._store.applied()
         self._peers.log_changes(now)
 
     def watch_encryption(self, now: float) -> None:
@@ -147,3 +152,5 @@ class HostWatch:
             log.info("Made %s for the new uplink", counted(len(report.made), "object"))
         elif delta and self._peers.synced:
             self._tables.change(delta, now)
+        elif delta and self._peers.cached:
+            self._tables.converge(now)

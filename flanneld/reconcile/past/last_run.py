@@ -39,6 +39,9 @@ class LastRun:
         self.adopts = ownership.adopts_unmarked(self._state, state_file.stamp_of(subnet_file))
         #: Destinations of the unmarked routes that an earlier run has adopted.
         self.adopted = self._state.adopted if self._state else frozenset()
+        #: Addresses of the store, and the time of the last trial without a route to one.
+        self.store_addresses = self._state.store_addresses if self._state else ()
+        self.store_tried = self._state.store_tried if self._state else 0
         self.record = self._file.update
         self.try_again = self._file.try_again
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from msgspec import Struct, field
 
-from flanneld.model import IPNetwork, Lease, LeaseAttrs, LeaseKey
+from flanneld.model import IPAddress, IPNetwork, Lease, LeaseAttrs, LeaseKey
 from flanneld.network.rtnetlink.links import SeenLink
 from flanneld.state.resources import ForeignLink
 
@@ -58,13 +58,26 @@ class FileStamp(Struct, frozen=True, gc=False):
     mtime_ns: int
 
 
+class StoreAddress(Struct, frozen=True, gc=False):
+    """Address of a server of the store, inside the cluster's networks.
+
+    ``hour`` is the last one in which the address was known, in hours since the epoch. ``is_outside`` is True
+    if the store is reached there without the cluster's routes, None if that is not known yet.
+    """
+
+    address: IPAddress
+    hour: int
+    is_outside: bool | None = None
+
+
 class RunRecord(Struct, frozen=True, gc=False):
     """Record of this host's last run.
 
     ``attributes`` are those that we last wrote into our lease, None without a lease to claim. ``devices`` are
     ours, and those of earlier runs that are still to be swept. ``adopts`` is True if another flanneld ran
     here before and its objects have not been swept yet. ``adopted`` are the destinations of its correct
-    unmarked routes, which count as ours.
+    unmarked routes, which count as ours. ``store_tried`` is the time of the last trial without a route to
+    the store, in seconds since the epoch.
     """
 
     boot_id: str = ""
@@ -76,6 +89,8 @@ class RunRecord(Struct, frozen=True, gc=False):
     subnet_file: FileStamp | None = None
     adopts: bool = False
     adopted: frozenset[IPNetwork] = frozenset()
+    store_addresses: tuple[StoreAddress, ...] = ()
+    store_tried: int = 0
 
 
 def device_of(seen: SeenLink) -> Device | None:

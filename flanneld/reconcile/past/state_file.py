@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from ipaddress import IPv4Network, IPv6Network, ip_network
+from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from flanneld.compat.glog import OneTimeWarnings
 from flanneld.errors import Refused
 from flanneld.model import LeaseKey
-from flanneld.reconcile.past.ownership import Device, FileStamp, Machine, RunRecord
+from flanneld.reconcile.past.ownership import Device, FileStamp, Machine, RunRecord, StoreAddress
 from flanneld.runtime.files import atomic_file
 from flanneld.subnet.codec import format_attrs, parse_attrs
 
@@ -129,6 +129,11 @@ def _text(state: RunRecord) -> str:
                 "subnet_file": {"inode": stamp.inode, "mtime_ns": stamp.mtime_ns} if stamp else None,
                 "adopts": state.adopts,
                 "adopted": sorted(map(str, state.adopted)),
+                "store_addresses": [
+                    {"address": str(each.address), "hour": each.hour, "is_outside": each.is_outside}
+                    for each in state.store_addresses
+                ],
+                "store_tried": state.store_tried,
             },
             indent=1,
         )
@@ -154,6 +159,11 @@ def _parse(content: bytes) -> RunRecord:
         subnet_file=FileStamp(int(stamp["inode"]), int(stamp["mtime_ns"])) if stamp else None,
         adopts=bool(top["adopts"]),
         adopted=frozenset(ip_network(text) for text in top["adopted"]),
+        store_addresses=tuple(
+            StoreAddress(ip_address(each["address"]), int(each["hour"]), each["is_outside"] and True)
+            for each in top.get("store_addresses", ())  # not in files of earlier versions
+        ),
+        store_tried=int(top.get("store_tried", 0)),
     )
 
 

@@ -188,10 +188,40 @@ def test_obstacle_says_what_it_is() -> None:
         str(Obstacle(single(ip_address("10.5.7.1")), "br7", "address")),
         str(Obstacle(SUBNETS[4], "lo", "address")),
         str(Obstacle(single(ip_address("10.5.7.1")), "eth0", "gateway")),
+        str(Obstacle(single(ip_address("10.5.7.1")), "eth0", "store")),
     ]
     assert texts == [
         "br7 is connected to 10.5.7.0/24",
         "br7 has 10.5.7.1",
         "lo has 10.5.7.0/24",
         "10.5.7.1 is a gateway of this host through eth0",
+        "10.5.7.1 is an address of the store",
     ]
+
+
+@pytest.mark.parametrize(
+    ("route", "subnet", "is_hit"),
+    [
+        (None, "10.5.7.0/24", True),
+        ("10.5.0.0/16", "10.5.7.0/24", True),
+        ("10.5.7.0/24", "10.5.7.0/25", True),
+        ("10.5.7.0/24", "10.5.7.0/24", False),
+        ("10.5.7.9/32", "10.5.7.0/24", False),
+        (None, "10.5.8.0/24", False),
+    ],
+)
+def test_address_of_store_is_obstacle_unless_its_route_lies_in_the_subnet(
+    route: str | None, subnet: str, is_hit: bool
+) -> None:
+    obstacle = Obstacle(
+        single(ip_address("10.5.7.9")), "eth0", "store", IPv4Network(route) if route else None
+    )
+    found = host_networks((), (), (), networks=NETWORKS, own=OWN, store=[obstacle])
+    assert found.obstacles == {obstacle}
+    assert Obstacles(found).in_subnet(IPv4Network(subnet)) == (obstacle if is_hit else None)
+
+
+def test_obstacle_behind_an_address_of_the_store_is_found() -> None:
+    passed = Obstacle(single(ip_address("10.5.7.9")), "eth0", "store", IPv4Network("10.5.7.9/32"))
+    other = Obstacle(single(ip_address("10.5.7.10")), "eth0", "gateway")
+    assert Obstacles(HostNetworks(frozenset({passed, other}))).in_subnet(IPv4Network("10.5.7.0/24")) == other

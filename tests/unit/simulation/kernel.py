@@ -305,6 +305,14 @@ class Kernel:
         source = next((each.address for each in self.addresses(target.version, index)), None)
         return LookupResult(index, source, route.gateway, RTN_UNICAST)
 
+    def matching_route(self, target: IPAddress) -> SeenHostRoute | None:
+        route = self.route_to(target)
+        if route is None:
+            return None
+        held = self.at(route.destination)[0]
+        destination = route.destination if route.destination.prefixlen else None
+        return SeenHostRoute(destination, held.protocol, ((self.indexes[route.device], route.gateway),))
+
     def default_routes(self, family: Family) -> list[int]:
         there = self.routes.get((family, 0), {}).get(0, [])
         return [self.indexes[each.route.device] for each in there]

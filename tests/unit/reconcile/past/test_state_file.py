@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from flanneld.model import LeaseAttrs
-from flanneld.reconcile.past.ownership import Device, FileStamp, Machine, RunRecord
+from flanneld.reconcile.past.ownership import Device, FileStamp, Machine, RunRecord, StoreAddress
 from flanneld.reconcile.past.state_file import StateFile, stamp_of
 from flanneld.runtime import clock
 
@@ -33,6 +34,12 @@ STATE = RunRecord(
     subnet_file=FileStamp(4711, 1_700_000_000_123_456_789),
     adopts=True,
     adopted=frozenset({IPv4Network("10.5.9.0/24"), IPv6Network("fc00:5:0:9::/64")}),
+    store_addresses=(
+        StoreAddress(IPv4Address("10.5.77.9"), 472_222, is_outside=True),
+        StoreAddress(IPv6Address("fc00:5:0:77::9"), 472_222, is_outside=False),
+        StoreAddress(IPv4Address("10.5.78.9"), 472_221),
+    ),
+    store_tried=1_700_000_000,
 )
 
 
@@ -43,6 +50,14 @@ def path(tmp_path: Path) -> Path:
 
 def save(path: Path, state: RunRecord) -> None:
     StateFile(path).update(**{name: getattr(state, name) for name in RunRecord.__struct_fields__})
+
+
+def test_state_of_an_earlier_version_without_the_store_is_read(path: Path) -> None:
+    save(path, STATE)
+    content = json.loads(path.read_text())
+    del content["store_addresses"], content["store_tried"]
+    path.write_text(json.dumps(content))
+    assert StateFile(path).load() == replace(STATE, store_addresses=(), store_tried=0)
 
 
 @pytest.mark.parametrize(

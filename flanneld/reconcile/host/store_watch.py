@@ -1,0 +1,148 @@
+"""Watch of the way to the store: a lease around its address would cut this node off from it for good.
+
+An address counts as outside the cluster's network if the way to it was not ours when the store was last seen
+to answer. It is an obstacle then. If the way was ours, by a route or a device, the store lives inside the
+network, and nothing changes. Such a way may also be the route that has cut this node off. So if the store is
+lost, it is tried once without that route.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
+
+from msgspec.structs import replace
+
+from flanneld.errors import NoAnswer
+from flanneld.model import IPAddress, IPNetwork
+from flanneld.network.obstacles import Obstacle, concerns, single
+from flanneld.network.uplink_facts import Way, way_to
+from flanneld.reconcile.local_node import LocalNode
+from flanneld.reconcile.past.ownership import StoreAddress
+from flanneld.runtime import clock
+from flanneld.state.resources import Key, Resource, route_key
+
+log = logging.getLogger(__name__)
+
+#: Seconds of a trial, and from the start of one to that of the next.
+TRIAL, _TRIAL_PAUSE = 5.0, 600.0
+#: Hours for which a former address of a server is remembered, and addresses that are, at most.
+_FORMER, _MOST = 24, 64
+TRIED = "Store unreachable: its address %s lies in the followed subnet %s; trying without that route for %g s"
+ANSWERED = "Store answers without that route: its address %s is outside the network"
+FAILED = "Store unreachable without that route, too: its address is %s; restoring the route"
+
+
+class StoreWatch:
+    """Watch of the ways to the store's addresses, stepped by ``look``. ``due`` is the end of a trial.
+
+    ``followed`` returns the desired object with a key.
+    """
+
+    def __init__(self, node: LocalNode, followed: Callable[[Key], Resource | None]) -> None:
+        self._node = node
+        self._followed = followed
+        self._known = node.store_addresses
+        self._tried = node.store_tried
+        self._trial: frozenset[IPAddress] = frozenset()
+        self._has_reconnected = False
+        self.due = math.inf
+
+    def look(self, now: float, networks: Collection[IPNetwork], own: Collection[IPNetwork]) -> list[Obstacle]:
+        """Return the addresses of the store that no lease may cover."""
+        manager = self._node.store
+        if manager is None:
+            return []
+        current = [each for each in manager.addresses if concerns(single(each), networks, own)]
+        problem = manager.problem
+        known = remembered(self._known, current, int(clock.wall() // 3600), answers=problem is None)
+        ways = {each.address: way_to(self._node.kernel, each.address) for each in known}
+        if problem is None:
+            known = tuple(observed(each, ways[each.address]) for each in known)
+        if self._trial:
+            known = self._during_trial(known, now, is_lost=isinstance(problem, NoAnswer))
+        elif isinstance(problem, NoAnswer):
+            self._try_without(ways, now)
+        if known != self._known:
+            self._known = known
+            self._node.record(store_addresses=known)
+        return [
+            _obstacle(each.address, ways[each.address])
+            for each in known
+            if each.is_outside or each.address in self._trial
+        ]
+
+    def _try_without(self, ways: Mapping[IPAddress, Way | None], now: float) -> None:
+        """Begin a trial without the routes that lead to the store, unless there was one a short time ago."""
+        found = {
+            address: way.destination
+            for address, way in ways.items()
+            if way and way.is_ours and way.destination and self._followed(route_key(way.destination))
+        }
+        if not (found and is_due(self._tried)):
+            return
+        self._trial, self._tried, self.due = frozenset(found), int(clock.wall()), now + TRIAL
+        self._has_reconnected = False
+        self._node.record(store_tried=self._tried)
+        for address, subnet in found.items():
+            log.warning(TRIED, address, subnet, TRIAL)
+
+    def applied(self) -> None:
+        """Take note that the obstacles are applied: a trial that has begun needs new connections."""
+        if self._node.store is not None and self._trial and not self._has_reconnected:
+            self._has_reconnected = True
+            self._node.store.reconnect()
+
+    def _during_trial(
+        self, known: tuple[StoreAddress, ...], now: float, *, is_lost: bool
+    ) -> tuple[StoreAddress, ...]:
+        """End the trial if the store answers or the time is over. Return what is known then."""
+        if is_lost and now < self.due:
+            return known
+        for address in self._trial:
+            log.warning(FAILED if is_lost else ANSWERED, address)
+        tried, self._trial, self.due = self._trial, frozenset(), math.inf
+        if is_lost:
+            return known
+        return tuple(replace(each, is_outside=True) if each.address in tried else each for each in known)
+
+
+def is_due(tried: int) -> bool:
+    """Return True if another trial may begin after one at ``tried``, in seconds since the epoch."""
+    return not 0 <= clock.wall() - tried < _TRIAL_PAUSE
+
+
+def remembered(
+    known: Iterable[StoreAddress], current: Collection[IPAddress], hour: int, *, answers: bool
+) -> tuple[StoreAddress, ...]:
+    """Return the known addresses with the current ones, which stay for a day after they were current.
+
+    Nothing is forgotten unless the store ``answers``: without it names cannot be looked up either.
+    """
+    former = {each.address: each for each in known}
+    found = [
+        replace(former.pop(each, StoreAddress(each, hour)), hour=hour) for each in sorted(current, key=int)
+    ]
+    found += sorted(
+        (each for each in former.values() if not answers or 0 <= hour - each.hour <= _FORMER),
+        key=lambda each: (-each.hour, int(each.address)),
+    )
+    return tuple(found[:_MOST])
+
+
+def observed(known: StoreAddress, way: Way | None) -> StoreAddress:
+    """Return an address with its side, if the way there tells it for the first time.
+
+    Later ways tell nothing: a node inside the network may have gone, with the route to it.
+    """
+    if known.is_outside is not None or way is None:
+        return known
+    return replace(known, is_outside=not way.is_ours)
+
+
+def _obstacle(address: IPAddress, way: Way | None) -> Obstacle:
+    """Return the obstacle for each subnet around the address, but for those around a route of others."""
+    if way is None or way.is_ours:
+        return Obstacle(single(address), "", "store")
+    return Obstacle(single(address), way.device, "store", way.destination)
