@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from ipaddress import ip_network
 from pathlib import Path
@@ -36,11 +36,12 @@ from flanneld.ctl.stale_host_objects import CniConf, LeftRules
 from flanneld.diagnostics import host_checks
 from flanneld.diagnostics.host_checks import WrongSetting as HostFinding
 from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork
-from flanneld.network import ethtool
+from flanneld.network import ethtool, port_owner
 from flanneld.network.firewall import forward_drops
 from flanneld.network.firewall.forward_drops import accepting, dropping, in_the_way
 from flanneld.network.query import path_mtu, port_refusal, survey
 from flanneld.network.resource_json import parse_address
+from flanneld.network.rtnetlink import links
 from flanneld.network.rtnetlink.kernel import Kernel
 from flanneld.network.rtnetlink.links import SeenLink, is_flannels
 from flanneld.runtime import clock
@@ -94,6 +95,8 @@ class Facts(Struct, frozen=True, gc=False):
     cni: tuple[CniConf, ...] = ()
     #: Received and sent packets by flannel device.
     traffic: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    #: By VXLAN device that is not up: what has its UDP port.
+    port_owners: Mapping[str, str] = field(default_factory=dict)
     #: By VXLAN device: True if checksums are offloaded to it.
     offload: Mapping[str, bool] = field(default_factory=dict)
     kernel: tuple[int, int] = (0, 0)
@@ -204,6 +207,7 @@ def gather(source: Source) -> Facts:
         left_rules=tuple(stale_host_objects.left_rules(document)),
         cni=tuple(stale_host_objects.cni_confs(Path(stale_host_objects.CNI_DIRECTORY))),
         traffic={link.name: _traffic(link.name) for link in ours},
+        port_owners=dict(_port_owners(document, found.links)),
         offload=dict(_offload(ours)),
         kernel=_kernel(),
         lacking=tuple(kernel_support.read(document, found)),
@@ -323,6 +327,16 @@ def _paths(document: Mapping[str, Any]) -> Iterator[PathToPeer]:
     if "uplink" in document and "mtu" in document:
         with suppress(OSError):
             yield from sample(document, path_mtu.glance)
+
+
+def _port_owners(document: Mapping[str, Any], present: Sequence[SeenLink]) -> Iterator[tuple[str, str]]:
+    """Yield the VXLAN devices that are not up because something else has their port."""
+    up = {link.name for link in present if link.up}
+    for link in snapshot.values(document.get("local")):
+        if isinstance(link, Vxlan) and link.name not in up:
+            owner = port_owner.find(link.port, devices=links.at_port_of(link, present))
+            if owner:
+                yield link.name, owner
 
 
 def _kernel() -> tuple[int, int]:

@@ -170,6 +170,8 @@ class ForeignLink(Struct, frozen=True, gc=False):
     name: str
     description: str
     make: str = ""
+    #: UDP port that a vxlan device with other flags than ours keeps for itself while it is up.
+    port: int = 0
 
     @property
     def key(self) -> Key:

@@ -6,7 +6,7 @@ from typing import Any
 
 from flanneld.ctl.checks.kernel import NEW_MAC
 from flanneld.errors import LEASES_END
-from tests.faults.fault import BEHIND, Fault, restart, restarted_with, start
+from tests.faults.fault import BEHIND, Fault, ready, restart, restarted_with, start
 from tests.faults.world import HOST_GW, HOST_GW_ROUTED, Step, World
 from tests.lab import wait_for
 from tests.netns.test_seeing import answer
@@ -40,10 +40,6 @@ def peer_without_device(world: World) -> None:
 def peer_started(world: World) -> None:
     world.start(world.peer)
     world.peer.wait_ready()
-
-
-def ready(world: World) -> None:
-    world.node.wait_ready()
 
 
 def device_made(world: World) -> None:

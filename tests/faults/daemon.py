@@ -5,7 +5,20 @@ from __future__ import annotations
 import os
 import signal
 
-from tests.faults.fault import BEHIND, NO_LEASE, Fault, kill, restart, start, start_in_vain_with, stop
+from flanneld.network.rtnetlink.links import PORT_REMEDY
+from tests.faults.fault import (
+    BEHIND,
+    NO_LEASE,
+    Fault,
+    kill,
+    listener,
+    no_listener,
+    restart,
+    start,
+    start_in_vain,
+    start_in_vain_with,
+    stop,
+)
 from tests.faults.world import DUAL, HOST_GW, UDP, World
 
 START = "systemctl start flanneld"
@@ -119,6 +132,32 @@ FAULTS = {
         (stop, "ip link del flannel.1"),
         heal=(start,),
         advice="start the daemon",
+    ),
+    "port of the device taken by another program": Fault(
+        "devices",
+        "(python3) has its UDP port",
+        (stop, "ip link set flannel.1 down", listener(8472), start_in_vain),
+        heal=(no_listener, start),
+        advice=f"{PORT_REMEDY}; then start the daemon",
+    ),
+    "port of the device taken by a device of another kind": Fault(
+        "devices",
+        "the device other0 has its UDP port",
+        (
+            stop,
+            "ip link set flannel.1 down; ip link add other0 up type vxlan external dstport 8472",
+            start_in_vain,
+        ),
+        heal=("ip link set other0 down", start),
+        advice=f"{PORT_REMEDY}; then start the daemon",
+        after=("ip link del other0",),
+    ),
+    "port of the device taken, as the daemon said": Fault(
+        "daemon",
+        "(python3) has its UDP port",
+        (stop, "ip link set flannel.1 down", listener(8472), start_in_vain),
+        heal=(no_listener, start),
+        advice=START,
     ),
     "device down while the daemon is stopped": Fault(
         "devices",

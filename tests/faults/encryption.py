@@ -10,8 +10,11 @@ from tests.faults.cluster import OTHER, gone
 from tests.faults.fault import (
     Fault,
     configured,
+    listener,
+    no_listener,
     nothing_missing,
     on_peer,
+    ready,
     restart,
     restarted_with,
     start,
@@ -28,10 +31,6 @@ DEVICE = "flannel-wg"
 START = "start the daemon"
 #: Selector of a policy that lets packets to some peers leave unencrypted.
 OPEN = "src 10.5.0.0/16 dst 10.5.128.0/17 dir out"
-LISTENER = (
-    "import socket, time; it = socket.socket(socket.AF_INET, socket.SOCK_DGRAM);"
-    "it.bind(('', 51820)); print('bound', flush=True); time.sleep(600)"
-)
 
 
 def without_sessions(world: World) -> None:
@@ -50,21 +49,6 @@ def lease_with_key(key: str) -> Step:
         world.wait_for_peer(OTHER)
 
     return act
-
-
-def listener(world: World) -> None:
-    """Bind WireGuard's port to another program."""
-    log = world.node.directory / "listener.log"
-    with log.open("wb") as output:
-        world.listener = world.node.namespace.start("python3", "-c", LISTENER, output=output)
-    wait_for(lambda: "bound" in log.read_text(), what="the listener")
-
-
-def no_listener(world: World) -> None:
-    assert world.listener is not None
-    world.listener.kill()
-    world.listener.wait()
-    world.node.wait_ready()
 
 
 def to_charon(number: signal.Signals) -> Callable[[World], None]:
@@ -156,11 +140,11 @@ FAULTS = {
     ),
     "port taken by another program": Fault(
         "refused",
-        "Address already in use",
-        (stop, f"ip link del {DEVICE}", listener, restart()),
+        "(python3) has UDP port 51820",
+        (stop, f"ip link del {DEVICE}", listener(51820), restart()),
         WIREGUARD,
-        heal=(no_listener,),
-        advice="ss -lunp sport = :51820",
+        heal=(no_listener, ready),
+        advice="-wireguard-port",
     ),
     "lease with our key": Fault(
         "cloned keys",

@@ -74,6 +74,35 @@ def start(world: World) -> None:
     world.node.wait_ready()
 
 
+def ready(world: World) -> None:
+    world.node.wait_ready()
+
+
+#: Binds the UDP port in its first argument.
+LISTENER = (
+    "import socket, sys, time; it = socket.socket(socket.AF_INET, socket.SOCK_DGRAM);"
+    "it.bind(('', int(sys.argv[1]))); print('bound', flush=True); time.sleep(600)"
+)
+
+
+def listener(port: int) -> Callable[[World], None]:
+    """Return the step that binds a UDP port to another program."""
+
+    def act(world: World) -> None:
+        log = world.node.directory / "listener.log"
+        with log.open("wb") as output:
+            world.listener = world.node.namespace.start("python3", "-c", LISTENER, str(port), output=output)
+        wait_for(lambda: "bound" in log.read_text(), what="the listener")
+
+    return act
+
+
+def no_listener(world: World) -> None:
+    assert world.listener is not None
+    world.listener.kill()
+    world.listener.wait()
+
+
 def start_in_vain_with(*flags: str) -> Callable[[World], None]:
     """Return the step that starts the daemon with more flags, and sees it end because it cannot work."""
 

@@ -15,6 +15,7 @@ from flanneld.network.rtnetlink import devices
 from flanneld.network.rtnetlink import messages as rtnl
 from flanneld.network.rtnetlink.domain import Domain
 from flanneld.network.rtnetlink.kernel import Kernel
+from flanneld.network.rtnetlink.links import PORT_REMEDY, at_port_of
 from flanneld.network.rtnetlink.monitor import Monitor, Notification, ResourceChanged, ResourceRemoved
 from flanneld.network.rtnetlink.route_order import Behind
 from flanneld.network.rtnetlink.tables import tables
@@ -386,6 +387,42 @@ def test_a_table_that_does_not_exist_yet_is_empty(empty: Namespace) -> None:
     del empty
     kernel = Kernel()
     assert (kernel.default_routes(4), kernel.default_routes(6)) == ([], [])
+
+
+def test_process_with_the_port_of_a_device_is_named(kernel: Tables) -> None:
+    link = with_port(kernel, 8473)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as holder:
+        holder.bind(("127.0.0.1", 8473))
+        (failure,) = kernel.write([Put(link)], []).failed
+    assert f": process {os.getpid()} (" in failure.reason
+    assert failure.reason.endswith(") has its UDP port")
+    assert failure.remedy == PORT_REMEDY
+    assert kernel.write([Put(link)], []).failed == []
+
+
+@pytest.mark.parametrize("flags", ["external", "id 7 gbp local 192.0.2.1", "gpe external"])
+def test_device_that_keeps_the_port_for_itself_is_named(host: Namespace, kernel: Tables, flags: str) -> None:
+    link = with_port(kernel, 8473)
+    host.ip(f"link add thief up type vxlan {flags} dstport 8473")
+    (failure,) = kernel.write([Put(link)], []).failed
+    assert failure.reason.endswith("Address already in use: the device thief has its UDP port")
+    host.ip("link set thief down")
+    assert kernel.write([Put(link)], []).failed == []
+
+
+def test_devices_that_are_alike_share_a_port(host: Namespace, kernel: Tables) -> None:
+    link = with_port(kernel, 8473)
+    host.ip("link add other up type vxlan id 7 local 192.0.2.1 dstport 8473")
+    assert at_port_of(link, kernel.kernel.links()) == []
+    assert kernel.write([Put(link)], []).failed == []
+
+
+def with_port(kernel: Tables, port: int) -> Vxlan:
+    """Return the device vx4 as it would be at another port."""
+    link = kernel.kernel.link("vx4")
+    assert link
+    assert isinstance(link.make, Vxlan)
+    return replace(link.make, port=port)
 
 
 def test_a_device_that_is_in_the_way_is_named(host: Namespace, kernel: Tables) -> None:

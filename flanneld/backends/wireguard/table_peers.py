@@ -270,8 +270,10 @@ def _endpoint_of(peer: Peer) -> Endpoint | None:
 
 
 def _failure(resource: Resource, code: int) -> Failure:
-    port = resource.listen_port if isinstance(resource, DeviceKey) else 0
-    remedy = ""
-    if code == errno.EADDRINUSE:
-        remedy = f"find what has the port: ss -lunp sport = :{port}, ip -d link show type wireguard"
-    return Failure(resource, os.strerror(code), remedy)
+    reason, remedy = os.strerror(code), ""
+    if code == errno.EADDRINUSE and isinstance(resource, DeviceKey):
+        from flanneld.network.port_owner import owner_of  # rarely needed
+
+        reason = f"{reason}: {owner_of(resource.listen_port)} has UDP port {resource.listen_port}"
+        remedy = "stop what has the port, or give this node a -wireguard-port"
+    return Failure(resource, reason, remedy)

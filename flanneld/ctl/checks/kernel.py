@@ -11,7 +11,7 @@ from flanneld.ctl.facts import Facts
 from flanneld.ctl.findings import Advice, Finding, Fix, Severity, check
 from flanneld.ctl.snapshot import Comparison
 from flanneld.network import iproute2_commands
-from flanneld.network.rtnetlink.links import SeenLink
+from flanneld.network.rtnetlink.links import PORT_REMEDY, SeenLink
 from flanneld.runtime.shell import command, line
 from flanneld.state.resources import Link
 
@@ -47,11 +47,13 @@ def devices(facts: Facts) -> Iterator[Finding]:
     for entry in facts.entries if not facts.lacking else ():
         if entry.state in _LACKING and entry.kind == "link":
             different = "; ".join(map(str, entry.differences))
+            owner = facts.port_owners.get(entry.device)
+            remedy = "start the daemon: it recreates the device"
             yield Finding(
                 f"{entry.device} {different}" if different else f"{entry.device} is not there",
-                f"wanted: {entry.value}",
+                f"wanted: {entry.value}" + (f"; {owner} has its UDP port" if owner else ""),
                 "packets to the peers are lost, or reach the wrong ones",
-                _device_fix(entry) or Advice("start the daemon: it recreates the device"),
+                _device_fix(entry) or Advice(f"{PORT_REMEDY}; then {remedy}" if owner else remedy),
                 about=entry.device,
             )
 

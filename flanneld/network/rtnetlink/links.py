@@ -33,6 +33,9 @@ _IFLA_ADDRESS, _IFLA_IFNAME, _IFLA_MTU, _IFLA_LINK, _IFLA_MASTER, _IFLA_LINKINFO
 _IFLA_LINK_NETNSID = 37
 _IFLA_INFO_KIND, _IFLA_INFO_DATA = 1, 2
 
+#: Remedy for a UDP port that something else has.
+PORT_REMEDY = "stop what has the port, or set another Backend.Port for all nodes"
+
 #: An attribute: its name in linux/if_link.h, as pyroute2 spells it, and its value.
 Attribute = tuple[str, Any]
 
@@ -115,6 +118,11 @@ class LinkCodec(Generic[L]):
         """Return the values that no two devices of this kind may share; empty if there are none."""
         del link
         return ()
+
+    def bars(self, desired: L, other: Link | ForeignLink) -> bool:
+        """Return True if another device that is up keeps the UDP port of the wanted one for itself."""
+        del desired, other
+        return False
 
     def carrier(self, link: L) -> str:
         """Return the packets that a firewall between nodes must accept, for the operator."""
@@ -263,6 +271,16 @@ def holder(desired: Link, present: Iterable[SeenLink]) -> str:
     return next((each.name for each in alike if ends and codec_for(desired).ends(each.make) == ends), "")
 
 
+def at_port_of(desired: Link, present: Iterable[SeenLink]) -> list[str]:
+    """Return the names of the devices that keep the UDP port of the wanted one for themselves."""
+    codec = codec_for(desired)
+    return [
+        each.name
+        for each in present
+        if each.up and each.name != desired.name and codec.bars(desired, each.make)
+    ]
+
+
 def differences(desired: Link, actual: Link | ForeignLink) -> str:
     """Describe the differences of a device, for the log."""
     if type(actual) is not type(desired):
@@ -286,6 +304,8 @@ def described(actual: Link | ForeignLink) -> str:
 
 def remedy(desired: Link, code: int | None, holder: str = "") -> str:
     """Return the remedy for a refused device, by errno or conflicting ``holder``; empty if unknown."""
+    if holder and code == errno.EADDRINUSE:
+        return PORT_REMEDY
     if holder:
         return f"let the owner of {holder} give it up, or set other values in Backend of the network config"
     match code:

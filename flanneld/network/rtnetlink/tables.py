@@ -177,8 +177,15 @@ class LinkTable(_KernelTable):
 
     def _refusal(self, link: Link, failure: OSError) -> Failure:
         reason = failure.strerror or str(failure)
-        holder = links.holder(link, self._kernel.links()) if failure.errno == errno.EEXIST else ""
-        text = f"{reason}: {holder} serves the same ends" if holder else reason
+        holder, what = "", ""
+        if failure.errno == errno.EEXIST:
+            holder, what = links.holder(link, self._kernel.links()), "serves the same ends"
+        elif failure.errno == errno.EADDRINUSE:
+            from flanneld.network import port_owner  # rarely needed
+
+            at_port = links.at_port_of(link, self._kernel.links())
+            holder, what = port_owner.owner_of(getattr(link, "port", 0), devices=at_port), "has its UDP port"
+        text = f"{reason}: {holder} {what}" if holder else reason
         return Failure(link, text, links.remedy(link, failure.errno, holder))
 
 

@@ -75,9 +75,9 @@ def _take_over(settings: UdpProxy, candidates: list[Offer]) -> tuple[Plane, str]
     except OSError as failure:
         reason = failure.strerror
         if failure.errno == errno.EADDRINUSE:
-            from flanneld.backends.udp.port_owner import holder_of  # rarely needed
+            from flanneld.network.port_owner import owner_of  # rarely needed
 
-            reason = f"in use by {holder_of(settings.local, settings.port)}, which has to be stopped"
+            reason = f"in use by {owner_of(settings.port, settings.local)}, which has to be stopped"
         raise OSError(failure.errno, f"{settings.local}:{settings.port}, UDP: {reason}") from None
     ends = Wire(
         settings.tun, wire.detach(), settings.address, settings.mtu, settings.port, settings.accept_any

@@ -11,10 +11,10 @@ from flanneld.network import ethtool
 from flanneld.network.rtnetlink.links import Attribute, LinkCodec, SeenLink, link_info, number
 from flanneld.network.rtnetlink.messages import address_of
 from flanneld.runtime.shell import Command, command
-from flanneld.state.resources import ForeignLink, Vxlan
+from flanneld.state.resources import ForeignLink, Link, Vxlan
 
 _ID, _GROUP, _LINK, _LOCAL, _LEARNING, _L2MISS, _PORT = 1, 2, 3, 4, 7, 13, 15
-_GROUP6, _LOCAL6, _GBP = 16, 17, 23
+_GROUP6, _LOCAL6, _GBP, _EXTERNAL, _GPE = 16, 17, 23, 25, 27
 
 
 class VxlanCodec(LinkCodec[Vxlan]):
@@ -26,6 +26,9 @@ class VxlanCodec(LinkCodec[Vxlan]):
 
     def parse(self, seen: SeenLink, data: dict[int, bytes]) -> Vxlan | ForeignLink:
         local = data.get(_LOCAL) or data.get(_LOCAL6)
+        port = int.from_bytes(data.get(_PORT, b""), "big")
+        if any(data.get(_EXTERNAL, b"")) or _GPE in data:
+            return ForeignLink(seen.name, f"a vxlan device for all VNIs, UDP port {port}", Vxlan.make, port)
         if local is None:
             return ForeignLink(seen.name, "a vxlan device without a local address", Vxlan.make)
         for unwanted, what in ((_GROUP, "group"), (_GROUP6, "group"), (_L2MISS, "l2miss")):
@@ -36,7 +39,7 @@ class VxlanCodec(LinkCodec[Vxlan]):
             vni=number(data.get(_ID)),
             parent=number(data.get(_LINK)),
             local=address_of(local),
-            port=int.from_bytes(data.get(_PORT, b""), "big"),
+            port=port,
             mac=seen.mac,
             mtu=seen.mtu,
             learning=bool(number(data.get(_LEARNING))),
@@ -82,6 +85,13 @@ class VxlanCodec(LinkCodec[Vxlan]):
 
     def ends(self, link: Vxlan) -> tuple[object, ...]:
         return (link.local.version, link.vni, link.port)
+
+    def bars(self, desired: Vxlan, other: Link | ForeignLink) -> bool:
+        """Compare port, family and flags: devices that are alike share a socket (vxlan_find_sock)."""
+        if isinstance(other, Vxlan):
+            is_alike = (other.port, other.local.version) == (desired.port, desired.local.version)
+            return is_alike and other.gbp != desired.gbp
+        return isinstance(other, ForeignLink) and other.port == desired.port
 
     def carrier(self, link: Vxlan) -> str:
         return f"UDP port {link.port}"
