@@ -201,8 +201,9 @@ class Control:
     # ---- what was asked ----
 
     def watches(self) -> int:
-        """How many are open."""
-        return sum(found.watch is not None for found in list(self._server.connections))
+        """Count the open watches that will tell of every change from now on."""
+        watches = [found.watch for found in list(self._server.connections)]
+        return sum(watch is not None and watch.begun for watch in watches)
 
     def requests(self, verb: str = "", resource: str = "", start: int = 0) -> list[Object]:
         """The requests since the server's start, but for the first ``start`` of all.

@@ -84,6 +84,7 @@ class Server:
         try:
             _write(response, request, answer, fault)
         except Cut as cut:
+            connection.watch = None  # before the client learns of the end
             response.end(cut.then)
             return False
         finally:

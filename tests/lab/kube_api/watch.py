@@ -23,12 +23,13 @@ SHORTEST, LONGEST = 1800, 3600  # seconds, of a watch without timeoutSeconds
 class Watch:
     """One watch on nodes. Iteration gives the lines to send at once, ``[]`` first: then the header goes out.
 
-    ``order`` takes a fault that shall strike it while it is open. Making one may raise ``Refusal``, iterating
-    ``Cut``.
+    ``order`` takes a fault that shall strike it while it is open. ``begun`` is true from its first read on:
+    it tells of every change after that. Making one may raise ``Refusal``, iterating ``Cut``.
     """
 
     def __init__(self, store: Store, query: Query, bookmark_interval: float, patience: float) -> None:
         self.order: Fault | None = None
+        self.begun = False
         self._store = store
         self._selected = selector(query)
         self._version = version_of(query, watch=True)
@@ -45,10 +46,13 @@ class Watch:
         yield []
         next_bookmark = next(self._bookmarks, float("inf"))
         if self._wants_all:
-            yield self._all()
+            first = self._all()
+            self.begun = True
+            yield first
         elif self._version < self._store.oldest:
             yield [self._too_old()]
             return
+        self.begun = True
         while True:
             changes = self._wait(min(self._end, next_bookmark) - time.monotonic())
             if changes is None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator
 
 import pytest
 
 from tests.lab.kube_api.faults import UNANSWERED, End, Fault
+from tests.lab.kube_api.server import Connection
+from tests.lab.kube_api.watch import Watch
 from tests.lab.wait import wait_for
 from tests.local_kube import (
     DEADLINE,
@@ -184,6 +187,15 @@ def test_an_open_watch_can_be_struck(
     assert [line in each for each in rest if line] == ([True] if line else [])
     assert reply.complete is complete
     assert kube.control.watches() == 0
+
+
+def test_watch_counts_from_its_first_read_of_the_store(kube: LocalKube) -> None:
+    watch = Watch(kube.server.api.store, {}, bookmark_interval=60, patience=3)
+    steps = iter(watch)
+    with socket.socket() as sock:
+        kube.server.connections.add(Connection(sock, idle=False, watch=watch))
+        assert (next(steps), kube.control.watches()) == ([], 0)
+        assert (len(next(steps)), kube.control.watches()) == (1, 1)
 
 
 def test_only_idle_connections_can_be_closed(kube: LocalKube) -> None:
