@@ -8,6 +8,7 @@ from typing import Any
 import hypothesis
 import pytest
 
+from tests import hermetic, report
 from tests.lab import Lab, Node
 from tests.lab.lab import API
 from tests.vm.machine import lacks
@@ -37,6 +38,11 @@ LOG_TAIL = 4000  # characters of each log
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="also run the tests marked long")
     parser.addoption(
+        "--record-durations",
+        action="store_true",
+        help="write how long each file's tests take, for their order",
+    )
+    parser.addoption(
         "--needs-kernel",
         choices=["with", "without", "only"],
         default="with",
@@ -45,6 +51,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(hermetic)
+    config.pluginmanager.register(report)
     if config.getoption("--long"):
         hypothesis.settings.load_profile("long")
     config.addinivalue_line("markers", "long: takes more than a few seconds; runs with --long only")
@@ -52,17 +60,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    unwanted = [item for item in items if not _is_wanted(config, item)]
-    if unwanted:
-        config.hook.pytest_deselected(items=unwanted)
-        items[:] = [item for item in items if item not in unwanted]
-
-
-def _is_wanted(config: pytest.Config, item: pytest.Item) -> bool:
-    if item.get_closest_marker("long") and not config.getoption("--long"):
-        return False
-    unwanted = {"with": None, "without": True, "only": False}[config.getoption("--needs-kernel")]
-    return bool(item.get_closest_marker("needs_kernel")) is not unwanted
+    elsewhere = {"with": None, "without": True, "only": False}[config.getoption("--needs-kernel")]
+    here = [item for item in items if bool(item.get_closest_marker("needs_kernel")) is not elsewhere]
+    wanted = [item for item in here if config.getoption("--long") or not item.get_closest_marker("long")]
+    report.not_run(config, "tests marked long; add --long", len(here) - len(wanted))
+    chosen = set(wanted)
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = wanted
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

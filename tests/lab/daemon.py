@@ -14,6 +14,8 @@ from tests.lab.namespace import Namespace
 from tests.lab.wait import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
+#: By its API, the variable with the command of another implementation.
+PEER_VARIABLES = {"v2": "FLANNELD_PEER", "v3": "FLANNELD_PEER_V3", "v0.6": "FLANNELD_PEER_V06"}
 #: Variables of the caller that would steer a daemon.
 FOREIGN = ("FLANNELD_", "KUBE", "NODE_NAME", "POD_NAME", "NOTIFY_SOCKET", "http_proxy", "https_proxy")
 
@@ -36,8 +38,7 @@ def peer_command(api: str = "v2") -> list[str]:
     ``FLANNELD_PEER`` speaks v2 of etcd's API, ``FLANNELD_PEER_V3`` speaks v3, and ``FLANNELD_PEER_V06`` is
     Go's v0.6.2, the last one that is a server of leases and its client.
     """
-    variables = {"v2": "FLANNELD_PEER", "v3": "FLANNELD_PEER_V3", "v0.6": "FLANNELD_PEER_V06"}
-    return shlex.split(os.environ.get(variables[api], ""))
+    return shlex.split(os.environ.get(PEER_VARIABLES[api], ""))
 
 
 class Daemon:

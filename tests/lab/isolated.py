@@ -30,6 +30,7 @@ OVERLAY = """
 mount -t tmpfs -o mode=755 tmpfs /mnt
 mkdir /mnt/upper /mnt/work /mnt/root
 mount -t overlay -o lowerdir=/,upperdir=/mnt/upper,workdir=/mnt/work overlay /mnt/root
+rm -rf /mnt/root/var/lib/flannel # a real node's
 python=$1 site=$2 source=$3 files=$4
 cd /mnt/root
 """

@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,9 +33,16 @@ class CommandError(Exception):
 
 
 def run(
-    *command: str, check: bool = True, timeout: float = 60, stdin: str = ""
+    *command: str,
+    check: bool = True,
+    timeout: float = 60,
+    stdin: str = "",
+    variables: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run to the end; raises ``CommandError`` unless ``check`` is off, and after ``timeout`` seconds."""
+    """Run to the end; raises ``CommandError`` unless ``check`` is off, and after ``timeout`` seconds.
+
+    ``variables`` come before the caller's.
+    """
     # A daemon warns of variables that look like its own.
     environment = {name: value for name, value in os.environ.items() if not name.startswith(_OF_TESTS)}
     try:
@@ -46,7 +53,7 @@ def run(
             text=True,
             timeout=timeout,
             check=False,
-            env=environment,
+            env={**(variables or {}), **environment},
         )
     except subprocess.TimeoutExpired as error:
         raise CommandError(f"{' '.join(command)}: still runs after {timeout:g} s") from error
@@ -81,10 +88,16 @@ class Namespace:
             Path("/proc/sys", path).write_text(f"{value}\n")
 
     def run(
-        self, *command: str, check: bool = True, timeout: float = 60, stdin: str = ""
+        self,
+        *command: str,
+        check: bool = True,
+        timeout: float = 60,
+        stdin: str = "",
+        variables: Mapping[str, str] | None = None,
     ) -> subprocess.CompletedProcess[str]:
         """Run a command in here to its end; raises ``CommandError`` unless ``check`` is off."""
-        return run(*self._inside(command), check=check, timeout=timeout, stdin=stdin)
+        inside = self._inside(command)
+        return run(*inside, check=check, timeout=timeout, stdin=stdin, variables=variables)
 
     def start(
         self, *command: str, output: IO[bytes], environment: dict[str, str] | None = None

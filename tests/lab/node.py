@@ -72,12 +72,19 @@ class Node:
         self._daemons: list[Daemon] = []
         self._containers: dict[int, Container] = {}
         self._before: tuple[int, int] | None = None
+        #: The daemon's defaults are the host's. As variables, since Go's has no such flags.
+        self._files = {
+            "FLANNELD_SUBNET_FILE": str(self.subnet_file),
+            "FLANNELD_STATE_DIR": str(directory / "state"),
+            "FLANNELD_SECRET_DIR": str(directory / "secrets"),
+            "FLANNELD_SUBNET_DIR": str(directory / "networks"),
+        }
         directory.mkdir()
         self.service_manager = ServiceManager(directory / "notify")
 
     def run(self, *command: str, check: bool = True, timeout: float = 60) -> subprocess.CompletedProcess[str]:
         """Run a command on this node to its end; raises ``CommandError`` unless ``check`` is off."""
-        return self.namespace.run(*command, check=check, timeout=timeout)
+        return self.namespace.run(*command, check=check, timeout=timeout, variables=self._files)
 
     def start(
         self,
@@ -95,7 +102,7 @@ class Node:
             self.namespace,
             [*(command or own_command()), *own, *flags],
             self.directory / f"daemon-{len(self._daemons) + 1}.log",
-            {"NOTIFY_SOCKET": str(self.service_manager.path)} | (environment or {}),
+            {"NOTIFY_SOCKET": str(self.service_manager.path)} | self._files | (environment or {}),
         )
         self._daemons.append(daemon)
         return daemon

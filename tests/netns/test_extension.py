@@ -206,7 +206,7 @@ def test_a_failing_command_is_named_and_tried_again_until_it_works(
     lab: Lab, notes: Path, tmp_path: Path
 ) -> None:
     command = noting(notes, "add", f"echo no door; test -e {tmp_path / 'door'}")
-    node = one_node(lab, {"SubnetAddCommand": f"{command}; # PSK=secret", "SubnetRemoveCommand": "true"})
+    node = one_node(lab, {"SubnetAddCommand": f"{command}; # PSK=hush", "SubnetRemoveCommand": "true"})
     add_peer(lab)
     (line,) = node.wait_for_log("are not in place")
     wanted = f"extension peer {PEER} at 198.18.0.77: SubnetAddCommand exited with status 1; it wrote: no door"
@@ -216,7 +216,7 @@ def test_a_failing_command_is_named_and_tried_again_until_it_works(
     (tmp_path / "door").touch()
     node.wait_for_log("The peers set up by extension commands are in place")
     assert len(node.wait_for_log("are not in place")) == 1
-    assert "secret" not in node.log()
+    assert "hush" not in node.log()
 
 
 def test_a_hanging_command_is_killed_and_holds_up_no_route(lab: Lab, notes: Path) -> None:
@@ -258,14 +258,14 @@ def test_a_plan_runs_no_command(lab: Lab, notes: Path) -> None:
 
 @pytest.mark.parametrize("key", ["PreStartupCommand", "PostStartupCommand"])
 def test_a_start_fails_with_its_commands(lab: Lab, key: str) -> None:
-    backend = {"Type": "extension", key: "echo no key; exit 3  # PSK=secret"}
+    backend = {"Type": "extension", key: "echo no key; exit 3  # PSK=hush"}
     lab.etcd.put_config({"Network": NETWORK, "Backend": backend})
     (node,) = lab.add_nodes(1)
     daemon = node.start()
     wait_for(lambda: daemon.status() is not None, SOON, "the start to fail")
     assert daemon.status() == 1
     assert f"{key} exited with status 3; it wrote: no key" in node.log()
-    assert "secret" not in node.log()
+    assert "hush" not in node.log()
 
 
 def test_nodes_of_kubernetes_tell_each_other_what_prestartupcommand_wrote(lab: Lab, notes: Path) -> None:

@@ -29,6 +29,8 @@ MEMORY = "2G"
 BROKEN = 125
 #: How much longer than on the host things may take in here; see tests/lab/wait.py.
 PATIENCE = "10"
+#: Variable that tells a process that it runs in the machine.
+INSIDE = "FLANNELD_TEST_MACHINE"
 
 
 class MachineError(Exception):
@@ -57,7 +59,7 @@ def run(command: Sequence[str], *, limit: float = 3600) -> int:
 
 
 def _script(command: Sequence[str]) -> str:
-    variables = {**os.environ, "FLANNELD_TEST_PATIENCE": PATIENCE}
+    variables = {**os.environ, "FLANNELD_TEST_PATIENCE": PATIENCE, INSIDE: "1"}
     # What is compiled in here is forgotten with all else, but serves many a start until then.
     variables.pop("PYTHONDONTWRITEBYTECODE", None)
     exports = (

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -16,16 +17,23 @@ WRONG_SAID = "only one of -etcd-certfile and -etcd-keyfile is set"
 LINE = re.compile(r"[IWEF]\d{4} .*\.py:\d+\] ")
 
 
+@pytest.fixture(autouse=True)
+def own_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Keep the lock and the history of the daemon under test beside no file of a real one."""
+    for name in [name for name in os.environ if name.startswith("FLANNELD")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("FLANNELD_SUBNET_FILE", str(tmp_path / "subnet.env"))
+
+
 def run(command: list[str], limits: str, variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
     """Run a command under limits that a shell sets: between fork and exec Python might need more itself."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("FLANNELD")}
     return subprocess.run(
         ["sh", "-c", f'{limits} && exec "$@"', "sh", *command],
         capture_output=True,
         text=True,
         check=False,
         timeout=60,
-        env=kept | variables,
+        env=os.environ | variables,
     )
 
 

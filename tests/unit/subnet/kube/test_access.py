@@ -176,6 +176,7 @@ def test_a_daemon_that_fails_leaves_no_such_file_and_came_again_when_told_to(tmp
         config = kubeconfig_with_data(tmp_path, kube.url)
         daemon = [sys.executable, "-m", "flanneld", "--kube-subnet-mgr", f"--kubeconfig-file={config}"]
         flags = [f"--net-config-path={net_config}", f"--subnet-file={tmp_path}/env", "--iface=no-such"]
+        flags += [f"--state-dir={tmp_path}"]
         environ = {**os.environ, "NODE_NAME": "n1", "TMPDIR": str(files)}
         done = subprocess.run([*daemon, *flags], env=environ, capture_output=True, text=True, check=False)
         refused, answered = kube.control.requests("list")

@@ -1,0 +1,69 @@
+"""Hooks of pytest for an honest end: the order, what was not run and why, and how to repeat what failed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vm.machine import INSIDE
+
+#: What begins the lines that ``tests/run`` collects.
+NOT_RUN, REPEAT = "not run: ", "repeat: "
+#: Seconds by file, of those that take longest.
+DURATIONS = Path(__file__).with_name("durations.json")
+SHORTEST = 1.0
+_REASONS = pytest.StashKey[Counter[str]]()
+
+
+def not_run(config: pytest.Config, reason: str, number: int = 1) -> None:
+    """Count tests, or files of them, that are left out for a reason: ``tests marked long; add --long``."""
+    config.stash.setdefault(_REASONS, Counter())[reason] += number
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput[NOT_RUN] = dict(session.config.stash.get(_REASONS, {}))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take over what a worker counted; all have counted the same."""
+    node.config.stash[_REASONS] = Counter(getattr(node, "workeroutput", {}).get(NOT_RUN, {}))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    write = terminalreporter.write_line
+    for reason, number in sorted(config.stash.get(_REASONS, Counter()).items()):
+        if number:
+            write(f"{NOT_RUN}{number} {reason}")
+    failed = [report for kind in ("failed", "error") for report in terminalreporter.stats.get(kind, [])]
+    for test in dict.fromkeys(report.nodeid for report in failed):
+        write(REPEAT + command_for(test))
+    if config.getoption("--record-durations"):
+        reports = (report for kind in terminalreporter.stats.values() for report in kind)
+        _record(report for report in reports if isinstance(report, pytest.TestReport))
+    if (seed := config.getoption("randomly_seed", None)) is not None:
+        write(f"order: --randomly-seed={seed}")
+
+
+def command_for(test: str) -> str:
+    """Return the command that runs one test where it ran: on the host or in the machine."""
+    modules = ["tests.vm.machine", "pytest"] if INSIDE in os.environ else ["pytest"]
+    return " ".join([*(f".venv/bin/python -m {module}" for module in modules), shlex.quote(test)])
+
+
+def _record(reports: Iterable[pytest.TestReport]) -> None:
+    """Write how long each file's tests took, with their fixtures. Files that did not run keep theirs."""
+    durations: Counter[str] = Counter()
+    for report in reports:
+        durations[report.nodeid.partition("::")[0]] += report.duration  # type: ignore[assignment]
+    known = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
+    kept = {file: round(took, 1) for file, took in {**known, **durations}.items() if took >= SHORTEST}
+    DURATIONS.write_text(json.dumps(kept, indent=0, sort_keys=True) + "\n")
