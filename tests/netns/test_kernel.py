@@ -84,6 +84,13 @@ def host(empty: Namespace) -> Namespace:
         "link set vx4 up",
         "link set vx6 up",
     )
+
+    def all_up() -> bool:
+        links = empty.json("ip", "-j", "link", "show", "type", "veth")
+        return {link["operstate"] for link in links} == {"UP"}
+
+    # The kernel announces that in its own time, which would be a change in the middle of a test.
+    wait_for(all_up, what="the links to come up")
     return empty
 
 
