@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 #: Remedy for leases of nodes that seem to be gone. No advice deletes a lease: a silent node may still run.
 LEASES_END = "a lease that no node renews ends by itself"
@@ -23,6 +25,15 @@ class FlannelError(Exception):
 
 class Fatal(FlannelError):
     """Error that a retry cannot fix: the daemon exits with status 1."""
+
+
+@contextmanager
+def prefixed(words: str) -> Iterator[None]:
+    """Begin the problem of a ``Fatal`` from the block with upstream's words for it."""
+    try:
+        yield
+    except Fatal as failure:
+        raise Fatal(f"{words}: {failure.problem}", failure.remedy) from failure
 
 
 class Retryable(FlannelError):

@@ -20,7 +20,7 @@ from flanneld.diagnostics.counted_manager import CountedManager, counted
 from flanneld.diagnostics.host_upkeep import HostUpkeep
 from flanneld.diagnostics.observation import Observation
 from flanneld.diagnostics.readiness import Readiness
-from flanneld.errors import Cancelled, Fatal, lacking
+from flanneld.errors import Cancelled, Fatal, lacking, prefixed
 from flanneld.options import Options
 from flanneld.reconcile.host import services as host_services
 from flanneld.reconcile.member import Loops, Member
@@ -78,7 +78,10 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         from flanneld import oneshot  # not needed by the daemon
 
         return oneshot.run(wanted, environ)
-    return _serve(wanted, environ)
+    status = _serve(wanted, environ)
+    if status == 0:
+        log.info("Exiting cleanly...")
+    return status
 
 
 def _serve(wanted: Options, environ: Mapping[str, str]) -> int:
@@ -126,8 +129,9 @@ def _serve_alone(wanted: Options, environ: Mapping[str, str]) -> int:
             service = lease_server.LeaseService(wanted, environ, supervisor, store)
             service.start()
     else:
-        manager = counted(open_manager(wanted, environ))
-    log.info("Leases are in %s", manager.name)
+        with prefixed("Failed to create SubnetManager"):
+            manager = counted(open_manager(wanted, environ))
+    log.info("Created subnet manager: %s", manager.name)
     metrics = service.server.metrics_text if service else None
     return Daemon(wanted, environ, supervisor, notifier, manager, events, metrics).serve()
 
@@ -194,7 +198,9 @@ class Daemon:
         waiting, manager = self._readiness, self._manager
         services = host_services.of_daemon(self._options.secret_dir, self._environ, self._supervisor.stop)
         loaded = startup.load(self._options, manager, waiting, services)
-        member = startup.join(loaded, startup.elect(loaded, waiting), waiting, manager.acquire, self._admit)
+        elected = startup.elect(loaded, waiting)
+        with prefixed("Error registering network"):
+            member = startup.join(loaded, elected, waiting, manager.acquire, self._admit)
         mtu = member.uplink_manager.backend.mtu
         log.info("Our subnet is %s, backend %s, MTU %d", member.lease, member.config.backend_type, mtu)
         return member
@@ -210,7 +216,8 @@ class Daemon:
             make_loop=self._make_loop,
         )
         self._components.join(member.config, loops)
-        self._readiness.patiently("the kernel", loops.reconciler.prepare)
+        with prefixed("Error registering network"):
+            self._readiness.patiently("the kernel", loops.reconciler.prepare)
         if self._options.ip_masq:
             loops.masquerade()
         self._host = host = self._upkeep(member)
@@ -221,6 +228,7 @@ class Daemon:
         host_checks.report(families, uplink, services=self._options.kube_subnet_mgr, either=either)
         host.start()
         self._readiness.await_peers()
+        log.info("Running backend.")
         loops.start()
         self._brief = (
             f"{member.config.backend_type}: subnet {member.lease} through {member.uplink_manager.uplink.name}"

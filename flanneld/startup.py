@@ -17,8 +17,9 @@ from msgspec import Struct, structs
 
 from flanneld.backends import registry
 from flanneld.backends.contract import NO_SERVICES, Backend, Factory, HostServices
+from flanneld.compat.glog import OneTimeWarnings
 from flanneld.config import Config
-from flanneld.errors import Retryable
+from flanneld.errors import Retryable, prefixed
 from flanneld.model import Lease, LeaseAttrs, LeaseKey, Uplink
 from flanneld.network import ipsec_traces
 from flanneld.network.obstacles import single
@@ -119,6 +120,7 @@ def load(
     previous, last_run = subnet_file.read(path), LastRun(path, is_dry_run=is_dry_run)
     reach: Reach = _ask_once if is_dry_run else StoreTrial(manager, previous, last_run).ask
     config = waiting.ask("the network config", partial(reach, manager.network_config))
+    log.info("Found network config - Backend type: %s", config.backend_type)
     for warning in config.warnings:
         log.warning("%s", warning)
     make_backend = registry.factory_for(config)
@@ -137,9 +139,22 @@ def elect(loaded: Loaded, waiting: Waiting) -> Elected:
     kernel, monitor = waiting.patiently("the kernel", _open_kernel)
     choice = waiting.ask("our node", partial(loaded.reach, partial(_choice, loaded.options, loaded.manager)))
     deadline = clock.now() + loaded.options.iface_wait
-    elected = partial(_elected, kernel, loaded.config, choice, deadline)
-    uplink = waiting.patiently("an external interface", elected)
-    log.info("The external interface is %s", uplink)
+    once = OneTimeWarnings()
+
+    def tell(line: str) -> None:
+        once.warn(log, line, line, logging.INFO)
+
+    elected = partial(_elected, kernel, loaded.config, choice, deadline, tell)
+    with prefixed("Failed to find any valid interface to use"):
+        uplink = waiting.patiently("an external interface", elected)
+    families = loaded.config.families
+    addresses = " and ".join(str(uplink.local(family)) for family in families)
+    log.info("Using interface with name %s and address %s, MTU %d", uplink.name, addresses, uplink.mtu)
+    for family in families:
+        words = "Using %s as external address"
+        if choice.public(family) is None:
+            words = "Defaulting external address to interface address (%s)"
+        log.info(words, uplink.public(family))
     return Elected(kernel, monitor, choice, uplink)
 
 
@@ -263,9 +278,11 @@ def _choice(options: Options, manager: SubnetManager) -> InterfaceChoice:
     )
 
 
-def _elected(kernel: Kernel, config: Config, choice: InterfaceChoice, deadline: float) -> Uplink:
+def _elected(
+    kernel: Kernel, config: Config, choice: InterfaceChoice, deadline: float, tell: Callable[[str], None]
+) -> Uplink:
     try:
-        return find_uplink(kernel, config, choice)
+        return find_uplink(kernel, config, choice, tell)
     except NoInterface as failure:
         if clock.now() >= deadline:
             raise

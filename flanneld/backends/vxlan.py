@@ -11,6 +11,7 @@ Lease data, device name and addresses are those of upstream's backend/vxlan.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +24,8 @@ from flanneld.errors import Fatal, Refused
 from flanneld.model import Family, Lease, LeaseAttrs
 from flanneld.state.resources import Address, FdbEntry, Neighbor, Resource, Route, Vxlan
 from flanneld.subnet.codec import parse_mac
+
+log = logging.getLogger(__name__)
 
 TYPE = "vxlan"
 
@@ -74,6 +77,12 @@ def read_config(config: Config) -> VxlanConfig:
 def build(config: Config, host: Host) -> VxlanBackend:
     """Return the backend with this node's devices."""
     settings = read_config(config)
+    if host.identity is None:  # the first backend of this run
+        log.info(
+            "VXLAN config: VNI=%d Port=%d GBP=%s Learning=%s DirectRouting=%s",
+            settings.vni, settings.port,
+            *(str(each).lower() for each in (settings.gbp, settings.learning, settings.direct_routing)),
+        )  # fmt: skip
     devices: dict[Family, Vxlan] = {}
     for family in config.families:
         name = _device_name(family, settings.vni)

@@ -82,12 +82,12 @@ class OneTimeWarnings:
         self._said: dict[Hashable, str] = {}
         self._full = False
 
-    def warn(self, log: logging.Logger, key: Hashable, text: str) -> None:
+    def warn(self, log: logging.Logger, key: Hashable, text: str, level: int = logging.WARNING) -> None:
         """Log a warning with the caller's source line, unless it is the last one for this key."""
         with self._lock:
             news = self._news(key, text)
         if news:
-            log.warning("%s", news, stacklevel=2)
+            log.log(level, "%s", news, stacklevel=2)
 
     def __bool__(self) -> bool:
         """Return True if a warning is remembered."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import socket
 from collections.abc import Callable, Generator, Iterator
 from functools import cache, partial
@@ -12,6 +13,8 @@ from msgspec import Struct
 
 from flanneld.errors import Fatal, cause_of
 from flanneld.runtime.sockets.polled_server import Limits, PolledServer, receive, send
+
+log = logging.getLogger(__name__)
 
 #: Seconds for a request, from the first byte to the last.
 REQUEST_TIME = 3.0
@@ -80,6 +83,7 @@ class HealthServer:
             Limits(REQUEST_TIME, CONNECTIONS, OF_ONE_SOURCE, OF_THIS_HOST),
             "Cannot answer a health check",
         )
+        log.info("Start healthz server on %s:%d", f"[{ip}]" if ":" in ip else ip, self.port)
 
     @property
     def port(self) -> int:

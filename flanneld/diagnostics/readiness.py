@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
+#: Upstream's words for a wait, where it logs one.
+_UPSTREAM = {"the network config": "Couldn't fetch network config"}
 #: Seconds between retries of actions on this host.
 _RETRY = 1.0
 #: Seconds between checks that the peers are known.
@@ -112,7 +114,7 @@ class Readiness:
             self._missing = {**others, condition: text} if text else others
 
     def _wait(self, what: str, reason: Retryable, pause: float) -> None:
-        self._once.warn(log, what, f"Waiting for {what}: {reason}")
+        self._once.warn(log, what, f"{_UPSTREAM.get(what, f'Waiting for {what}')}: {reason}")
         self._waiting[:] = [f"waiting for {what}: {reason}"]
         self._notifier.status(self._waiting[0])
         self._tell(self._waiting[0])

@@ -6,7 +6,6 @@ The rules are those of flannel's ``LookupExtIface``. Facts are in the kernel's o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Any
 
@@ -131,19 +130,28 @@ RouteTo = Callable[[IPAddress], RouteFact | None]
 
 
 def elect(
-    choice: InterfaceChoice, facts: HostFacts, route_to: RouteTo, families: tuple[Family, ...]
+    choice: InterfaceChoice,
+    facts: HostFacts,
+    route_to: RouteTo,
+    families: tuple[Family, ...],
+    tell: Callable[[str], None] = lambda _: None,
 ) -> Election:
     """Choose the interface and its local address for each of ``families`` (at least one).
 
-    Raises ``NoInterface`` if no option matches, or a plain ``Fatal`` if one of them is malformed. As in Go
-    flannel, a malformed option does no harm if another one matches.
+    ``tell`` gets what upstream logs before a search. Raises ``NoInterface`` if no option matches, or a plain
+    ``Fatal`` if one of them is malformed. As in Go flannel, a malformed option does no harm if another one
+    matches.
     """
     search = _Search(choice, facts, route_to, families)
     rejected: list[str] = []
     malformed: Fatal | None = None
-    for wish, find in search.wishes():
+    for wish, find, target in search.wishes():
+        if not target:
+            tell("Determining IP address of default interface")
+        elif find == search.by_name and (address := _literal(target)):
+            tell(f"Searching for interface using {address}")
         try:
-            return Election(search.uplink(*find()), tuple(rejected))
+            return Election(search.uplink(*find(target)), tuple(rejected))
         except _NoMatch as reason:
             rejected.append(f"{wish}: {reason}")
         except Fatal as error:
@@ -178,18 +186,18 @@ class _Search(Struct, frozen=True):
     route_to: RouteTo
     families: tuple[Family, ...]
 
-    def wishes(self) -> Iterator[tuple[str, Callable[[], _Found]]]:
-        """Yield the searches in order, by option."""
+    def wishes(self) -> Iterator[tuple[str, Callable[[str], _Found], str]]:
+        """Yield the searches in order, by option, and what each searches for."""
         choice = self.choice
         for name in choice.ifaces:
-            yield f"--iface={name}", partial(self.by_name, name)
+            yield f"--iface={name}", self.by_name, name
         for pattern in choice.regexes:
-            yield f"--iface-regex={pattern}", partial(self.by_pattern, pattern)
+            yield f"--iface-regex={pattern}", self.by_pattern, pattern
         if choice.can_reach:
-            yield f"--iface-can-reach={choice.can_reach}", partial(self.by_route_to, choice.can_reach)
+            yield f"--iface-can-reach={choice.can_reach}", self.by_route_to, choice.can_reach
         elif not choice.ifaces and not choice.regexes:
             public = next((str(ip) for family in self.families if (ip := choice.public(family))), "")
-            yield f"public IP {public}" if public else "default route", partial(self.by_name, public)
+            yield f"public IP {public}" if public else "default route", self.by_name, public
 
     def by_name(self, name: str) -> _Found:
         """Find an interface by name or address. An empty name means the default route, as in Go flannel."""

@@ -211,9 +211,11 @@ class Firewall:
             if purpose.forward:
                 log.warning("No FORWARD rules: %s", missing)
             return
-        if purpose:
-            names = ", ".join(dict.fromkeys(each.name for each in placed.desired))
-            log.info("Using %s (%s)", names, placed.reason)
+        tools = f"{', '.join(dict.fromkeys(each.name for each in placed.desired))} ({placed.reason})"
+        if purpose.masquerade:
+            log.info("Setting up masking rules with %s", tools)
+        if purpose.forward:
+            log.info("Changing default FORWARD chain policy to ACCEPT for the network, with %s", tools)
         self.placed = placed
         desired = desired_by_table(placed.desired)
         self.reconciler = Reconciler(placed.tables, desired, self._stop.is_set)

@@ -16,17 +16,18 @@ FEW, PERIOD = 10, 1.0
 
 
 class LeaseChange(Struct, frozen=True, gc=False):
-    """A lease, or the key of one that has gone, and what happened to it."""
+    """A new or changed lease, or the key of one that has gone; told in upstream's words."""
 
-    what: str
     key: LeaseKey
     lease: Lease | None = None
+    is_change: bool = False
 
     def __str__(self) -> str:
         if self.lease is None:
-            return f"Lease {name_of(self.key)} {self.what}"
+            return f"Subnet removed: {name_of(self.key)}"
         public = ", ".join(str(ip) for family in FAMILIES if (ip := self.lease.attrs.public(family)))
-        return f"Lease {name_of(self.key)} {self.what}, at {public or 'no public IP'}"
+        was = ", which changed" if self.is_change else ""
+        return f"Subnet added: {name_of(self.key)} via {public or 'no public IP'}{was}"
 
 
 class LeaseLog:
@@ -45,9 +46,9 @@ class LeaseLog:
         """Return the time of the next ``write`` that is needed, infinity if nothing waits."""
         return self._period_end if self._waiting else math.inf
 
-    def note(self, what: str, key: LeaseKey, lease: Lease | None = None) -> None:
+    def note(self, key: LeaseKey, lease: Lease | None = None, *, is_change: bool = False) -> None:
         """Add a change."""
-        self._waiting.append(LeaseChange(what, key, lease))
+        self._waiting.append(LeaseChange(key, lease, is_change))
 
     def write(self, now: float) -> None:
         """Log what may be logged by now."""

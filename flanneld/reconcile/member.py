@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
@@ -28,6 +29,8 @@ from flanneld.subnet.subnet_file import Previous
 
 if TYPE_CHECKING:
     from flanneld.reconcile.firewall import Firewall
+
+log = logging.getLogger(__name__)
 
 _FIREWALL = "firewall"
 
@@ -136,6 +139,7 @@ class Loops:
         """Watch the peers' leases. For a backend without peers watch our own node at most."""
         manager, put = self._member.manager, self.reconciler.event_queue.put
         if has_peers(self._member.uplink_manager.backend):
+            log.info("Watching for new subnet leases")
             self._watch("lease watch", partial(manager.watch, put))
             return
         put([Snapshot((self._member.lease,))])

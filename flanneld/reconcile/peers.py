@@ -27,7 +27,7 @@ from flanneld.model import (
     overlap,
 )
 from flanneld.network.obstacles import Obstacles
-from flanneld.reconcile.lease_log import LeaseLog
+from flanneld.reconcile.lease_log import FEW, LeaseLog
 from flanneld.reconcile.lease_safety import LeaseSafety
 from flanneld.reconcile.overlaps import Overlaps
 from flanneld.state.desired_state import LOCAL, Before, DesiredState
@@ -250,11 +250,12 @@ class Peers:
         if was_synced:
             event = self._through_removal_guard(event)
         change = self._table.apply(event)
-        if was_synced:
+        # Of many peers at the start only their number is told, by the sweep.
+        if was_synced or len(change.put) <= FEW:
             for key in change.gone:
-                self._log.note("is gone", key)
+                self._log.note(key)
             for lease in change.put:
-                self._log.note("changed" if lease.key in self._desired else "added", lease.key, lease)
+                self._log.note(lease.key, lease, is_change=lease.key in self._desired)
         return change
 
     def _through_removal_guard(self, event: Event) -> Event:

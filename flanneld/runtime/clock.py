@@ -71,6 +71,18 @@ def utc_text(seconds: float) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
 
 
+def go_text(seconds: float) -> str:
+    """Return a time since the epoch as Go prints it, in UTC."""
+    return time.strftime("%Y-%m-%d %H:%M:%S +0000 UTC", time.gmtime(seconds))
+
+
+def go_duration(seconds: float) -> str:
+    """Return a time span as Go prints it, such as 23h0m0s; in whole seconds, and 0s for a negative one."""
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return (f"{hours}h" if hours else "") + (f"{minutes}m" if hours or minutes else "") + f"{rest}s"
+
+
 @contextmanager
 def replaced(clock: Clock) -> Iterator[None]:
     """Run the block with another clock."""

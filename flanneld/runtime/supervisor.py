@@ -76,11 +76,11 @@ class Supervisor:
             thread.start()
             self._tasks.append(Task(thread, cancel))
 
-    def request_stop(self, reason: str) -> None:
-        """Stop without failure. Only the first reason is logged."""
+    def request_stop(self, reason: str, words: str = "") -> None:
+        """Stop without failure. Only the first reason is logged, after upstream's ``words`` for it."""
         with self._lock:
             if not self.stop.is_set():
-                log.info("stopping: %s", reason)
+                log.info("%sstopping: %s", words, reason)
                 self.stop.set()
 
     def heartbeat(self, name: str, within: float) -> None:
@@ -122,6 +122,7 @@ class Supervisor:
 
     def handle_signals(self) -> None:
         """Make the first SIGINT or SIGTERM request a stop and the second one kill. Main thread only."""
+        log.info("Installing signal handlers")
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)
 
@@ -130,7 +131,8 @@ class Supervisor:
             signal.signal(handled, signal.SIG_DFL)
         # The handler may interrupt the main thread while it holds a lock needed here: that of ``stop`` during
         # its wait, or that of ``threading`` during a thread's start. Hence a raw thread.
-        _thread.start_new_thread(self.request_stop, (f"got {signal.Signals(number).name}",))
+        name = signal.Signals(number).name
+        _thread.start_new_thread(self.request_stop, (f"got {name}", "shutdownHandler sent cancel signal... "))
 
     def _run(self, name: str, run: Callable[[], None], may_end: bool) -> None:
         try:

@@ -75,6 +75,7 @@ class LeaseKeeper:
         self._probation = probation
         self._taken_at = clock.now()
         self._term = None if lease.expires is None else lease.expires - self._taken_at
+        self._told_expiry = -math.inf
         self._renewed_at = 0.0
         self._retry_at: float | None = None
         #: Attributes of writes whose answers got lost: they may be in the store, and are ours there.
@@ -116,6 +117,7 @@ class LeaseKeeper:
     def run(self) -> None:
         """Step until ``stop`` is set."""
         self._loop.run()
+        log.info("Stopped monitoring lease %s", self._lease)
 
     def step(self, now: float) -> float:
         """Handle one queued event and renew if due; return the time of the next step."""
@@ -150,7 +152,7 @@ class LeaseKeeper:
             case Added(lease):
                 self._heard(lease, now)
             case Removed():
-                log.error("Our lease %s was revoked", self._lease)
+                log.error("Lease has been revoked. Shutting down daemon. It was %s", self._lease)
                 self._revoked()
             case Snapshot():
                 raise TypeError("a watch of one lease delivers no snapshot")
@@ -165,12 +167,20 @@ class LeaseKeeper:
             return
         if lease.asof > self._lease.asof and lease.attrs in self._unconfirmed:
             self._unconfirmed.remove(lease.attrs)
-            self._lease = replace(self._lease, expires=lease.expires, asof=lease.asof)
+            self._confirmed(lease, now)
             return
         if self._is_a_nodes_write(lease, now) and (lease.asof > self._lease.asof or not self._contested):
             (self._contest if self._contested else self._put_right)(lease, now)
             return
+        self._confirmed(lease, now)
+
+    def _confirmed(self, lease: Lease, now: float) -> None:
+        """Adopt index and expiry from the store; tell the wait for the renewal if it has changed."""
         self._lease = replace(self._lease, expires=lease.expires, asof=lease.asof)
+        if lease.expires is not None and abs(lease.expires - self._told_expiry) > _TRAVEL:
+            self._told_expiry = lease.expires
+            wait = clock.go_duration(self._due() - now)
+            log.info("Waiting for %s to renew lease %s", wait, self._lease)
 
     def _is_a_nodes_write(self, lease: Lease, now: float) -> bool:
         """Return True if a node wrote the change: operators change neither attributes nor the full TTL."""
@@ -227,6 +237,10 @@ class LeaseKeeper:
         self._renewed_at = clock.now()
         self._retry_at = None
         self._misrepresented = False
-        if not self._outage.over():
-            log.log(V(1 if self._is_contested else 0), "Renewed the lease %s", renewed)
+        self._outage.over()
+        ends = "never"
+        if renewed.expires is not None:
+            ends = clock.go_text(clock.wall() + renewed.expires - self._renewed_at)
+        level = V(1 if self._is_contested else 0)
+        log.log(level, "Lease renewed, new expiration: %s, of %s", ends, renewed)
         self._is_contested = False

@@ -175,7 +175,7 @@ class SubnetFileTable(LastingTable):
             report.made.append(put.want)
             if self._written != put.want.content:
                 self._written = put.want.content
-                log.info("Wrote %s", self._path)
+                log.info("Wrote subnet file to %s", self._path)
             else:
                 what = "removed" if put.was is None else "changed"
                 report.details[put.want.key] = f"another program had {what} it"

@@ -55,7 +55,7 @@ def test_ten_seconds_of_standstill_cost_no_packet_and_no_lease(lab: Lab, kind: s
         heard = len(node.service_manager.heard())
         wait_for(lambda: "WATCHDOG=1" in node.service_manager.heard()[heard:], PATIENT, "the watchdog")
         assert ping.lost() == 0
-    assert len(node.wait_for_log("Renewed the lease")) == 1
+    assert len(node.wait_for_log("Lease renewed, new expiration: ")) == 1
     assert answer(node, "status")["health"]["late"] == []
     assert [line for line in node.log().splitlines() if line[0] in "EF"] == []
 

@@ -175,7 +175,7 @@ def test_server_that_is_not_etcd_is_reported_once(lab: Lab, answer: str) -> None
     with Impostor(lab.switch, lab.etcd.address, ANSWERS[answer]) as impostor:
         node.start()
         wait_for_two_requests(impostor)
-        (complaint,) = node.wait_for_log("Waiting for the network config")
+        (complaint,) = node.wait_for_log("Couldn't fetch network config")
         assert lab.etcd.address in complaint
     lab.etcd.start()
     node.wait_ready(10)

@@ -86,7 +86,7 @@ def test_fleet_goes_on_with_a_restored_backup() -> None:
             first.start(*store_flags(first, {"Type": "host-gw"}))
             first.wait_ready()
             # A node whose lease the backup does not know ends, and gets another when it is started again.
-            late.wait_for_log("was revoked")
+            late.wait_for_log("Lease has been revoked. Shutting down daemon.")
             ping.wait_for_replies()
             assert ping.lost() == 0
         assert [first.subnet(), other.subnet()] == subnets

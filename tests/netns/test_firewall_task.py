@@ -125,7 +125,7 @@ def test_a_second_start_finds_all_right_and_writes_nothing(machine: Host, way: s
         assert written.changes() == []
     assert "-restore" not in notes.read_text()
     assert [
-        line for line in lease_keeper.lines("IWEF") if line.startswith(("Set", "Removed", "Restored"))
+        line for line in lease_keeper.lines("IWEF") if line.startswith(("Made", "Removed", "Restored"))
     ] == []
 
 
@@ -303,7 +303,7 @@ def test_a_lock_that_is_held_does_not_keep_the_daemon_from_stopping(machine: Hos
     with machine.lock.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         lease_keeper = machine.start(nets=[NETS[0]], **WAYS["python-iptables"])
-        lease_keeper.wait_for_line("Using ")
+        lease_keeper.wait_for_line("Setting up masking rules")
         lease_keeper.stop()
     assert "xtables lock" not in lease_keeper.log(), "it has waited for the lock to the end"
 

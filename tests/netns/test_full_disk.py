@@ -91,7 +91,7 @@ def test_subnet_env_that_has_no_room_at_the_start_is_written_once_it_has(
     disk.wait_for_files("subnet.env", "flanneld.state")
     assert not earlier or subnet == "10.5.177.0/24"
     assert len(node.wait_for_log(COMPLAINT)) == 2  # once of each file
-    assert len(node.wait_for_log(f"Wrote {disk.directory}/subnet.env")) == 1
+    assert len(node.wait_for_log(f"Wrote subnet file to {disk.directory}/subnet.env")) == 1
 
 
 def test_subnet_env_that_has_no_room_when_it_changes_is_written_once_it_has(lab: Lab) -> None:

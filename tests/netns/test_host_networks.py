@@ -357,13 +357,13 @@ def test_operators_route_that_is_as_ours_would_be_serves_and_stays(lab: Lab) -> 
     node.namespace.ip(f"route add {SUBNET[4]} via {PEER[4]} dev eth0 proto static")
     before = main_table(node)
     lab.etcd.put_lease(SUBNET[4], lease("host-gw"))
-    node.wait_for_log(f"Lease {SUBNET[4]} added")
+    node.wait_for_log(f"Subnet added: {SUBNET[4]} via")
     lab.etcd.put_lease(OTHER[4], lease("host-gw"))
     wait_until_led(node, OTHER[4])
     assert main_table(node) == before
     assert "Refused" not in node.log()
     lab.etcd.delete_lease(SUBNET[4])
-    node.wait_for_log(f"Lease {SUBNET[4]} is gone")
+    node.wait_for_log(f"Subnet removed: {SUBNET[4]}")
     lab.etcd.delete_lease(OTHER[4])
     wait_for(lambda: not led_to(node, OTHER[4]), SOON, "the other way to go")
     assert main_table(node) == before

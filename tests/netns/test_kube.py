@@ -175,7 +175,7 @@ def test_an_operator_says_where_a_node_is(lab: Lab) -> None:
     lab.kube.add(node, annotations={f"{PREFIX}node-public-ip": "192.0.2.7"})
     start(lab, node)
     node.wait_ready()
-    assert "The external interface is eth7" in node.log()
+    assert "Using interface with name eth7" in node.log()
     assert notes(lab, node)["public-ip"] == "192.0.2.7"
 
 

@@ -169,7 +169,7 @@ def test_a_network_config_that_is_missing_or_wrong_is_waited_for(lab: Lab, text:
     if text is not None:
         path.write_text(text)
     start(lab, node)
-    node.wait_for_log("Waiting for the network config", SOON)
+    node.wait_for_log("Couldn't fetch network config", SOON)
     write_net_conf(lab, VXLAN)
     node.wait_ready()
     assert len(complaints(node)) == 1

@@ -81,7 +81,7 @@ def remove_config(lab: Lab, node: Node, _peer: Node) -> None:
     node.subnet_file.unlink()
     lab.etcd.delete("config")
     node.start(SERVED)
-    node.wait_for_log("Waiting for the network config")
+    node.wait_for_log("Couldn't fetch network config")
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ def test_named_networks_are_served_from_a_file_in_the_same_process() -> None:
         store = node.directory / "leases.db"
         flags = [f"--store={store}", "--network=10.5.0.0/16", f"--listen={node.address}:8888"]
         start(node, "--networks=blue", "--healthz-port=10300", *flags)
-        node.wait_for_log("Waiting for the network config")
+        node.wait_for_log("Couldn't fetch network config")
         open_store(str(store)).create(f"{PREFIX}/blue/config", json.dumps(BLUE), None)
         assert subnet(node, "blue").startswith("10.6.")
         wait_for(node.service_manager.ready, 60, "READY=1")

@@ -44,7 +44,7 @@ def test_nodes_that_ask_at_the_same_moment_get_a_subnet_each(lab: Lab, number: i
         # Their start costs seconds of processor time, which other tests may need more.
         node.start(command=["nice", *own_command()])
     for node in nodes:
-        node.wait_for_log("Waiting for the network config", 120)
+        node.wait_for_log("Couldn't fetch network config", 120)
         os.kill(node.pid, signal.SIGSTOP)
     lab.etcd.put_config({**HOST_GW, "SubnetMin": "10.5.1.0", "SubnetMax": f"10.5.{number}.0"})
     for node in nodes:
@@ -213,7 +213,7 @@ def test_a_node_whose_lease_was_deleted_ends_and_gets_the_same_again(lab: Lab) -
     subnet, before = node.subnet(), node.kernel_state("flannel.1")
     lab.etcd.delete_lease(subnet)
     assert node.daemon.wait(20).status == 0
-    assert len(node.wait_for_log(f"Our lease {subnet} was revoked")) == 1
+    assert len(node.wait_for_log(f"Lease has been revoked. Shutting down daemon. It was {subnet}")) == 1
     other.wait_for_no_route(subnet)
     node.start()
     node.wait_ready()

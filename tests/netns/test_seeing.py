@@ -167,11 +167,11 @@ def test_daemon_that_was_killed_is_heard_from_its_events_file(lab: Lab) -> None:
 def test_a_daemon_that_waits_says_for_what(lab: Lab) -> None:
     (node,) = lab.add_nodes()
     node.start()
-    node.wait_for_log("Waiting for the network config")
+    node.wait_for_log("Couldn't fetch network config")
     done = flannelctl(node, "status")
     assert done.returncode == 1
     assert "no: no lease yet" in done.stdout
-    assert "Waiting for the network config" in flannelctl(node, "events").stdout
+    assert "Couldn't fetch network config" in flannelctl(node, "events").stdout
 
 
 # ---- what is wrong ------------------------------------------------------------------------------

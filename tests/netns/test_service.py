@@ -111,7 +111,7 @@ def test_docker_gets_the_subnet_that_flannel_has_leased(booted: BootedNode) -> N
 def test_docker_waits_as_long_as_flannel_waits_for_etcd(lab: Lab, booted: BootedNode) -> None:
     lab.etcd.stop()
     booted.systemctl("start", "--no-block", "docker")
-    booted.wait_for(lambda: "Waiting for the network config" in booted.log(), "flanneld to wait")
+    booted.wait_for(lambda: "Couldn't fetch network config" in booted.log(), "flanneld to wait")
     assert booted.systemctl("is-active", "docker", "flanneld", check=False).split() == [
         "inactive",
         "activating",

@@ -107,4 +107,4 @@ def test_annotations_contested_by_a_webhook_are_logged_once(lab: Lab) -> None:
         lab.kube.control.annotate(node.name, {f"{PREFIX}public-ip": "192.0.2.99"})
         wait_for(lambda: notes(lab, node) == ours, 60, "our address to be written again")
     assert len(node.wait_for_log("rewriting them")) == 1
-    assert len(node.wait_for_log("Renewed the lease")) == 1
+    assert len(node.wait_for_log("Lease renewed, new expiration: ")) == 1

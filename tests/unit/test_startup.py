@@ -67,7 +67,7 @@ def test_the_same_stage_waits_for_the_daemon(
     with caplog.at_level(logging.INFO):
         loaded = startup.load(options, manager, readiness)
     assert loaded.config.backend_type == "host-gw"
-    assert "Waiting for the network config: etcd answers, but has no network config" in caplog.text
+    assert "Couldn't fetch network config: etcd answers, but has no network config" in caplog.text
     assert "Got the network config" in caplog.text
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -31,12 +32,17 @@ from flanneld.runtime.randomness import random_bytes
 log = logging.getLogger(__name__)
 
 
-def find_uplink(kernel: HostKernel, config: Config, choice: InterfaceChoice) -> Uplink:
-    """Elect the uplink, and log why other candidates were rejected. Raises ``NoInterface``."""
+def find_uplink(
+    kernel: HostKernel, config: Config, choice: InterfaceChoice, tell: Callable[[str], None] = lambda _: None
+) -> Uplink:
+    """Elect the uplink, and log why other candidates were rejected. Raises ``NoInterface``.
+
+    ``tell`` is that of ``elect``.
+    """
     wishes = (*choice.ifaces, *choice.regexes, *([choice.can_reach] if choice.can_reach else []))
     wants_default = not wishes or "" in wishes
     facts = survey(kernel, config.families, default_routes=wants_default)
-    election = elect(choice, facts, partial(route_to, kernel), config.families)
+    election = elect(choice, facts, partial(route_to, kernel), config.families, tell)
     for line in election.rejected:
         log.info("Skipped %s", line)
     return election.uplink

@@ -33,7 +33,15 @@ from flanneld.subnet.allocation import fits
 from flanneld.subnet.etcd.http import NoSuchApi
 from flanneld.subnet.etcd.keys import NoConfig, Position
 from flanneld.subnet.etcd.leases import Listing, is_as_written, node_address
-from flanneld.subnet.etcd.manager import SUBNET_TTL, TRIES, EtcdManager, LeaseTaken, say_kept
+from flanneld.subnet.etcd.manager import (
+    SUBNET_TTL,
+    TRIES,
+    EtcdManager,
+    LeaseTaken,
+    say_allocated,
+    say_found,
+    say_kept,
+)
 from flanneld.subnet.etcd.union import LeaseUnion, OwnInBoth
 from flanneld.subnet.manager import LONGEST_SILENCE, NO_FACTS, Deliver, IsSelf, LocalFacts
 
@@ -122,7 +130,7 @@ class EtcdOfBoth:
             side.is_self = local.is_self
         for attempt in range(TRIES):
             listings, problem = self._listings(fresh=attempt > 0)
-            key = _ours(list(listings.values()), config, attrs, previous, local)
+            found = key = _ours(list(listings.values()), config, attrs, previous, local)
             if key is None and problem:
                 # Without the other API's leases a new node could choose a subnet that is taken there.
                 raise problem
@@ -135,6 +143,8 @@ class EtcdOfBoth:
                 log.log(V(1), "Another node was quicker, trying again: %s", lost)
                 continue
             self._tidy_up(listings, lease)
+            if found is None:
+                say_allocated(lease)
             return lease
         raise Retryable(f"other nodes were quicker {TRIES} times in a row", "wait: it is tried again")
 
@@ -272,8 +282,8 @@ class EtcdOfBoth:
                 taken.append(side)
             if not taken:
                 raise Retryable(f"the lease {wanted} could not be written", "see the log above")
-            for lease in list(proven.values())[:1]:
-                say_kept(lease)
+            for lease in list((proven or had).values())[:1]:
+                (say_kept if proven else say_found)(lease)
             self._own = own
             self._announced = attrs
             return own.whole()

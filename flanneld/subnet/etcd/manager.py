@@ -129,7 +129,7 @@ class EtcdManager:
             listing = self._list()
             self._known = None
             try:
-                lease = self._reuse(config, attrs, previous, listing, local.written)
+                found = lease = self._reuse(config, attrs, previous, listing, local.written)
                 if lease is None:
                     self._chosen = self.pick(config, previous, listing, local.connected)
                     lease = self._create(self._chosen, attrs)
@@ -138,6 +138,8 @@ class EtcdManager:
             except (Conflict, LeaseTaken) as lost:
                 log.log(V(1), "Another node was quicker, trying again: %s", lost)
             else:
+                if found is None:
+                    say_allocated(lease)
                 return lease
         raise Retryable(f"other nodes were quicker {TRIES} times in a row", "wait: it is tried again")
 
@@ -303,7 +305,11 @@ class EtcdManager:
             if (path, lease) in moved:
                 say_kept(lease)
                 self.remember(lease)
-            return self._replace(path, lease.key, attrs, reserved=lease.expires is None, modified=lease.asof)
+            is_reserved = lease.expires is None
+            renewed = self._replace(path, lease.key, attrs, reserved=is_reserved, modified=lease.asof)
+            if (path, lease) not in moved:
+                say_found(renewed)
+            return renewed
         for path, lease in mine[:1]:
             log.info("Releasing the lease %s: it does not fit the network config", lease)
             self._remove(path)
@@ -375,10 +381,12 @@ class EtcdManager:
             elif any(overlap(previous, net) for net in taken):
                 problem = f"belongs to another node now{self._holders(previous, listing)}"
             else:
+                self._say("previous", f"Found previously leased subnet ({previous}), reusing")
                 return previous
             self._once.warn(log, "previous", f"The subnet {previous} of the subnet file {problem}")
         if unsure is not None and pool.contains(unsure) and not any(overlap(unsure, net) for net in taken):
             return unsure
+        self._say(pool.family, f"Picking subnet in range {pool.subnet_min} ... {pool.subnet_max}")
         subnet = choose(pool, taken, self._randrange, connected)
         if subnet is None:
             raise Retryable(
@@ -386,6 +394,10 @@ class EtcdManager:
                 f"enlarge the network in {self.config_key}; {LEASES_END}",
             )
         return subnet
+
+    def _say(self, key: object, line: str) -> None:
+        """Log once: while the store refuses writes, a subnet is chosen again and again."""
+        self._once.warn(log, key, line, logging.INFO)
 
     def _holders(self, previous: IPNetwork, listing: Listing) -> str:
         """Return the keys of the leases that overlap our previous subnet, for the operator."""
@@ -458,6 +470,16 @@ class EtcdManager:
         if lease is None:
             raise Retryable(f"etcd stored something else for the lease {name_of(key)}", "is that etcd?")
         return lease
+
+
+def say_found(lease: Lease) -> None:
+    """Log that a lease with our public IP is taken again."""
+    log.info("Found lease (%s) for current IP (%s), reusing", lease, node_address(lease.attrs))
+
+
+def say_allocated(lease: Lease) -> None:
+    """Log that a new lease was written."""
+    log.info("Allocated lease (%s) to current node (%s)", lease, node_address(lease.attrs))
 
 
 def say_kept(lease: Lease) -> None:

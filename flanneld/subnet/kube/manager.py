@@ -183,6 +183,8 @@ class KubeManager:
             member.complain()
             alive()
 
+        log.info("Starting kube subnet manager")
+        log.info("Waiting without a limit for node controller to sync")
         loop = StepLoop(machine.step, stop=self._closed, heartbeat=beat)
         with self._lock:
             if self._closed.is_set():
@@ -310,6 +312,7 @@ class _Member:
         self._table = NodeTable(own.name, lease.key, config)
         self._state = state
         self.own: Node | None = own
+        self._has_listed = False
         self.upkeep = Upkeep(own_node, config, lambda: self.lease, self._save)
 
     def saved(self, known: Saved) -> list[Event]:
@@ -325,6 +328,9 @@ class _Member:
                 "see that kubelet registers it",
             )
         snapshot = self._table.replace(nodes, self.lease)
+        if not self._has_listed:
+            self._has_listed = True
+            log.info("Node controller sync successful")
         self._see_own(own)
         return [snapshot]
 

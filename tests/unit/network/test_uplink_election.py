@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from ipaddress import IPv4Address, IPv6Address, ip_address
 
 import pytest
@@ -112,6 +113,23 @@ def test_the_cases_of_go_flannel_give_the_same_uplink(
     found = elect(choice, DUMMY, via(2, "172.16.30.18"), V4)
     expected = Uplink("dummy0", 2, 1500, IPv4Address(local), IPv4Address(public or local))
     assert found == Election(expected, ())
+
+
+@pytest.mark.parametrize(
+    ("choice", "told"),
+    [
+        (wish(), ["Determining IP address of default interface"]),
+        (wish(public="172.16.30.18"), ["Searching for interface using 172.16.30.18"]),
+        (wish("nowhere", "172.16.30.18"), ["Searching for interface using 172.16.30.18"]),
+        (wish("dummy0"), []),
+        (wish(regex="dummy0"), []),
+    ],
+)
+def test_each_search_is_told_in_upstreams_words(choice: InterfaceChoice, told: list[str]) -> None:
+    said: list[str] = []
+    with suppress(NoInterface):
+        elect(choice, DUMMY, nowhere, V4, said.append)
+    assert said == told
 
 
 def test_an_ipv4_literal_in_dual_stack_takes_the_public_ipv6_of_the_same_interface() -> None:

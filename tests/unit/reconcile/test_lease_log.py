@@ -25,19 +25,19 @@ def log(caplog: pytest.LogCaptureFixture) -> LeaseLog:
 
 def gone(log: LeaseLog, leases: Iterable[Lease]) -> None:
     for lease in leases:
-        log.note("is gone", lease.key)
+        log.note(lease.key)
 
 
 def test_few_changes_have_a_line_each_at_once(log: LeaseLog, caplog: pytest.LogCaptureFixture) -> None:
     assert log.due == math.inf
-    log.note("added", LEASES[0].key, LEASES[0])
-    log.note("added", LEASES[1].key, Lease(LeaseAttrs(), IPv4Network("10.1.1.0/24")))
+    log.note(LEASES[0].key, LEASES[0])
+    log.note(LEASES[1].key, Lease(LeaseAttrs(), IPv4Network("10.1.1.0/24")))
     gone(log, LEASES[2:3])
     log.write(7.0)
     assert caplog.messages == [
-        "Lease 10.1.0.0/24 added, at 192.168.0.6",
-        "Lease 10.1.1.0/24 added, at no public IP",
-        "Lease 10.1.2.0/24 is gone",
+        "Subnet added: 10.1.0.0/24 via 192.168.0.6",
+        "Subnet added: 10.1.1.0/24 via no public IP",
+        "Subnet removed: 10.1.2.0/24",
     ]
     assert log.due == math.inf
 
@@ -58,7 +58,7 @@ def test_what_exceeds_ten_a_second_is_told_at_the_end_of_the_second(
     for number, lease in enumerate(LEASES[:50]):
         gone(log, [lease])
         log.write(7.0 + number / 100)
-    assert caplog.messages == [f"Lease {lease} is gone" for lease in LEASES[:10]]
+    assert caplog.messages == [f"Subnet removed: {lease}" for lease in LEASES[:10]]
     assert log.due == 8.0
     log.write(7.9)
     log.write(8.0)
@@ -67,7 +67,7 @@ def test_what_exceeds_ten_a_second_is_told_at_the_end_of_the_second(
     log.write(8.5)
     assert (len(caplog.messages), log.due) == (11, 9.0)
     log.write(9.0)
-    assert caplog.messages[11:] == [f"Lease {lease} is gone" for lease in LEASES[50:52]]
+    assert caplog.messages[11:] == [f"Subnet removed: {lease}" for lease in LEASES[50:52]]
 
 
 def test_nothing_is_left_out_at_the_end(log: LeaseLog, caplog: pytest.LogCaptureFixture) -> None:

@@ -271,10 +271,20 @@ def test_each_change_of_a_lease_is_told_once(peers: Peers, caplog: pytest.LogCap
     peers.log_changes(0.0)
     peers.log_changes(0.0)
     assert caplog.messages == [
-        "Lease 10.1.6.0/24 changed, at 192.168.0.7, fd77::6",
-        "Lease 10.1.6.0/24 is gone",
-        "Lease 10.1.6.0/24 added, at 192.168.0.6, fd77::6",
+        "Subnet added: 10.1.6.0/24 via 192.168.0.6, fd77::6",
+        "Subnet added: 10.1.6.0/24 via 192.168.0.7, fd77::6, which changed",
+        "Subnet removed: 10.1.6.0/24",
+        "Subnet added: 10.1.6.0/24 via 192.168.0.6, fd77::6",
     ]
+
+
+def test_more_than_ten_peers_at_the_start_have_no_lines(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    peers = Peers(OWN, [(IPv4Network("10.1.0.0/16"), 24)], RemovalGuard())
+    crowd = [Lease(OLD.attrs, IPv4Network((0x0A010A00 + (each << 8), 24))) for each in range(11)]
+    take(peers, Snapshot((OWN, *crowd)))
+    peers.log_changes(math.inf)
+    assert caplog.messages == []
 
 
 def test_many_changes_are_told_in_one_line(peers: Peers, caplog: pytest.LogCaptureFixture) -> None:
@@ -284,7 +294,7 @@ def test_many_changes_are_told_in_one_line(peers: Peers, caplog: pytest.LogCaptu
     peers.log_changes(0.0)
     take(peers, Added(OLD), *(Removed(each.key) for each in crowd))
     peers.log_changes(0.5)
-    assert caplog.messages == ["Leases: 10 new or changed, 1 gone"]
+    assert caplog.messages == ["Leases: 11 new or changed, 1 gone"]
     assert peers.log_due == 1.0
     peers.log_changes(1.0)
     assert caplog.messages[1:] == ["Leases: 1 new or changed, 10 gone"]

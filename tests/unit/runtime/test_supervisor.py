@@ -295,7 +295,8 @@ def test_the_first_signal_stops_and_the_second_one_kills(
     with running(PROGRAM + WAIT) as process:
         lines_until(process, "up")
         process.send_signal(first)
-        assert lines_until(process, "stopped") == [f"stopping: got {first.name}", "stopped"]
+        said = f"shutdownHandler sent cancel signal... stopping: got {first.name}"
+        assert lines_until(process, "stopped") == [said, "stopped"]
         process.send_signal(second)
         assert process.wait(DEADLINE) == -second
 

@@ -306,8 +306,22 @@ def test_a_failure_is_logged_once_a_minute_and_its_end_once(
     node.pass_time(TTL - MARGIN)
     for _ in range(2):
         node.pass_time(RENEW_RETRY)
-    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING", "INFO"]
+    told = [record.getMessage() for record in caplog.records if not record.getMessage().startswith("Waiting")]
+    assert [line.split()[0] for line in told] == ["Cannot", "Cannot", "The", "Lease"]
     assert "no answer; start etcd (for 60 s now)" in caplog.text
+
+
+def test_wait_and_renewal_are_told_once_each_and_a_new_reading_of_the_same_is_not(
+    start: Start, store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    node = start(LEASE)
+    node.lease_keeper.deliver([Added(store.leases[KEY])] * 3)
+    node.pass_time(TTL - MARGIN)
+    first, renewal, second = caplog.messages
+    time = monotonic_clock.go_duration(TTL - MARGIN)
+    assert first == second == f"Waiting for {time} to renew lease 10.1.5.0/24"
+    assert renewal.startswith("Lease renewed, new expiration: ")
 
 
 @pytest.mark.parametrize("failure", [Fatal("forbidden"), Cancelled()])
@@ -432,7 +446,7 @@ def test_a_revoked_lease_is_reported_and_not_written_again(
 ) -> None:
     store.remove(KEY)
     node.settle()
-    assert caplog.messages == ["Our lease 10.1.5.0/24 was revoked"]
+    assert caplog.messages == ["Lease has been revoked. Shutting down daemon. It was 10.1.5.0/24"]
     assert (node.revoked.is_set(), node.error) == (True, None)
     assert (store.leases, store.attempts) == ({}, [])
 
@@ -664,5 +678,5 @@ def test_renewals_against_something_that_changes_them_back_are_logged_at_verbosi
         store.write(replace(RESERVATION, attrs=OTHERS))
         node.settle()
         node.pass_time(4 * CONTEST_SPACING)
-    renewals = [record for record in caplog.records if record.getMessage().startswith("Renewed the lease")]
+    renewals = [record for record in caplog.records if record.getMessage().startswith("Lease renewed")]
     assert [record.levelno for record in renewals] == [V(0), V(1)]

@@ -262,7 +262,7 @@ def test_unwritable_subnet_file_is_logged_once_and_written_later(
     path.rmdir()
     file.look(30)
     assert path.read_text() == render(ENV)
-    assert f"Wrote {path}" in caplog.messages
+    assert f"Wrote subnet file to {path}" in caplog.messages
     assert caplog.messages[-1] == f"The contents of {path} are in place"
 
 

@@ -59,8 +59,11 @@ def test_the_api_that_has_a_config_is_used_for_everything(
     assert chosen.renew(lease).key == lease.key
     assert chosen.stored(address) == LeaseAttrs(address)
     assert len(etcd.keys(api).children(f"{prefix}/subnets")) == 1
+    (pool,) = parse(config).ranges
     assert [record.getMessage() for record in caplog.records] == [
-        f"The network config is in etcd {api} at {etcd.url} under {prefix}"
+        f"The network config is in etcd {api} at {etcd.url} under {prefix}",
+        f"Picking subnet in range {pool.subnet_min} ... {pool.subnet_max}",
+        f"Allocated lease ({lease}) to current node (192.0.2.1)",
     ]
 
 

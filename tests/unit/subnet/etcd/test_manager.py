@@ -194,6 +194,19 @@ def test_the_previous_subnet_is_taken_again(store: Store) -> None:
     assert store.manager().acquire(NETWORK, node(1), (net("10.3.6.0/24"), None)).subnet == net("10.3.6.0/24")
 
 
+def test_choice_of_a_subnet_is_told_once_however_often_it_is_tried(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    for number in range(1, 26):
+        store.put(f"10.3.{number}.0-24", node(100 + number))
+    manager = store.manager()
+    for _ in range(3):
+        with pytest.raises(Retryable, match="no subnet from"):
+            manager.acquire(NETWORK, node(1), NOTHING)
+    assert caplog.messages == ["Picking subnet in range 10.3.1.0 ... 10.3.25.0"]
+
+
 def test_a_previous_subnet_outside_of_the_range_is_not_taken(store: Store) -> None:
     lease = store.manager().acquire(NETWORK, node(1), (net("10.4.1.0/24"), None))
     assert lease.subnet
