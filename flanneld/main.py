@@ -37,6 +37,7 @@ from flanneld.subnet.subnet_file import SubnetEnv
 
 if TYPE_CHECKING:
     from flanneld.lease_server import LeaseService
+    from flanneld.subnet.cni_conf import CniConfTable
 
 log = logging.getLogger(__name__)
 
@@ -162,6 +163,7 @@ class Daemon:
         self._member: Member | None = None
         self._loops: Loops | None = None
         self._host: HostUpkeep | None = None
+        self._cni: CniConfTable | None = None
         #: Functions to call as soon as subnet.env is written.
         self._when_written: Callable[[], None] | None = None
         #: Summary of this node, and the conditions last reported.
@@ -195,6 +197,10 @@ class Daemon:
 
     def _join(self) -> Member:
         """Run the stages of startup up to the lease, waiting for the store and this host."""
+        if self._options.cni_conf:
+            from flanneld.subnet.cni_conf import open_table
+
+            self._cni = open_table(self._options)
         waiting, manager = self._readiness, self._manager
         services = host_services.of_daemon(self._options.secret_dir, self._environ, self._supervisor.stop)
         loaded = startup.load(self._options, manager, waiting, services)
@@ -253,6 +259,7 @@ class Daemon:
             self._supervisor,
             keep_forwarding=self._options.keep_forwarding,
             on_write=member.last_run.subnet_file_written,
+            cni=self._cni,
         )
 
     def _look_at_host(self) -> None:

@@ -31,8 +31,12 @@ def _clean_up(wanted: Options, _environ: Mapping[str, str]) -> bool:
     from flanneld.diagnostics.cleanup import clean_up
     from flanneld.subnet.kube.node_cache import NodeCache
 
-    files = (Path(wanted.subnet_file), NodeCache(wanted.state_dir).path)
-    return clean_up(*files, print, everything=wanted.all, dry_run=wanted.dry_run)
+    more = [NodeCache(wanted.state_dir).path]
+    if wanted.cni_conf:
+        from flanneld.subnet.cni_conf import is_flannelds
+
+        more += filter(is_flannelds, [Path(wanted.cni_conf)])
+    return clean_up(Path(wanted.subnet_file), more, print, everything=wanted.all, dry_run=wanted.dry_run)
 
 
 def _migrate(wanted: Options, _environ: Mapping[str, str]) -> bool:

@@ -186,6 +186,17 @@ class Options(Struct, frozen=True):
     net_config_path: str = _flag(
         "net-config-path", "/etc/kube-flannel/net-conf.json", "`file` with the network config, for Kubernetes"
     )
+    cni_conf: str = _flag(
+        "cni-conf",
+        "",
+        "`file` with the CNI configuration to keep, such as /etc/cni/net.d/10-flannel.conflist",
+    )
+    cni_template: str = _flag(
+        "cni-template",
+        "/etc/kube-flannel/cni-conf.json",
+        "`file` from which -cni-conf is made: the CNI configuration for flannel's plug-in",
+    )
+    cni_bin: str = _flag("cni-bin", "/opt/cni/bin", "`directory` of the CNI plug-ins that -cni-conf needs")
     state_dir: str = _flag(
         "state-dir",
         "/var/lib/flannel",
@@ -433,6 +444,8 @@ def _check_store(options: Options) -> None:
             "-kube-subnet-mgr" if options.kube_subnet_mgr else "-plan" if options.plan else "-etcd-api=both"
         )
         raise Fatal(f"{other} is for one network", "leave -networks and -watch-networks out")
+    if options.has_networks and options.cni_conf:
+        raise Fatal("-cni-conf is for one network", "leave it out, and install flannel's plug-in")
     _check_file(options)
     _check_token(options)
 

@@ -41,8 +41,10 @@ log = logging.getLogger(__name__)
 _Step = tuple[str, Callable[[], bool] | None]
 
 
-def clean_up(path: Path, saved: Path, say: Callable[[str], None], *, everything: bool, dry_run: bool) -> bool:
-    """Remove routes, devices, rules, the subnet file and the saved nodes, and report each in a line.
+def clean_up(
+    path: Path, files: Iterable[Path], say: Callable[[str], None], *, everything: bool, dry_run: bool
+) -> bool:
+    """Remove routes, devices, rules, the subnet file and other ``files``, and report each in a line.
 
     Only objects of the subnet file's network are removed, unless ``everything``. Return False if something is
     left. Containers lose their network. Raises ``Fatal`` while a daemon runs, which would restore everything.
@@ -50,11 +52,16 @@ def clean_up(path: Path, saved: Path, say: Callable[[str], None], *, everything:
     lock = InstanceLock(subnet_file.beside(path, "lock"))
     if not dry_run:
         _refuse_running(lock, path)
-    return sweep_network(path, saved, say, everything=everything, dry_run=dry_run)
+    return sweep_network(path, files, say, everything=everything, dry_run=dry_run)
 
 
 def sweep_network(
-    path: Path, saved: Path, say: Callable[[str], None], *, everything: bool = False, dry_run: bool = False
+    path: Path,
+    files: Iterable[Path],
+    say: Callable[[str], None],
+    *,
+    everything: bool = False,
+    dry_run: bool = False,
 ) -> bool:
     """Do the same without a check for a running daemon: no task may maintain this network any more."""
     last_run = LastRun(path)
@@ -64,7 +71,7 @@ def sweep_network(
     files = (
         path,
         *(subnet_file.beside(path, suffix) for suffix in ("sock", "state", "lock", "events")),
-        saved,
+        *files,
     )
     journal = Journal(subnet_file.beside(path, "extension"), str)
     recorded = Record(subnet_file.beside(path, SUFFIX))

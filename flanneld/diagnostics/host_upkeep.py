@@ -1,10 +1,11 @@
-"""Upkeep of host settings beside the network: subnet.env and the kernel's forwarding."""
+"""Upkeep of host settings beside the network: subnet.env, the CNI configuration, the kernel's forwarding."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flanneld.diagnostics.host_checks import KernelForwardingTable
 from flanneld.model import Family
@@ -16,6 +17,9 @@ from flanneld.state.resources import Key, Resource
 from flanneld.state.table import Put
 from flanneld.subnet import subnet_file
 from flanneld.subnet.subnet_file import SubnetEnv, SubnetEnvFile, SubnetFileTable
+
+if TYPE_CHECKING:
+    from flanneld.subnet.cni_conf import CniConfTable  # few daemons have one
 
 _NAME = "host"
 
@@ -32,7 +36,9 @@ class HostUpkeep:
         *,
         keep_forwarding: bool,
         on_write: Callable[[], None],
+        cni: CniConfTable | None = None,
     ) -> None:
+        self._cni = cni
         self._path = path
         self._supervisor = supervisor
         self._desired: dict[Key, Resource] = {}
@@ -40,15 +46,15 @@ class HostUpkeep:
         self._forwarding = KernelForwardingTable(families, uplink, keep=keep_forwarding)
         self.worker = TableWorker(
             _NAME,
-            [SubnetFileTable(path, on_write), self._forwarding],
+            [SubnetFileTable(path, on_write), *filter(None, [cni]), self._forwarding],
             stop=supervisor.stop,
             heartbeat=partial(supervisor.heartbeat, _NAME),
             converged=set(),
         )
 
     def write(self, env: SubnetEnv) -> None:
-        """Set the contents of the file: written at once before ``start``, by the thread after it."""
-        self._want(SubnetEnvFile.of(self._path, env))
+        """Set the contents of the files: written at once before ``start``, by the thread after it."""
+        self._want(SubnetEnvFile.of(self._path, env), *([self._cni.desired(env)] if self._cni else ()))
 
     def start(self) -> None:
         """Continue in a thread of its own, and maintain forwarding from now on."""

@@ -6,11 +6,11 @@ import shlex
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Protocol
 
 from flanneld.diagnostics.dry_run import Notes, Outcome, dry_run
 from flanneld.diagnostics.host_checks import KernelForwardingTable
 from flanneld.network import iproute2_commands
-from flanneld.network.firewall.tables import RulesTable
 from flanneld.options import Options
 from flanneld.reconcile.firewall import firewall_settings, place_rules
 from flanneld.reconcile.reconciler import desired_by_table
@@ -19,7 +19,13 @@ from flanneld.state.table import Scope
 from flanneld.subnet.manager import SubnetManager
 from flanneld.subnet.subnet_file import SubnetEnv, SubnetEnvFile, SubnetFileTable
 
-_Scripted = SubnetFileTable | KernelForwardingTable | RulesTable
+
+class _Scripted(Protocol):
+    """Table that tells its changes as shell commands."""
+
+    name: str
+
+    def script(self, scope: Scope) -> Iterator[str]: ...
 
 
 def print_plan(wanted: Options, manager: SubnetManager, say: Callable[[str], None]) -> None:
@@ -98,6 +104,11 @@ def _host(wanted: Options, outcome: Outcome) -> Iterator[str]:
     if any(own):
         env = SubnetEnv.of(config, own, outcome.mtu, ip_masq=wanted.ip_masq)
         yield from _scripts([SubnetFileTable(path)], [SubnetEnvFile.of(path, env)])
+        if wanted.cni_conf:
+            from flanneld.subnet.cni_conf import open_table
+
+            cni = open_table(wanted)
+            yield from _scripts([cni], [cni.desired(env)])
     forwarding = KernelForwardingTable(config.families, lambda: outcome.uplink.name, keep=True)
     yield from _scripts([forwarding], forwarding.desired)
 

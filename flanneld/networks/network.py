@@ -125,7 +125,7 @@ def sweep(subnet_file: Path) -> None:
             log.info("%s", line[0].upper() + line[1:])
 
     try:
-        sweep_network(subnet_file, subnet_file.with_suffix(".none"), say)
+        sweep_network(subnet_file, (), say)
     except (OSError, FlannelError) as failure:
         log.error(  # noqa: TRY400 - it says all
             "Cannot remove all of %s: %s; try flanneld -cleanup", subnet_file, failure

@@ -155,7 +155,7 @@ class SubnetFileTable(LastingTable):
         if self._stamp is None:
             return
         content = _content(self._path)
-        stamp = _stamp(self._path)
+        stamp = stamp_of(self._path)
         if stamp is None or content is None:
             return
         found = SubnetEnvFile(self._path, content)
@@ -170,7 +170,7 @@ class SubnetFileTable(LastingTable):
         for put in puts:
             assert isinstance(put.want, SubnetEnvFile)
             _write(put.want)
-            self._stamp = _stamp(self._path)
+            self._stamp = stamp_of(self._path)
             self._on_write()
             report.made.append(put.want)
             if self._written != put.want.content:
@@ -189,10 +189,10 @@ class SubnetFileTable(LastingTable):
                 yield f"printf '%s\\n' {lines} > {shlex.quote(str(self._path))}"
 
     def has_changed(self) -> bool:
-        return self._stamp is not None and self._stamp != _stamp(self._path)
+        return self._stamp is not None and self._stamp != stamp_of(self._path)
 
 
-def _stamp(path: Path) -> Stamp | None:
+def stamp_of(path: Path) -> Stamp | None:
     """Return inode, modification time and size; None for a missing or inaccessible file."""
     try:
         found = path.lstat()

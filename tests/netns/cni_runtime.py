@@ -30,12 +30,18 @@ class Runtime:
     """
 
     def __init__(self, node: Node, **changes: Any) -> None:
-        """``changes`` replace parts of the documented configuration, such as ``cniVersion``."""
+        """``changes`` replace parts of the documented configuration, such as ``cniVersion``.
+
+        ``use`` takes another one later, as a runtime does when the file in net.d changes.
+        """
         self.node = node
         self.data_dir = node.directory / "cni-flannel"
         self.reservations = node.directory / "cni-networks"
         self._conflist = documented() | changes
         self._results: dict[int, dict[str, Any]] = {}
+
+    def use(self, conflist: dict[str, Any]) -> None:
+        self._conflist = conflist
 
     def add(self, number: int, **runtime_config: Any) -> Container:
         inside = self._namespace(number)

@@ -7,9 +7,12 @@ from ipaddress import IPv4Network
 from pathlib import Path
 
 from flanneld.diagnostics.host_checks import KernelForwardingTable
+from flanneld.subnet.cni_conf import CniConfTable
 from flanneld.subnet.subnet_file import SubnetEnv, SubnetEnvFile, SubnetFileTable
 from tests.lab.namespace import Namespace
 from tests.netns.conformance.host import OnHost
+
+ENV = SubnetEnv((IPv4Network("10.1.0.0/16"),), (IPv4Network("10.1.5.0/24"),), 1450, ip_masq=True)
 
 
 class SubnetFile(OnHost):
@@ -22,8 +25,7 @@ class SubnetFile(OnHost):
         super().__init__(host)
         self._directory = tempfile.TemporaryDirectory(prefix="conformance-")
         self._path = Path(self._directory.name) / "subnet.env"
-        network, subnet = IPv4Network("10.1.0.0/16"), IPv4Network("10.1.5.0/24")
-        self.resources = [SubnetEnvFile.of(self._path, SubnetEnv((network,), (subnet,), 1450, ip_masq=True))]
+        self.resources = [SubnetEnvFile.of(self._path, ENV)]
         self.drifts = (
             f"rm {self._path}",
             f"echo FLANNEL_MTU=9000 >>{self._path}",
@@ -35,6 +37,30 @@ class SubnetFile(OnHost):
 
     def make(self) -> SubnetFileTable:
         return SubnetFileTable(self._path)
+
+    def close(self) -> None:
+        self._directory.cleanup()
+
+
+class CniConfFile(OnHost):
+    """The file from which container runtimes take their network."""
+
+    lasts = True
+    can_be_blind = False
+
+    def __init__(self, host: Namespace) -> None:
+        super().__init__(host)
+        self._directory = tempfile.TemporaryDirectory(prefix="conformance-")
+        self._path = Path(self._directory.name) / "10-flannel.conflist"
+        self.resources = [self.make().desired(ENV)]
+        # Two: a third would be given way to.
+        self.drifts = (f"rm {self._path}", f"ln -sf /dev/null {self._path}")
+        self.foreign = (f"echo '{{}}' >{self._directory.name}/20-other.conflist",)
+        self.shows_foreign = f"cat {self._directory.name}/20-other.conflist"
+
+    def make(self) -> CniConfTable:
+        template = {"name": "cbr0", "plugins": [{"type": "flannel"}, {"type": "portmap"}]}
+        return CniConfTable(self._path, template, Path("/usr/lib/cni"))
 
     def close(self) -> None:
         self._directory.cleanup()

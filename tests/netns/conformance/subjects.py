@@ -41,6 +41,7 @@ SUBJECTS: dict[str, Callable[[Namespace], Subject]] = {
     "process of the udp proxy": backends.PumpProcess,
     "peers of the udp proxy": backends.PumpPeers,
     "subnet.env": files.SubnetFile,
+    "CNI configuration": files.CniConfFile,
     "forwarding": files.Forwarding,
     "startup of the extension backend": backends.ExtensionStartup,
     "peers of the extension backend": backends.ExtensionPeers,

@@ -182,14 +182,21 @@ def test_an_add_that_failed_can_be_undone(node: Node) -> None:
     assert node.commands() == ["ADD", "DEL"]
 
 
-def test_a_del_with_nothing_to_undo_succeeds(node: Node) -> None:
+def test_del_without_a_record_asks_the_present_delegate(node: Node) -> None:
+    """flanneld's own configuration has the runtime call the delegate itself."""
+    node.call("DEL", delegate={"mtu": 1400})
+    assert node.commands() == ["DEL"]
+    assert node.told()["mtu"] == 1400
+    assert not node.data_dir.exists()
+
+
+@pytest.mark.parametrize("missing", ["subnet.env", "bin/bridge"])
+def test_del_without_record_and_delegate_succeeds(node: Node, missing: str) -> None:
+    (node.directory / missing).unlink()
     for _ in range(2):
         done = node.call("DEL")
-        assert (done.stdout, done.stderr) == (b"", b"")
-    node.call("ADD")
-    node.call("DEL")
-    node.call("DEL")
-    assert node.commands() == ["ADD", "DEL"]
+        assert done.stdout == b""
+        assert b"nothing is undone for some-container" in done.stderr
 
 
 def test_del_needs_no_network_namespace(node: Node) -> None:

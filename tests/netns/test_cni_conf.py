@@ -1,0 +1,99 @@
+"""The CNI configuration that the daemon keeps, with Debian's bridge, host-local and portmap."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.lab import Lab, Node, wait_for
+from tests.lab.daemon import own_command
+from tests.lab.lab import NETWORK
+from tests.netns.cni_runtime import Runtime, documented
+from tests.netns.pair import DUAL_STACK
+
+VERSION = "1.0.0"  # has CHECK
+
+
+def flags(node: Node) -> list[str]:
+    """Write a template beside the node's files, and return the daemon's flags for it."""
+    flannel, *others = documented()["plugins"]
+    ipam = {"ipam": {"dataDir": str(node.directory / "cni-networks")}}
+    conf = documented() | {"cniVersion": VERSION, "plugins": [flannel | ipam, *others]}
+    template = node.directory / "cni-conf.json"
+    template.write_text(json.dumps(conf))
+    return [f"-cni-conf={conflist(node)}", f"-cni-template={template}", "-cni-bin=/usr/lib/cni"]
+
+
+def conflist(node: Node) -> Path:
+    return node.directory / "net.d/10-flannel.conflist"
+
+
+def written(node: Node) -> dict[str, Any]:
+    wait_for(conflist(node).exists, 20, "the CNI configuration")
+    conf: dict[str, Any] = json.loads(conflist(node).read_text())
+    return conf
+
+
+def daemon_with_conf(node: Node) -> dict[str, Any]:
+    """Restart the daemon with -cni-conf and return what it writes."""
+    if node.running:
+        node.stop()
+    node.start("-ip-masq", *flags(node))
+    node.wait_ready()
+    return written(node)
+
+
+def test_pods_of_the_plug_in_live_on_and_end_under_the_daemons_file_and_back(lab: Lab) -> None:
+    node, peer = lab.cluster({"Type": "vxlan"}, flags=["-ip-masq"])
+    runtime = Runtime(node, cniVersion=VERSION)
+    far = peer.container()
+    before = runtime.add(1)
+    before.wait_for_reply(far)
+    with before.ping(far) as ping:
+        runtime.use(daemon_with_conf(node))
+        after = runtime.add(2)
+        after.wait_for_reply(far)
+        after.wait_for_reply(before)
+        assert ping.lost() == 0
+    assert len(runtime.reserved()) == 2
+    runtime.delete(1)
+    assert runtime.reserved() == [after.address]
+
+    # Back to flannel's plug-in, which has no record of the second pod.
+    runtime.use(documented() | {"cniVersion": VERSION})
+    runtime.delete(2)
+    assert runtime.reserved() == []
+
+
+def test_pods_have_addresses_of_both_families(lab: Lab) -> None:
+    lab.etcd.put_config({"Network": NETWORK, **DUAL_STACK, "Backend": {"Type": "vxlan"}})
+    node, peer = lab.add_nodes(2)
+    peer.start()
+    peer.wait_ready()
+    runtime = Runtime(node)
+    runtime.use(daemon_with_conf(node))
+    pod = runtime.add(1)
+    for family in (4, 6):
+        pod.wait_for_reply(peer.container().addresses[family])
+
+
+def test_removed_file_is_back_and_gone_after_cleanup(lab: Lab) -> None:
+    lab.etcd.put_config({"Network": NETWORK, "Backend": {"Type": "vxlan"}})
+    (node,) = lab.add_nodes(1)
+    conf = daemon_with_conf(node)
+    conflist(node).unlink()
+    assert written(node) == conf
+    node.stop()
+    words = [f"--subnet-file={node.subnet_file}", "--cleanup", *flags(node)]
+    assert f"removed {conflist(node)}" in node.run(*own_command(), *words).stdout
+    assert not conflist(node).exists()
+
+
+def test_start_with_a_bad_template_ends_with_the_reason(lab: Lab) -> None:
+    (node,) = lab.add_nodes(1)
+    words = flags(node)
+    (node.directory / "cni-conf.json").write_text("{}")
+    node.start(*words)
+    assert node.daemon.wait(20).status == 1
+    assert "-cni-template" in node.log()

@@ -1,0 +1,261 @@
+"""The configuration of container runtimes that the daemon keeps itself."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import json
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from ipaddress import IPv4Network, IPv6Network
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from flanneld.errors import Fatal
+from flanneld.reconcile.reconciler import Reconciler
+from flanneld.runtime import clock
+from flanneld.state.resources import Key, Resource
+from flanneld.state.table import Scope
+from flanneld.subnet import subnet_file
+from flanneld.subnet.cni_conf import MARK, TABLE, CniConfTable, delegated, is_flannelds, read_template
+from flanneld.subnet.subnet_file import SubnetEnv, render
+from tests.kubernetes_objects import ROOT, files_of, manifest
+
+V4 = (IPv4Network("10.5.0.0/16"), IPv4Network("10.5.72.0/24"))
+V6 = (IPv6Network("fd00:5::/32"), IPv6Network("fd00:5:48::/64"))
+ENVS = [
+    SubnetEnv((V4[0],), (V4[1],), 1450, ip_masq=True),
+    SubnetEnv((V6[0],), (V6[1],), 1430, ip_masq=False),
+    SubnetEnv((V6[0], V4[0]), (V6[1], V4[1]), 1430, ip_masq=True),
+]
+BRIDGE = ["bridge", "host-local", "portmap"]
+
+
+def load_plugin() -> ModuleType:
+    loader = importlib.machinery.SourceFileLoader("cni_plugin", str(ROOT / "dist/cni/flannel"))
+    spec = importlib.util.spec_from_loader(loader.name, loader)
+    assert spec
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+PLUGIN = load_plugin()
+TEMPLATE: dict[str, Any] = files_of(manifest())["cni-conf.json"]
+
+
+class Host:
+    """A host with the table in a reconciler, on a clock of its own."""
+
+    def __init__(self, root: Path, template: dict[str, Any] = TEMPLATE) -> None:
+        self.path, self.programs = root / "net.d/10-flannel.conflist", root / "bin"
+        self.programs.mkdir(exist_ok=True)
+        self._desired: dict[Key, Resource] = {}
+        self._now = 1000.0
+        with self._clock():
+            self._table = CniConfTable(self.path, template, self.programs)
+            # subnet.env is there, as far as this table needs it.
+            self._reconciler = Reconciler(
+                [self._table], {TABLE: self._desired}, lambda: False, converged={subnet_file.TABLE}
+            )
+
+    def install(self, *names: str) -> None:
+        for name in names:
+            (self.programs / name).touch()
+
+    def want(self, env: SubnetEnv = ENVS[0]) -> None:
+        wanted = self._table.desired(env)
+        self._desired[wanted.key] = wanted
+        with self._clock():
+            self._reconciler.converge(self._now)
+
+    def look(self, seconds: float = 60.0) -> None:
+        with self._clock():
+            end = self._now + seconds
+            while self._now < end:
+                self._now = min(end, max(self._now + 0.01, self._reconciler.step(self._now)))
+
+    @property
+    def trouble(self) -> str:
+        with self._clock():
+            return self._reconciler.states()[0].trouble
+
+    @property
+    def conf(self) -> dict[str, Any]:
+        conf: dict[str, Any] = json.loads(self.path.read_text())
+        return conf
+
+    @property
+    def kinds(self) -> list[str]:
+        return [plugin["type"] for plugin in self.conf["plugins"]]
+
+    def replace(self, conf: object) -> None:
+        """Write the file as another program does."""
+        self.path.write_text(json.dumps(conf))
+
+    @contextmanager
+    def _clock(self) -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(clock, "now", lambda: self._now)
+            patch.setattr(clock, "cpu_time", lambda: 0.0)
+            yield
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Host:
+    host = Host(tmp_path)
+    host.install(*BRIDGE)
+    return host
+
+
+@pytest.mark.parametrize(
+    "flannel",
+    [
+        {},
+        {"delegate": {"hairpinMode": True, "isDefaultGateway": True}},
+        {"delegate": {"type": "ipvlan", "mtu": 1300, "ipMasq": True}},
+        {"ipam": {"type": "other", "dataDir": "/x", "routes": [{"dst": "10.96.0.0/12"}], "ranges": []}},
+    ],
+)
+@pytest.mark.parametrize("env", ENVS)
+def test_delegate_is_the_one_of_flannels_plug_in(env: SubnetEnv, flannel: dict[str, Any]) -> None:
+    conf = delegated({"name": "cbr0", "plugins": [{"type": "flannel", **flannel}]}, env)
+    given = PLUGIN.parse_conf(json.dumps({"name": "cbr0", **flannel}).encode())
+    theirs = PLUGIN.delegate_conf(given, PLUGIN.parse_subnet_env(render(env)))
+    assert {"name": conf["name"], **conf["plugins"][0]} == theirs
+
+
+def test_file_has_template_with_delegate(host: Host) -> None:
+    host.want(ENVS[2])
+    rest = {"name": "cbr0", "cniVersion": "0.3.1", "disableCheck": True, MARK: 2}
+    assert {**host.conf, "plugins": None} == {**rest, "plugins": None}
+    assert host.kinds == ["bridge", "portmap"]
+    assert host.conf["plugins"][0]["ipam"]["ranges"] == [[{"subnet": str(V4[1])}], [{"subnet": str(V6[1])}]]
+
+
+def test_capabilities_of_flannels_entry_reach_the_delegate() -> None:
+    flannel = {"type": "flannel", "capabilities": {"mac": True}}
+    (bridge,) = delegated({"name": "cbr0", "plugins": [flannel]}, ENVS[0])["plugins"]
+    assert bridge["capabilities"] == {"mac": True}
+
+
+def test_file_waits_for_its_plug_ins(tmp_path: Path) -> None:
+    host = Host(tmp_path)
+    host.install("bridge", "portmap")
+    host.want()
+    assert not host.path.exists()
+    assert f"the plug-in {host.programs / 'host-local'} is missing" in host.trouble
+    host.install("host-local")
+    host.look(5)
+    assert host.kinds == ["bridge", "portmap"]
+    assert host.trouble == ""
+
+
+def test_equal_file_of_an_earlier_run_is_not_written_again(host: Host, tmp_path: Path) -> None:
+    host.want()
+    before = host.path.stat()
+    again = Host(tmp_path)
+    again.want()
+    assert host.path.stat() == before
+
+
+def test_new_subnet_changes_the_file(host: Host) -> None:
+    host.want(ENVS[0])
+    for env in (ENVS[2], *ENVS):  # our own changes are no repairs
+        host.want(env)
+        assert len(host.conf["plugins"][0]["ipam"]["ranges"]) == len(env.subnets)
+    assert host.trouble == ""
+
+
+def test_plug_in_that_another_program_appends_stays(host: Host) -> None:
+    host.want()
+    added = {"type": "istio-cni", "log_level": "info"}
+    host.replace({**host.conf, "plugins": [*host.conf["plugins"], added]})
+    host.look()
+    assert host.kinds == ["bridge", "portmap", "istio-cni"]
+    host.want(ENVS[2])
+    assert host.kinds == ["bridge", "portmap", "istio-cni"]
+    assert host.conf["plugins"][2] == added
+
+
+def test_file_for_flannels_plug_in_is_taken_over_with_what_others_appended(host: Host) -> None:
+    host.path.parent.mkdir()
+    host.replace({**TEMPLATE, "plugins": [*TEMPLATE["plugins"], {"type": "linkerd-cni"}]})
+    host.want()
+    assert host.kinds == ["bridge", "portmap", "linkerd-cni"]
+
+
+def test_plug_in_that_left_the_template_leaves_the_file(host: Host, tmp_path: Path) -> None:
+    host.install("bandwidth")
+    wide = {**TEMPLATE, "plugins": [*TEMPLATE["plugins"], {"type": "bandwidth"}]}
+    Host(tmp_path, wide).want()
+    assert host.kinds == ["bridge", "portmap", "bandwidth"]
+    host.want()
+    assert host.kinds == ["bridge", "portmap"]
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", '{"plugins": 1}', '{"flanneld": "x"}', "\x00", '{"name": "cni"}']
+)
+def test_garbage_in_place_of_the_file_is_replaced(host: Host, content: str) -> None:
+    host.want()
+    host.path.write_text(content)
+    host.look()
+    assert host.kinds == ["bridge", "portmap"]
+
+
+def test_program_that_keeps_replacing_the_file_is_given_way_and_named(host: Host) -> None:
+    host.want()
+    theirs = {"name": "other", "plugins": [{"type": "other-cni"}]}
+    for _ in range(2):
+        host.replace(theirs)
+        host.look()
+        assert host.kinds == ["bridge", "portmap"]
+    host.replace(theirs)
+    host.look()
+    assert host.conf == theirs
+    assert "another program changed or removed it more than 2 times" in host.trouble
+
+
+def test_file_of_ours_is_known_by_its_mark(host: Host, tmp_path: Path) -> None:
+    host.want()
+    assert is_flannelds(host.path)
+    (tmp_path / "other").write_text(json.dumps(TEMPLATE))
+    assert not is_flannelds(tmp_path / "other")
+    assert not is_flannelds(tmp_path / "missing")
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (None, "No such file"),
+        ("x", "JSON is malformed"),
+        ("{}", "missing required field `name`"),
+        ('{"name": "cbr0", "plugins": []}', "length >= 1"),
+        ('{"name": "cbr0", "plugins": [{"type": "bridge"}]}', "Invalid enum value"),
+        (
+            '{"name": "cbr0", "plugins": [{"type": "flannel", "delegate": {"ipam": {}}}]}',
+            "has a name or ipam",
+        ),
+    ],
+)
+def test_template_that_cannot_be_used_is_refused(tmp_path: Path, text: str | None, problem: str) -> None:
+    path = tmp_path / "cni-conf.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(Fatal, match="-cni-template") as caught:
+        read_template(path)
+    assert problem in str(caught.value)
+
+
+def test_plan_has_the_command_that_writes_the_file(host: Host, tmp_path: Path) -> None:
+    table = CniConfTable(host.path, TEMPLATE, host.programs)
+    want = table.desired(ENVS[0])
+    (command,) = table.script(Scope({want.key: want}))
+    host.path.parent.mkdir()
+    subprocess.run(["sh", "-c", command], check=True, cwd=tmp_path)
+    assert list(table.script(Scope({want.key: want}))) == []
