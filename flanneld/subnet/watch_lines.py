@@ -27,6 +27,11 @@ class Lines:
         self._rest, self._size = [rest], len(rest)
         return [line for line in lines if line.strip()]
 
+    @property
+    def is_incomplete(self) -> bool:
+        """Return True if the end of a line has yet to come."""
+        return self._size > 0
+
     def rest(self) -> bytes:
         """Return and discard the incomplete line at the end."""
         rest, self._rest, self._size = b"".join(self._rest), [], 0

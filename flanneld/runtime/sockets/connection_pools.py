@@ -13,9 +13,11 @@ from typing import Any
 
 from urllib3 import HTTPConnectionPool, HTTPSConnectionPool
 from urllib3.connection import HTTPConnection, HTTPSConnection
+from urllib3.exceptions import ReadTimeoutError
 from urllib3.response import BaseHTTPResponse
 
 from flanneld.runtime.sockets.interruptible_socket import InterruptibleSocket
+from flanneld.runtime.sockets.paced_reader import PacedReader, TooSlow, no_heartbeat
 
 #: Bytes of a response, at most. etcd's list of a large cluster's leases takes some MB.
 _LONGEST_ANSWER = 64 << 20
@@ -32,15 +34,16 @@ class _Connection(HTTPConnection):
     def __init__(self, *args: Any, interruptible_socket: InterruptibleSocket, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._interruptible_socket = interruptible_socket
-        #: The response beneath urllib3's, and its socket: they tell what has come already.
-        self.beneath: tuple[HTTPResponse, socket] | None = None
+        #: The response beneath urllib3's, its socket and its reader: they tell what has come already.
+        self.beneath: tuple[HTTPResponse, socket, PacedReader] | None = None
 
     def response_class(  # type: ignore[override] # http.client only calls it
         self, sock: socket, *args: Any, **kwargs: Any
     ) -> HTTPResponse:
         response = HTTPResponse(sock, *args, **kwargs)
-        response.fp = BufferedReader(response.fp.detach(), _BUFFER)
-        self.beneath = response, sock
+        reader = PacedReader(sock, response.fp.detach(), sock.gettimeout())
+        response.fp = BufferedReader(reader, _BUFFER)
+        self.beneath = response, sock, reader
         return response
 
     def _new_conn(self) -> socket:
@@ -61,25 +64,27 @@ class TlsPool(HTTPSConnectionPool):
     ConnectionCls = _TlsConnection
 
 
-def no_heartbeat() -> None:
-    """Do nothing: the heartbeat callback for short responses."""
-
-
 def body_of(
     response: BaseHTTPResponse, alive: Callable[[], None] = no_heartbeat, longest: int | None = None
 ) -> bytes:
-    """Return the whole body. Raises ``ResponseTooLarge`` if it exceeds ``longest`` bytes.
+    """Return the whole body. Raises ``ResponseTooLarge`` if it exceeds ``longest`` bytes, or ``TooSlow``.
 
     ``alive`` is called for each part received, also from a slow server.
     """
     pieces, size = [], 0
     longest = _LONGEST_ANSWER if longest is None else longest
-    while piece := response.read(_PIECE):
-        size += len(piece)
-        if size > longest:
-            raise ResponseTooLarge(f"its answer is longer than {longest / (1 << 20):g} MiB")
-        pieces.append(piece)
-        alive()
+    if isinstance(response.connection, _Connection) and response.connection.beneath:
+        response.connection.beneath[2].expect_body(alive)
+    try:
+        while piece := response.read(_PIECE):
+            size += len(piece)
+            if size > longest:
+                raise ResponseTooLarge(f"its answer is longer than {longest / (1 << 20):g} MiB")
+            pieces.append(piece)
+    except ReadTimeoutError as error:
+        if isinstance(error.__cause__, TooSlow):
+            raise error.__cause__ from None
+        raise
     return b"".join(pieces)
 
 
@@ -94,10 +99,11 @@ class LiveBody:
         assert isinstance(connection, _Connection)
         assert connection.beneath is not None
         self._response = response
-        self._raw, self._sock = connection.beneath
+        self._raw, self._sock, self._reader = connection.beneath
         self._buffer = self._raw.fp
         self._limit = self._sock.gettimeout()
         self._failure: Exception | None = None
+        self._runs = False
         self._poll = select.poll()
         self._poll.register(self._sock, select.POLLIN)
 
@@ -105,13 +111,19 @@ class LiveBody:
         """Wait for data or the end. Return False after ``timeout`` seconds without."""
         return self._has_data() or bool(self._poll.poll(math.ceil(1000 * max(0.0, timeout))))
 
-    def read(self) -> bytes:
+    def read(self, *, runs: bool = False) -> bytes:
         """Return what has come, or else the next piece; empty at the end.
 
+        With ``runs`` the piece before has an end to come, for which the rule for running answers holds.
         Raises ``HTTPException`` or ``OSError``, of these ``TimeoutError`` after the socket's timeout.
         """
         if self._failure is not None:
             raise self._failure
+        if not runs:
+            self._reader.allow(self._limit)
+        elif not self._runs:
+            self._reader.expect_body()
+        self._runs = runs
         pieces = [self._raw.read1(_PIECE)]
         size = len(pieces[0])
         while pieces[-1] and size < _PIECE and self._has_data():

@@ -21,6 +21,7 @@ from flanneld.errors import NoAnswer, Retryable
 from flanneld.runtime import clock
 from flanneld.runtime.sockets.connection_pools import LiveBody, Pool, ResponseTooLarge, TlsPool, body_of
 from flanneld.runtime.sockets.interruptible_socket import InterruptibleSocket, Unreachable
+from flanneld.runtime.sockets.paced_reader import TooSlow
 from flanneld.subnet.etcd.endpoints import Server, Servers, ssl_text
 from flanneld.subnet.etcd.http import Answer, Request, ServerFailed
 from flanneld.subnet.etcd.keys import Position
@@ -311,6 +312,8 @@ def server_failed(error: Exception, timeout: float, server: Server) -> ServerFai
     log.log(V(2), "etcd at %s: %s: %s", server.name, type(error).__name__, error)
     if isinstance(error, ResponseTooLarge):
         return ServerFailed(str(error))
+    if isinstance(error, TooSlow):
+        return ServerFailed(str(error), "see whether etcd there is overloaded, and the network to it")
     if isinstance(error, ReadTimeoutError | TimeoutError):
         return ServerFailed(
             f"no answer within {timeout:g} s", "see whether etcd there is overloaded or cut off"

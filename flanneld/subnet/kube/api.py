@@ -25,8 +25,9 @@ from flanneld import __version__
 from flanneld.compat.glog import V
 from flanneld.errors import NoAnswer, Retryable
 from flanneld.runtime import clock
-from flanneld.runtime.sockets.connection_pools import LiveBody, ResponseTooLarge, body_of, no_heartbeat
+from flanneld.runtime.sockets.connection_pools import LiveBody, ResponseTooLarge, body_of
 from flanneld.runtime.sockets.interruptible_socket import InterruptibleSocket, Unreachable
+from flanneld.runtime.sockets.paced_reader import TooSlow, no_heartbeat
 from flanneld.subnet.kube.access import Access, ApiSession
 from flanneld.subnet.kube.nodes import decoded
 
@@ -78,9 +79,12 @@ class Expired(Retryable):
 
 
 class ApiStream:
-    """Response body of a watch, used by the thread that started it."""
+    """Response body of a watch, used by the thread that started it.
 
-    def __init__(self, read: Callable[[], bytes], close: Callable[[], None]) -> None:
+    ``read`` gets True if the piece before it ended inside an event.
+    """
+
+    def __init__(self, read: Callable[..., bytes], close: Callable[[], None]) -> None:
         self.read = read
         self._close: Callable[[], None] | None = close
 
@@ -135,9 +139,11 @@ class Api:
                 response.connection.sock.settimeout(self._timeouts.silence)
             return ApiStream(partial(self._read_piece, LiveBody(response)), end.pop_all().close)
 
-    def _read_piece(self, body: LiveBody) -> bytes:
+    def _read_piece(self, body: LiveBody, runs: bool = False) -> bytes:
         try:
-            piece = body.read()
+            piece = body.read(runs=runs)
+        except TooSlow as error:
+            raise self._lost(error) from None
         except TimeoutError:
             # The server also stays silent if it has not yet reached our resource version, as after a restored
             # backup.
@@ -212,7 +218,7 @@ class Api:
 
     def _refuse(self, response: Any) -> None:
         try:
-            told = json.loads(response.read(_ERROR_SIZE))
+            told = json.loads(body_of(response, longest=_ERROR_SIZE))
         except (HTTPError, HTTPException, OSError, ValueError, RecursionError):
             told = None
         self._reset()
@@ -273,7 +279,7 @@ def _retry_after(text: str) -> float:
 
 
 def _trouble(error: Exception, timeouts: ApiTimeouts, waited: float) -> str:
-    if isinstance(error, Unreachable | ResponseTooLarge):
+    if isinstance(error, Unreachable | ResponseTooLarge | TooSlow):
         return str(error)
     if isinstance(error, ReadTimeoutError | TimeoutError):
         if waited < timeouts.read:

@@ -278,7 +278,7 @@ class NodeWatchMachine:
     def _listen(self, stream: ApiStream) -> None:
         try:
             # A reread requested before there was a connection to drop ends the watch here.
-            piece = b"" if self._reread.is_set() else stream.read()
+            piece = b"" if self._reread.is_set() else stream.read(self._lines.is_incomplete)
         except BrokenOff as reason:
             log.log(V(1), "Watching again: %s", reason)
         else:

@@ -16,15 +16,14 @@ from msgspec import Struct
 from flanneld.errors import NoAnswer, Retryable, cause_of
 from flanneld.runtime.sockets.host_addresses import HostAddresses
 from flanneld.runtime.sockets.interruptible_socket import InterruptibleSocket, Unreachable
+from flanneld.runtime.sockets.paced_reader import PacedReader, TooSlow
 from flanneld.subnet.remote.token import JoinToken, fingerprint_of
 from flanneld.subnet.remote.wire import INDEX
 
 #: Seconds to connect, with the TLS handshake. Go flannel 0.6.2 waits 30; the next server may be up.
 CONNECT_TIME = 5.0
-#: Seconds for an answer: a server asks each of its etcd members in turn.
+#: Seconds for an answer's head: a server asks each of its etcd members in turn.
 ANSWER_TIME = 30.0
-#: Seconds of silence after which a watch sends a heartbeat. The kernel detects a lost server.
-SILENCE = 60.0
 #: Bytes of an answer, at most: the leases of a large cluster take a few MB.
 _LONGEST = 64 << 20
 _CHECK = "see whether flanneld -listen runs there, and whether both sides use TLS"
@@ -95,8 +94,8 @@ class RemoteConnection:
         """Send a request to the servers in turn, the last good one first. Raises ``NoAnswer`` if all fail.
 
         A request may be sent twice, because all requests are idempotent for their node. With ``alive`` the
-        answer has no time limit: ``alive`` is called at least every ``SILENCE`` seconds, and the end of the
-        connection ends the request.
+        first byte of the answer has no time limit: ``alive`` is called at least every minute, and the end of
+        the connection ends the request. The kernel detects a lost server.
         """
         with self._turn:
             problems = []
@@ -109,9 +108,10 @@ class RemoteConnection:
                     self.reset()
                     self._socket.check()
                     problems.append(f"{server}: {_reason(error)}")
+                    if alive is None or isinstance(error, TimeoutError):
+                        self._servers.skip(server)
                 if alive is not None:
                     break
-                self._servers.skip(server)
             raise NoAnswer(f"no flannel server answers ({'; '.join(problems)})", _CHECK)
 
     def disconnect(self) -> None:
@@ -141,9 +141,9 @@ class RemoteConnection:
         if self._http is not None and self._server is server:
             try:
                 return self._exchange(server, method, target, body, alive)
-            except (OSError, HTTPException):
+            except (OSError, HTTPException) as error:
                 self._socket.check()
-                if alive is not None:
+                if alive is not None or isinstance(error, TimeoutError):
                     raise
         self.reset()
         return self._exchange(server, method, target, body, alive)
@@ -159,13 +159,16 @@ class RemoteConnection:
         if self._http is None:
             self._connect(server)
         assert self._http is not None
-        assert isinstance(self._http.sock, _PatientSocket)
-        self._http.sock.alive = alive
+        assert isinstance(self._http.sock, _PacedSocket)
+        paced = self._http.sock
+        paced.waiting = alive
         headers = {INDEX: "yes"} | ({"Content-Type": "application/json"} if body is not None else {})
         if self._token is not None:
             headers["Authorization"] = self._token.bearer
         self._http.request(method, target, body, headers)
         with self._http.getresponse() as response:
+            assert paced.reader is not None
+            paced.reader.expect_body()
             text = response.read(_LONGEST + 1)
             if len(text) > _LONGEST:
                 raise HTTPException("its answer is longer than 64 MiB")
@@ -184,45 +187,29 @@ class RemoteConnection:
                 raise WrongCertificate
             sock = tls
         http = HTTPConnection(server.host, server.port)
-        http.sock = _PatientSocket(sock)
+        http.sock = _PacedSocket(sock)
         self._http, self._server = http, server
 
 
-class _PatientSocket:
-    """Socket for ``http.client`` with an answer that may take long."""
+class _PacedSocket:
+    """Socket for ``http.client``, whose answers are read by a ``PacedReader``."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self.alive: Callable[[], None] | None = None
+        self.waiting: Callable[[], None] | None = None
+        self.reader: PacedReader | None = None
 
     def sendall(self, data: Any) -> None:
         self._sock.settimeout(ANSWER_TIME)
         self._sock.sendall(data)
 
     def makefile(self, _mode: str) -> io.BufferedReader:
-        return io.BufferedReader(_PatientReader(self._sock, self.alive))
+        file = self._sock.makefile("rb", buffering=0)
+        self.reader = PacedReader(self._sock, file, ANSWER_TIME, self.waiting)
+        return io.BufferedReader(self.reader)
 
     def close(self) -> None:
         self._sock.close()
-
-
-class _PatientReader(io.RawIOBase):
-    def __init__(self, sock: socket.socket, alive: Callable[[], None] | None) -> None:
-        self._sock = sock
-        self._alive = alive
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while True:
-            self._sock.settimeout(SILENCE if self._alive else ANSWER_TIME)
-            try:
-                return self._sock.recv_into(buffer)
-            except TimeoutError:
-                if self._alive is None:
-                    raise
-                self._alive()
 
 
 def _date_ns(response: HTTPResponse) -> int | None:
@@ -239,6 +226,8 @@ def _reason(error: Exception) -> str:
         return f"certificate verify failed: {error.verify_message}"
     if isinstance(error, ssl.SSLError):
         return (error.reason or "TLS failed").lower().replace("_", " ")
+    if isinstance(error, TooSlow):
+        return str(error)
     if isinstance(error, TimeoutError):
         return "no answer in time"
     if isinstance(error, Unreachable):

@@ -167,8 +167,12 @@ _KEY_VALUE = MessageType(
 _EVENT = MessageType(type=Field(1, ("PUT", "DELETE")), kv=Field(2, _KEY_VALUE))
 _HEADER_ONLY = MessageType(header=Field(1, _HEADER))
 
-_RANGE = MessageType(key=Field(1, "bytes"), range_end=Field(2, "bytes"))
-_RANGE_ANSWER = MessageType(header=Field(1, _HEADER), kvs=Field(2, _KEY_VALUE, repeated=True))
+_RANGE = MessageType(
+    key=Field(1, "bytes"), range_end=Field(2, "bytes"), limit=Field(3, "int64"), revision=Field(4, "int64")
+)
+_RANGE_ANSWER = MessageType(
+    header=Field(1, _HEADER), kvs=Field(2, _KEY_VALUE, repeated=True), more=Field(3, "bool")
+)
 _DELETE = MessageType(key=Field(1, "bytes"), range_end=Field(2, "bytes"))
 _DELETE_ANSWER = MessageType(header=Field(1, _HEADER), deleted=Field(2, "int64"))
 _PUT = MessageType(key=Field(1, "bytes"), value=Field(2, "bytes"), lease=Field(3, "int64"))

@@ -14,6 +14,7 @@ import pytest
 
 from flanneld.errors import Cancelled, Fatal, Retryable
 from flanneld.model import Added, Lease, LeaseAttrs
+from flanneld.runtime.sockets import paced_reader
 from flanneld.subnet.kube.api import ApiTimeouts
 from flanneld.subnet.kube.manager import KubeManager, KubeOptions
 from flanneld.subnet.manager import NodeStore, SubnetManager
@@ -184,6 +185,29 @@ def test_an_answer_that_breaks_off_is_asked_for_again(cluster: Cluster, fault: d
     with pytest.raises(Retryable, match="does not answer"):
         manager.acquire(cluster.config, ATTRS, (None, None))
     assert manager.acquire(cluster.config, ATTRS, (None, None)) == Lease(ATTRS, SUBNET)
+
+
+def test_an_answer_that_drips_is_given_up(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paced_reader, "WITHIN", 1.0)
+    manager = cluster.open()
+    cluster.fault(verb="list", piece=8, pause=0.05)
+    with pytest.raises(Retryable, match="its answer brings less than 4 KiB in 1 s"):
+        manager.acquire(cluster.config, ATTRS, (None, None))
+    cluster.fault(verb="list", piece=1, pause=0.5)
+    impatient = cluster.open(timeouts=ApiTimeouts(connect=20.0, read=5.0, silence=30.0))
+    with pytest.raises(Retryable, match="silent for 5 s"):
+        impatient.acquire(cluster.config, ATTRS, (None, None))
+    assert manager.acquire(cluster.config, ATTRS, (None, None)) == Lease(ATTRS, SUBNET)
+
+
+def test_an_event_that_never_ends_calls_for_a_list(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paced_reader, "WITHIN", 1.0)
+    cluster.fault(verb="watch", cut=100, then="stall")
+    cluster.join(cluster.open(timeouts=ApiTimeouts(connect=20.0, read=20.0, silence=300.0)))
+    cluster.wait_for()
+    wait_for(lambda: cluster.control.watches() == 1)
+    cluster.put_peer(3)
+    cluster.wait_for(3)
 
 
 def test_a_token_that_was_rotated_is_read_again(cluster: Cluster) -> None:

@@ -164,8 +164,9 @@ def saved_before(cluster: Cluster) -> Iterator[KubeManager]:
         {"cut": 100, "then": "reset"},
         {"delay": 3600},
         {"cut": 100, "then": "stall"},
+        {"piece": 1, "pause": 0.5},
     ],
-    ids=["is refused", "is not answered", "breaks off", "hangs", "stalls"],
+    ids=["is refused", "is not answered", "breaks off", "hangs", "stalls", "drips"],
 )
 def test_saved_nodes_serve_while_the_first_list(cluster: Cluster, fault: dict[str, Any]) -> None:
     """The API server has answered for our own node before."""
