@@ -1,0 +1,318 @@
+"""Run lints and tests as steps, show what runs, and end with what failed or was not run; see tests/run."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.report import NOT_RUN, REPEAT
+from tests.vm.machine import lacks
+
+PYTHON = ".venv/bin/python"
+PYTEST = (PYTHON, "-m", "pytest")
+#: All wait for a part of their time, so more processes than cores.
+WORKERS = (os.cpu_count() or 1) + 1
+UNIT = ("tests/unit", "tests/fuzz", "tests/browser", "docs")
+NAMESPACES = ("tests/netns", "tests/interop", "tests/faults")
+#: Unit tests that run servers and programs. The others are of what decides.
+EFFECTS = (
+    "backends/cloud",
+    "backends/extension",
+    "backends/udp",
+    "packaging",
+    "runtime",
+    "subnet/embedded",
+    "subnet/etcd",
+    "subnet/kube",
+    "subnet/remote",
+)
+#: Without one of these, the tests marked ``needs_kernel`` run in the machine.
+FEATURES = ("ipip", "wireguard", "own-clock")
+LONG = {
+    "the image": (*PYTEST, "--long", "tests/image"),
+    "recipes": (*PYTEST, "--long", "tests/recipes"),
+    "mutation tests": (PYTHON, "-m", "tests.mutation"),
+    "benchmarks": (*PYTEST, "--long", "tests/bench"),
+}
+#: Runs a command beside four processes that want a whole core each.
+BUSY = 'for _ in 1 2 3 4; do while :; do :; done & done; "$@"; status=$?; kill $(jobs -p); exit $status'
+NO_TESTS = 5  # pytest's exit status when none was selected
+PACE = 30.0  # seconds between two lines of progress, where one cannot overwrite the other
+
+
+@dataclass(eq=False)
+class Step:
+    """One command, which begins when the step ``after`` has passed; ``reason`` says why it is not run.
+
+    Not to run is a failure unless it is ``optional``.
+    """
+
+    name: str
+    command: tuple[str, ...] = ()
+    reason: str = ""
+    optional: bool = False
+    after: Step | None = None
+    process: subprocess.Popen[bytes] | None = None
+    log: Path = Path(os.devnull)
+    begin: float = 0.0  # on the monotonic clock
+    seconds: float = 0.0
+    cpu: float = 0.0  # seconds, of the command and all its processes
+    status: int | None = None
+
+    @property
+    def verdict(self) -> str:
+        return "not run" if self.reason else "passed" if self.status == 0 else "FAILED"
+
+    @property
+    def failed(self) -> bool:
+        return self.verdict == "FAILED" or (self.verdict == "not run" and not self.optional)
+
+    @property
+    def text(self) -> str:
+        """What it has written so far."""
+        return self.log.read_text(errors="replace")
+
+    def __str__(self) -> str:
+        if self.reason:
+            return f"{self.verdict:<8} {self.name}: {self.reason}"
+        return f"{self.verdict:<8} {self.name:<24} {self.seconds:6.1f} s, {self.cpu:.1f} s of CPU"
+
+
+def plan(
+    more: Sequence[str],
+    *,
+    fast: bool = False,
+    long: bool = False,
+    is_root: bool = True,
+    machine: bool = False,
+) -> list[list[Step]]:
+    """Return the steps in lanes: those of a lane run one after the other, the lanes beside each other.
+
+    ``more`` are arguments for pytest; ``machine`` is true if this kernel lacks what some tests need.
+    """
+    lanes = [
+        [
+            Step("ruff check", (".venv/bin/ruff", "check")),
+            Step("ruff format", (".venv/bin/ruff", "format", "--check")),
+            Step("mypy", (".venv/bin/mypy",)),
+            Step("import-linter", (".venv/bin/lint-imports", "--no-logo")),
+        ]
+    ]
+    # Each process takes neighbours, so that fewer of them make the same fixture of a module.
+    tests = (*PYTEST, "-n", str(WORKERS), "--dist", "worksteal", *more)
+    if fast:
+        deciding = (f"--ignore=tests/unit/{folder}" for folder in EFFECTS)
+        lanes[0].append(Step("unit tests of what decides", (*tests, *deciding, "tests/unit", "docs")))
+        return lanes
+    here = (*tests, "--needs-kernel", "without" if machine else "with")
+    if is_root:
+        lanes[0].append(Step("tests", (*here, *UNIT, *NAMESPACES)))
+    else:
+        reason = "they make network namespaces; run tests/run as root"
+        lanes[0] += [Step("unit tests", (*here, *UNIT)), Step("tests in namespaces", reason=reason)]
+    if machine:
+        kernel = Step("kernel of the machine", ("tests/vm/build",))
+        limit = ("--limit", "10800" if long else "3600")
+        inside = (
+            "nice",
+            "-n",
+            "19",
+            PYTHON,
+            "-m",
+            "tests.vm.machine",
+            *limit,
+            *PYTEST,
+            "--needs-kernel",
+            "only",
+        )
+        lanes.append([kernel, Step("tests in the machine", (*inside, *more, *NAMESPACES), after=kernel)])
+    for name, command in LONG.items():
+        if long:
+            lanes[0].append(Step(name, (*command, *more) if command[:3] == PYTEST else command))
+        else:
+            lanes[0].append(Step(name, reason="takes from minutes to hours; add --long", optional=True))
+    return lanes
+
+
+class Progress:
+    """One line about what runs: overwritten on a terminal, else written from time to time."""
+
+    def __init__(self) -> None:
+        self._is_terminal = sys.stdout.isatty()
+        self._begin = self._last = time.monotonic()
+
+    def show(self, running: Iterable[Step]) -> None:
+        now = time.monotonic()
+        if now - self._last < (0.5 if self._is_terminal else PACE):
+            return
+        self._last = now
+        minutes, seconds = divmod(int(now - self._begin), 60)
+        line = f"{minutes}:{seconds:02d} " + " | ".join(
+            f"{each.name}: {activity(each.text)}" for each in running
+        )
+        self._write(line[: shutil.get_terminal_size().columns - 1] if self._is_terminal else f"{line}\n")
+
+    def clear(self) -> None:
+        self._write("")
+
+    def _write(self, text: str) -> None:
+        print(f"\r\033[K{text}" if self._is_terminal else text, end="", flush=True)
+
+
+def activity(text: str) -> str:
+    """Return what a command does, from its output so far: pytest's dots, or any other's last line."""
+    marks = "".join(re.findall(r"^([.FEsxX]+)(?: +\[ *\d+%\])?$", text, re.MULTILINE))
+    if marks:
+        percent = re.findall(r"\[ *(\d+)%\]$", text, re.MULTILINE)
+        bad = marks.count("F") + marks.count("E")
+        return f"{percent[-1] if percent else 0} %" + (f", {bad} failed" if bad else "")
+    return next((line for line in reversed(text.splitlines()) if line.strip()), "begun")
+
+
+class Run:
+    """The steps of a plan, each with its output in a file of ``folder``."""
+
+    def __init__(self, lanes: Sequence[Sequence[Step]], folder: Path, *, selects: bool) -> None:
+        self._waiting = [list(lane) for lane in lanes]
+        self._running: dict[int, Step] = {}  # by lane
+        self._folder = folder
+        self._selects = selects  # arguments may select none of a step's tests
+        self._progress = Progress()
+
+    def go(self) -> None:
+        """Run all to their end, or end them."""
+        try:
+            while any(self._waiting) or self._running:
+                self._begin_and_end()
+                self._progress.show(self._running.values())
+                time.sleep(0.1)
+        finally:
+            self._progress.clear()
+            for step in self._running.values():
+                kill(step)
+
+    def _begin_and_end(self) -> None:
+        for lane, step in list(self._running.items()):
+            if has_ended(step):
+                del self._running[lane]
+                if step.status == NO_TESTS and self._selects:
+                    step.reason, step.optional = "the arguments select none of its tests", True
+                self._say(step)
+        for lane, steps in enumerate(self._waiting):
+            if steps and lane not in self._running:
+                self._begin(lane, steps.pop(0))
+
+    def _begin(self, lane: int, step: Step) -> None:
+        if step.after is not None and step.after.verdict != "passed":
+            step.reason = f"{step.after.name}: {step.after.verdict}"
+        if step.reason:
+            self._say(step)
+            return
+        step.log = self._folder / re.sub(r"\W+", "-", step.name)
+        step.begin = time.monotonic()
+        with step.log.open("wb") as output:
+            step.process = subprocess.Popen(
+                step.command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, process_group=0
+            )
+        self._running[lane] = step
+
+    def _say(self, step: Step) -> None:
+        self._progress.clear()
+        if step.verdict == "FAILED":
+            print(f"\n== {step.name}: {shlex.join(step.command)}\n{step.text}")
+        print(step, flush=True)
+
+
+def has_ended(step: Step) -> bool:
+    """Ask without waiting; note when and how."""
+    assert step.process is not None
+    pid, status, usage = os.wait4(step.process.pid, os.WNOHANG)
+    if not pid:
+        return False
+    step.status = step.process.returncode = os.waitstatus_to_exitcode(status)
+    step.seconds = time.monotonic() - step.begin
+    step.cpu = usage.ru_utime + usage.ru_stime
+    return True
+
+
+def kill(step: Step) -> None:
+    """End a command and all its processes."""
+    assert step.process is not None
+    for how in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError):
+            os.killpg(step.process.pid, how)
+        with suppress(subprocess.TimeoutExpired):
+            step.process.wait(10)
+
+
+def summary(steps: Collection[Step]) -> str:
+    """Return every step's verdict, the tests that were not run, and the commands that repeat what failed."""
+    lines = ["", "== summary", *map(str, steps)]
+    said = [line for step in steps for line in step.text.splitlines()]
+    lines += sorted({line for line in said if line.startswith(NOT_RUN)})
+    for step in steps:
+        if step.verdict == "FAILED":
+            tests = [line for line in step.text.splitlines() if line.startswith(REPEAT)]
+            lines += tests or [REPEAT + shlex.join(step.command)]
+    return "\n".join(lines)
+
+
+def passed(steps: Collection[Step]) -> bool:
+    """Return True if nothing failed, and some tests ran."""
+    tests_ran = any(step.verdict == "passed" and "pytest" in step.command for step in steps)
+    return tests_ran and not any(step.failed for step in steps)
+
+
+def shuffles(more: Sequence[str], times: int, *, machine: bool) -> list[list[Step]]:
+    """Return runs of the tests on this host, each in an order of its own, three of them while it is busy."""
+    command = next(step.command for step in plan(more, machine=machine)[0] if step.name == "tests")
+    busy = ("bash", "-c", BUSY, "busy")
+    return [
+        [
+            Step(f"shuffle {number} beside busy ones", (*busy, *command))
+            if number <= 3
+            else Step(f"shuffle {number}", command)
+            for number in range(1, times + 1)
+        ]
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="tests/run", allow_abbrev=False)
+    parser.add_argument("--fast", action="store_true")
+    parser.add_argument("--long", action="store_true")
+    parser.add_argument("--shuffles", type=int, default=0, metavar="TIMES")
+    chosen, more = parser.parse_known_args()
+    more += ["--long"] * chosen.long
+    is_root = os.geteuid() == 0
+    machine = is_root and any(map(lacks, FEATURES))
+    if chosen.shuffles:
+        lanes = shuffles(more, chosen.shuffles, machine=machine)
+    else:
+        lanes = plan(more, fast=chosen.fast, long=chosen.long, is_root=is_root, machine=machine)
+    steps = [step for lane in lanes for step in lane]
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with tempfile.TemporaryDirectory(prefix="flanneld-tests-") as folder:
+        try:
+            Run(lanes, Path(folder), selects=bool(more)).go()
+        except KeyboardInterrupt:
+            print("interrupted")
+            return 130
+        print(summary(steps))
+    return 0 if passed(steps) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""tests/run: which steps there are, what it shows, and that it reports no success that was none."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.lab.daemon import ROOT
+from tests.runner import PYTEST, Run, Step, activity, passed, plan, shuffles, summary
+
+#: Stands in for a step of tests: pytest's name is its last argument.
+TESTS = ("sh", "-c", "echo '.. [100%]'", "pytest")
+
+
+def done(tmp_path: Path, *lanes: list[Step], selects: bool = False) -> list[Step]:
+    Run(lanes, tmp_path, selects=selects).go()
+    return [step for lane in lanes for step in lane]
+
+
+def shell(name: str, script: str) -> Step:
+    return Step(name, ("sh", "-c", script, "pytest"))
+
+
+def test_run_passes_if_all_steps_pass_and_one_runs_tests(tmp_path: Path) -> None:
+    assert passed(done(tmp_path, [Step("lint", ("true",)), Step("tests", TESTS)]))
+    assert not passed(done(tmp_path, [Step("lint", ("true",))]))
+    assert not passed(done(tmp_path, [Step("lint", ("false",)), Step("tests", TESTS)]))
+
+
+def test_failed_step_stops_no_other(tmp_path: Path) -> None:
+    steps = done(tmp_path, [shell("one", "exit 1"), shell("two", ":")], [shell("three", "kill $$")])
+    assert [step.verdict for step in steps] == ["FAILED", "passed", "FAILED"]
+
+
+def test_step_that_was_not_run_is_a_failure_unless_it_is_optional(tmp_path: Path) -> None:
+    assert not passed(done(tmp_path, [Step("namespaces", reason="no root"), Step("tests", TESTS)]))
+    assert passed(done(tmp_path, [Step("image", reason="no --long", optional=True), Step("tests", TESTS)]))
+
+
+def test_tests_in_the_machine_need_its_kernel(tmp_path: Path) -> None:
+    kernel = shell("kernel", "echo test kernel: apt-get download failed; exit 1")
+    machine = Step("machine", TESTS, after=kernel)
+    steps = done(tmp_path, [kernel, machine], [Step("tests", TESTS)])
+    assert (machine.verdict, machine.reason) == ("not run", "kernel: FAILED")
+    assert not passed(steps)
+
+
+def test_step_without_a_selected_test_fails_unless_arguments_select(tmp_path: Path) -> None:
+    for selects in (False, True):
+        steps = done(tmp_path, [shell("none", "exit 5"), Step("tests", TESTS)], selects=selects)
+        assert passed(steps) is selects
+    assert not passed(done(tmp_path, [shell("none", "exit 5")], selects=True))
+
+
+def test_summary_names_what_was_not_run_and_commands_that_repeat_failures(tmp_path: Path) -> None:
+    tests = "echo 'not run: 2 files: no Go daemon'; echo 'repeat: pytest a.py::b'; exit 1"
+    lint = Step("lint", ("sh", "-c", "exit 2"))
+    lanes = [lint, shell("tests", tests), Step("image", reason="add --long", optional=True)]
+    lines = summary(done(tmp_path, lanes)).splitlines()
+    assert [re.sub(r"  .*", "", line) for line in lines[2:5]] == ["FAILED", "FAILED", "not run"]
+    assert lines[5:] == [
+        "not run: 2 files: no Go daemon",
+        "repeat: sh -c 'exit 2'",
+        "repeat: pytest a.py::b",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("", "begun"),
+        ("test kernel: building\n\n", "test kernel: building"),
+        ("bringing up nodes...\n\n..F..E. [ 12%]\n...", "12 %, 2 failed"),
+        ("....", "0 %"),
+    ],
+)
+def test_progress_shows_what_a_step_does(text: str, shown: str) -> None:
+    assert activity(text) == shown
+
+
+def test_plan_leaves_out_no_step_in_silence() -> None:
+    names = {step.name for lane in plan([], long=True, machine=True) for step in lane}
+    short = [step for lane in plan([], machine=True) for step in lane]
+    assert {step.name for step in short} == names
+    assert {step.name for step in short if step.reason} == {
+        "the image",
+        "recipes",
+        "mutation tests",
+        "benchmarks",
+    }
+    reasons = {step.name: step.optional for lane in plan([], is_root=False) for step in lane if step.reason}
+    assert reasons["tests in namespaces"] is False
+
+
+def test_each_test_is_in_one_step() -> None:
+    (here, machine) = plan([], machine=True)
+    kinds = {
+        step.name: step.command[step.command.index("--needs-kernel") + 1] for step in (here[4], machine[1])
+    }
+    assert kinds == {"tests": "without", "tests in the machine": "only"}
+    (everywhere, *rest) = plan([])
+    assert everywhere[4].command[everywhere[4].command.index("--needs-kernel") + 1] == "with"
+    assert not rest
+    assert {folder.name for folder in (ROOT / "tests").iterdir() if list(folder.rglob("test_*.py"))} == {
+        Path(word).name
+        for lane in plan([], long=True)
+        for step in lane
+        for word in step.command
+        if word.startswith("tests/")
+    }
+
+
+def test_fast_plan_runs_lints_and_leaves_out_folders_that_exist() -> None:
+    (steps,) = plan([], fast=True)
+    assert [step.name for step in steps[:-1]] == [step.name for step in plan([])[0][:4]]
+    left_out = [word.removeprefix("--ignore=") for word in steps[-1].command if word.startswith("--ignore=")]
+    assert left_out
+    assert all((ROOT / folder).is_dir() for folder in left_out)
+
+
+def test_shuffles_are_as_many_runs_of_the_same_tests() -> None:
+    (steps,) = shuffles([], 10, machine=True)
+    assert len(steps) == 10
+    (command,) = {step.command for step in steps[3:]}
+    assert command[:3] == PYTEST
+    assert all(step.command[4:] == command for step in steps[:3])
