@@ -32,7 +32,7 @@ class HostAddresses:
 
         A failed lookup changes nothing: the last answer stays.
         """
-        found = {host: _literal(host) for host in self._hosts()}
+        found = {host: address_of(host) for host in self._hosts()}
         names = [host for host, address in found.items() if address is None]
         with self._lock:
             if names and not self._is_busy and clock.now() >= self._due:
@@ -48,15 +48,15 @@ class HostAddresses:
                 answer = socket.getaddrinfo(name.encode("ascii"), None, type=socket.SOCK_STREAM)
             except (OSError, UnicodeError):
                 continue
-            addresses = [address for each in answer if (address := _literal(str(each[4][0])))]
+            addresses = [address for each in answer if (address := address_of(str(each[4][0])))]
             with self._lock:
                 self._answers[name] = frozenset(addresses)
         with self._lock:
             self._is_busy, self._due = False, clock.now() + _PERIOD
 
 
-def _literal(host: str) -> Address | None:
-    """Return the address that a host's text is, None for a name."""
+def address_of(host: str) -> Address | None:
+    """Return the address that a text is, None for a name. A mapped IPv4 address counts as one."""
     try:
         address = ip_address(host.partition("%")[0])
     except ValueError:

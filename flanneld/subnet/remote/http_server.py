@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 from flanneld.runtime import clock, waits
+from flanneld.runtime.sockets.host_addresses import address_of
 from flanneld.runtime.sockets.threaded_server import ThreadedServer
 from flanneld.subnet.remote.rest import NOT_FOUND, TEXT, RestAnswer, RestApi, RestRequest
 from flanneld.subnet.remote.wire import INDEX
@@ -165,7 +166,10 @@ class _RequestHandler(BaseHTTPRequestHandler):
             return
         header = self.headers.get("Authorization", "")
         wants_index = INDEX in self.headers
-        request = RestRequest(self.command, self.path, body, self._is_there, header, wants_index)
+        server = address_of(str(self.connection.getsockname()[0]))
+        request = RestRequest(
+            self.command, self.path, body, self._is_there, header, wants_index, server=server
+        )
         answer = self.server.answer(request)
         try:
             self._send(answer)

@@ -8,10 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from ipaddress import IPv4Network
 
+from msgspec.structs import replace
+
 from flanneld.config import Config
 from flanneld.errors import Cancelled, Refused, Retryable
 from flanneld.model import (
     FAMILIES,
+    IPAddress,
     Lease,
     LeaseAttrs,
     LeaseKey,
@@ -19,6 +22,7 @@ from flanneld.model import (
     is_same_node,
     lies_in,
     name_of,
+    network_around,
     overlap,
 )
 from flanneld.runtime import clock
@@ -32,7 +36,7 @@ from flanneld.subnet.etcd.keys import Client, Conflict, NoConfig, NotFound, Repl
 from flanneld.subnet.etcd.leases import node_address
 from flanneld.subnet.etcd.manager import SUBNET_TTL, TRIES, EtcdManager
 from flanneld.subnet.etcd.transport import EtcdTimeouts, Transport
-from flanneld.subnet.manager import NO_FACTS, LocalFacts
+from flanneld.subnet.manager import LocalFacts
 from flanneld.subnet.remote.change_log import ChangeLog, expires_ns
 from flanneld.subnet.remote.token import ANOTHER, Denied
 from flanneld.subnet.remote.wire import Acquisition, Reservation, WireLease
@@ -47,13 +51,21 @@ class LeaseStore:
     """Store for any thread. Requests are serialized, so that concurrent joins get different subnets.
 
     Of several clients the first one with a network config below ``prefix`` is used. A failed watch is
-    restarted after ``pause`` seconds.
+    restarted after ``pause`` seconds. ``addresses`` are those of the store behind this one.
     """
 
-    def __init__(self, clients: Sequence[Client], prefix: str, name: str, pause: float = 1.0) -> None:
+    def __init__(
+        self,
+        clients: Sequence[Client],
+        prefix: str,
+        name: str,
+        pause: float = 1.0,
+        addresses: Callable[[], frozenset[IPAddress]] = frozenset,
+    ) -> None:
         self._clients = clients
         self._prefix = prefix
         self._pause = pause
+        self._addresses = addresses
         self._turn = threading.Lock()
         self._lock = threading.Lock()
         self._is_closed = False
@@ -125,8 +137,13 @@ class LeaseStore:
 
     # ---- leases --------------------------------------------------------------------------------
 
-    def acquire(self, network: str, wanted: Acquisition, *, may_join: bool = True) -> WireLease:
-        """Return a node's lease; a new one only with ``may_join``. Raises ``Denied``, ``Refused``."""
+    def acquire(
+        self, network: str, wanted: Acquisition, *, may_join: bool = True, server: IPAddress | None = None
+    ) -> WireLease:
+        """Return a node's lease; a new one only with ``may_join``. Raises ``Denied``, ``Refused``.
+
+        A new one avoids the addresses of the store, and the one of this ``server`` that the node knows.
+        """
         with self._asking():
             manager = self._manager(network)
             try:
@@ -135,11 +152,14 @@ class LeaseStore:
                 leases = manager.listing(fresh=True).leases.values()
                 if all(each.attrs != wanted.attrs for each in leases):
                     raise
-            facts = NO_FACTS
+            addresses = self._addresses().union([server] if server else ())
+            facts = LocalFacts(
+                connected=tuple(network_around(each, each.max_prefixlen) for each in addresses)
+            )
             if wanted.strangers or not may_join:
                 leases = manager.listing(fresh=True).leases.values()
                 strangers = [each.attrs for each in leases if each.key in wanted.strangers]
-                facts = LocalFacts(is_self=lambda one, us: is_same_node(one, us) and one not in strangers)
+                facts = replace(facts, is_self=lambda one, us: is_same_node(one, us) and one not in strangers)
                 # An expired token is valid for a node with a lease.
                 if not may_join:
                     _check_known(
@@ -338,8 +358,9 @@ def over_etcd(options: EtcdOptions, api: str, timeouts: EtcdTimeouts | None = No
     timeouts = timeouts or EtcdTimeouts()
     names = ("v3", "v2") if api == "auto" else (api,)
     clients = [open_client(name, Transport(Servers(options), timeouts)) for name in names]
-    name = f"etcd at {Servers(options).name} under {options.prefix}"
-    return LeaseStore(clients, options.prefix, name, timeouts.pause)
+    servers = Servers(options)
+    name = f"etcd at {servers.name} under {options.prefix}"
+    return LeaseStore(clients, options.prefix, name, timeouts.pause, servers.addresses.known)
 
 
 def over_file(store: KeyStore) -> LeaseStore:

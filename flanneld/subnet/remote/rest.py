@@ -17,7 +17,7 @@ from msgspec import Struct, structs
 from flanneld.compat import json as gojson
 from flanneld.compat.json import GoJsonError
 from flanneld.errors import Cancelled, FlannelError, Refused
-from flanneld.model import LeaseKey
+from flanneld.model import IPAddress, LeaseKey
 from flanneld.subnet.codec import parse_key
 from flanneld.subnet.remote import wire
 from flanneld.subnet.remote.change_log import ChangeLog, LogEntry, Wanted
@@ -44,7 +44,8 @@ class RestRequest(Struct, frozen=True, gc=False):
     """Request. ``is_there`` returns True while its client waits; ``target`` is the path with the query.
 
     ``authorization`` is the header of this name, ``access`` its permission. ``wants_index`` is True for our
-    own client, which distinguishes its writes from others' by the index of a lease.
+    own client, which distinguishes its writes from others' by the index of a lease. ``server`` is the address
+    that the client has connected to.
     """
 
     method: str
@@ -54,6 +55,7 @@ class RestRequest(Struct, frozen=True, gc=False):
     authorization: str = ""
     wants_index: bool = False
     access: Permission = Permission.JOIN
+    server: IPAddress | None = None
 
 
 class RestAnswer(Struct, frozen=True, gc=False):
@@ -149,7 +151,7 @@ class RestApi:
     def _acquire(self, request: RestRequest, network: str) -> str:
         wanted = _understood(wire.parse_acquisition, request.body)
         may_join = request.access is Permission.JOIN
-        lease = self._store.acquire(network, wanted, may_join=may_join)
+        lease = self._store.acquire(network, wanted, may_join=may_join, server=request.server)
         return wire.format_lease(_shown(lease, request))
 
     def _renew(self, request: RestRequest, network: str, name: str) -> str:

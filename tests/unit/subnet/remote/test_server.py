@@ -20,15 +20,18 @@ import pytest
 from flanneld.errors import Fatal
 from flanneld.model import LeaseAttrs
 from flanneld.subnet.codec import format_key
+from flanneld.subnet.etcd.endpoints import EtcdOptions
 from flanneld.subnet.manager import LocalFacts
 from flanneld.subnet.remote import http_server
 from flanneld.subnet.remote.connection import RemoteServer
+from flanneld.subnet.remote.lease_store import over_etcd
 from flanneld.subnet.remote.listener import open_listener
 from flanneld.subnet.remote.manager import RemoteManager, RemoteOptions
 from flanneld.subnet.remote.tls import TlsFiles, client_context, server_context
+from flanneld.subnet.remote.wire import Acquisition
 from tests.lab.wait import wait_for
 from tests.local_etcd import LocalEtcd, free_port, make_certificates, running_etcd
-from tests.unit.subnet.remote.servers import CONFIG, ROOT, Running, running_server
+from tests.unit.subnet.remote.servers import CONFIG, ROOT, LocalFile, Running, running_server
 
 LEASE = f"{ROOT}/subnets/10.5.12.0-24"
 
@@ -323,6 +326,26 @@ def test_claim_that_no_node_would_follow_is_refused_unless_it_is_a_renewal(
     assert renewed.status == 200
     assert lease["Attrs"].items() <= json.loads(renewed.body)["Attrs"].items()
     etcd.delete(f"{subnets}/{key}")
+
+
+ON_LOOPBACK = '{"Network":"127.0.0.0/8","SubnetMin":"127.0.0.0","SubnetMax":"127.0.1.0"}'
+
+
+def test_new_lease_avoids_address_of_the_server(tmp_path: Path) -> None:
+    file = LocalFile(tmp_path / "leases.db")
+    file.put(f"{ROOT}/config", ON_LOOPBACK)
+    with running_server(file) as server:
+        answer = server.ask("POST", "/v1/_/leases", '{"PublicIP":"10.99.0.71","BackendType":"vxlan"}')
+    assert json.loads(answer.body)["Subnet"] == "127.0.1.0/24"
+
+
+def test_new_lease_of_a_server_avoids_address_of_etcd(etcd: LocalEtcd) -> None:
+    etcd.put(f"{ROOT}/loop/config", ON_LOOPBACK)
+    store = over_etcd(EtcdOptions((etcd.url,)), "v2")
+    attrs = LeaseAttrs(IPv4Address("10.99.0.72"), backend_type="vxlan")
+    wanted = Acquisition(attrs, (None, None), frozenset())
+    assert store.acquire("loop", wanted).key == (IPv4Network("127.0.1.0/24"), None)
+    store.close()
 
 
 def test_join_with_an_address_that_is_no_hosts_is_refused_unless_it_has_its_lease(
