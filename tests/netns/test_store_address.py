@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,8 +11,11 @@ from typing import Any
 import pytest
 
 from tests.lab import Lab, Node, wait_for
+from tests.lab.daemon import Daemon, own_command
 from tests.lab.etcd import PORT
 from tests.netns.apis import both_apis
+from tests.netns.kube import start as start_node
+from tests.netns.kube import write_net_conf
 from tests.netns.pair import DUAL_STACK, connect
 from tests.netns.test_host_networks import key, lease, led_to, wait_until_led
 
@@ -28,6 +32,7 @@ CONFIG: dict[str, Any] = {
 }
 #: Seconds between two looks at the host, and more: only then a lost store is noticed.
 LOOK = 45.0
+families = pytest.mark.parametrize("family", [4, 6])
 
 
 def url(address: str) -> str:
@@ -73,32 +78,42 @@ def hears_of_changes(lab: Lab, node: Node, families: tuple[int, ...] = (4,), bac
 
 
 @both_apis
-@pytest.mark.parametrize("families", [(4,), (4, 6)], ids=["IPv4", "dual stack"])
-def test_lease_around_store_behind_default_gateway_is_not_followed(
-    lab: Lab, families: tuple[int, ...]
-) -> None:
+@families
+def test_lease_around_store_behind_default_gateway_is_not_followed(lab: Lab, family: int) -> None:
+    both = (4, 6)[: 1 if family == 4 else 2]
     move_into_network(lab)
-    node = start(lab, {"Type": "vxlan"}, STORE[families[-1]], **(DUAL_STACK if 6 in families else {}))
-    lab.etcd.put_lease(key(AROUND, families), lease("vxlan"))
-    node.wait_for_log(f"{STORE[families[-1]]} is an address of the store; move")
-    hears_of_changes(lab, node, families)
-    assert not led_to(node, AROUND[families[-1]])
+    node = start(lab, {"Type": "vxlan"}, STORE[family], **(DUAL_STACK if family == 6 else {}))
+    lab.etcd.put_lease(key(AROUND, both), lease("vxlan"))
+    node.wait_for_log(f"{STORE[family]} is an address of the store; move")
+    hears_of_changes(lab, node, both)
+    assert not led_to(node, AROUND[family])
     assert node.log().count("Unsafe lease") == 1
 
 
-def test_lease_in_connected_network_of_store_is_not_followed(lab: Lab) -> None:
-    lab.switch.ip("address add 10.77.0.9/16 dev br0")
-    listen_on(lab, lab.etcd.address, "10.77.0.9")
-    lab.etcd.put_config({"Network": "10.0.0.0/8", "SubnetMin": "10.100.0.0", "Backend": {"Type": "host-gw"}})
+@families
+def test_lease_in_connected_network_of_store_is_not_followed(lab: Lab, family: int) -> None:
+    store, node_address = {4: ("10.77.0.9/16", "10.77.1.1/16"), 6: ("fd77:0:0:5::9/48", "fd77:0:0:1::1/48")}[
+        family
+    ]
+    address = store.partition("/")[0]
+    lab.switch.ip(f"address add {store} dev br0")
+    listen_on(lab, lab.etcd.address, address)
+    six = {"EnableIPv6": True, "IPv6Network": "fd77::/32", "IPv6SubnetMin": "fd77:0:100::"}
+    four = {"Network": "10.0.0.0/8", "SubnetMin": "10.100.0.0"}
+    lab.etcd.put_config({**four, **(six if family == 6 else {}), "Backend": {"Type": "host-gw"}})
     (node,) = lab.add_nodes()
-    node.namespace.ip("address add 10.77.1.1/16 dev eth0")
-    node.start(f"--etcd-endpoints={url('10.77.0.9')}")
+    node.namespace.ip(f"address add {node_address} dev eth0")
+    node.start(f"--etcd-endpoints={url(address)}", "--iface=eth0", f"--public-ip={node.address}")
     node.wait_ready()
-    lab.etcd.put_lease("10.77.0.0/24", lease("host-gw"))
-    node.wait_for_log("Unsafe lease 10.77.0.0/24: 10.77.0.9 is an address of the store")
-    lab.etcd.put_lease("10.77.2.0/24", lease("host-gw"))
-    wait_until_led(node, "10.77.2.0/24")
-    assert not led_to(node, "10.77.0.0/24")
+    first, second = {
+        4: ({4: "10.77.0.0/24"}, {4: "10.77.2.0/24"}),
+        6: ({4: "10.88.0.0/24", 6: "fd77:0:0:5::/64"}, {4: "10.88.2.0/24", 6: "fd77:0:0:2::/64"}),
+    }[family]
+    lab.etcd.put_lease(key(first, tuple(first)), lease("host-gw"))
+    node.wait_for_log(f"{address} is an address of the store; move")
+    lab.etcd.put_lease(key(second, tuple(second)), lease("host-gw"))
+    wait_until_led(node, second[family])
+    assert not led_to(node, first[family])
 
 
 def test_lease_around_unused_endpoint_is_not_followed(lab: Lab) -> None:
@@ -128,18 +143,21 @@ def test_route_of_host_to_store_keeps_lease_around_it(lab: Lab) -> None:
     hears_of_changes(lab, node)
 
 
-@pytest.mark.parametrize("backend", [{"Type": "vxlan"}, {"Type": "host-gw"}], ids=["vxlan", "host-gw"])
-def test_restart_of_node_that_is_cut_off_finds_store_by_trial(lab: Lab, backend: dict[str, Any]) -> None:
-    lab.etcd.put_lease(AROUND[4], lease(backend["Type"]))
+@families
+def test_restart_of_node_that_is_cut_off_finds_store_by_trial(
+    lab: Lab, backend: dict[str, Any], family: int
+) -> None:
+    both = (4, 6)[: 1 if family == 4 else 2]
+    lab.etcd.put_lease(key(AROUND, both), lease(backend["Type"]))
     move_into_network(lab)
-    node = start(lab, backend, lab.etcd.address)
-    wait_until_led(node, AROUND[4])
+    node = start(lab, backend, lab.etcd.address, **(DUAL_STACK if family == 6 else {}))
+    wait_until_led(node, AROUND[family])
     node.stop()
-    start_again(node, STORE[4])
-    assert f"Store answers without that route: its address {STORE[4]} is outside" in node.log()
-    node.wait_for_log(f"Unsafe lease {AROUND[4]}: {STORE[4]} is an address of the store")
-    hears_of_changes(lab, node, backend=backend["Type"])
-    assert not led_to(node, AROUND[4])
+    start_again(node, STORE[family])
+    assert f"Store answers without that route: its address {STORE[family]} is outside" in node.log()
+    node.wait_for_log(f"{STORE[family]} is an address of the store; move")
+    hears_of_changes(lab, node, both, backend["Type"])
+    assert not led_to(node, AROUND[family])
 
 
 def test_node_that_is_cut_off_finds_store_by_trial(lab: Lab) -> None:
@@ -216,3 +234,112 @@ def test_store_inside_network_stays_reached(lab: Lab, backend: dict[str, Any]) -
             other.wait_for_no_route(HARMLESS[4])
         assert "Unsafe" not in other.logs()
         assert "trying without" not in other.logs()
+
+
+# ---- other stores, several networks, and the plan ---------------------------------------------------
+
+
+def serve_nodes_at(lab: Lab, address: str) -> None:
+    """Move the API server to an address. Its nodes stay the same."""
+    lab.kube.stop()
+    lab.kube.address = address
+    lab.kube.start()
+
+
+def start_in_kubernetes(lab: Lab, node: Node, *flags: str) -> None:
+    start_node(lab, node, *flags)
+    node.wait_ready()
+
+
+@pytest.mark.parametrize("has_saved_nodes", [False, True], ids=["", "saved nodes"])
+def test_restart_of_node_that_is_cut_off_from_api_server_finds_it_by_trial(
+    lab: Lab, has_saved_nodes: bool
+) -> None:
+    (node,) = lab.add_nodes()
+    saved = node.directory / "saved"
+    saved.mkdir()
+    flags = [f"--state-dir={saved}"] if has_saved_nodes else []
+    write_net_conf(lab, {"Type": "vxlan"})
+    lab.kube.add(node)
+    lab.kube.control.put_peer("n77", AROUND[4], "198.18.0.77", "vxlan", {"VtepMAC": "02:00:00:00:00:77"})
+    start_in_kubernetes(lab, node, *flags)
+    wait_until_led(node, AROUND[4])
+    if has_saved_nodes:
+        wait_for(lambda: "n77" in (saved / "kube-nodes.json").read_text(), what="the nodes to be saved")
+    node.stop()
+    move_into_network(lab)
+    serve_nodes_at(lab, STORE[4])
+    start_in_kubernetes(lab, node, *flags)
+    node.wait_for_log(f"Store answers without that route: its address {STORE[4]} is outside", LOOK)
+    lab.kube.control.put_peer("n56", HARMLESS[4], "198.18.0.56", "vxlan", {"VtepMAC": "02:00:00:00:00:56"})
+    wait_until_led(node, HARMLESS[4])
+    assert not led_to(node, AROUND[4])
+
+
+def test_node_around_api_server_is_not_followed(lab: Lab) -> None:
+    move_into_network(lab)
+    (node,) = lab.add_nodes()
+    write_net_conf(lab, {"Type": "vxlan"})
+    serve_nodes_at(lab, STORE[4])
+    lab.kube.add(node)
+    start_in_kubernetes(lab, node)
+    lab.kube.control.put_peer("n77", AROUND[4], "198.18.0.77", "vxlan", {"VtepMAC": "02:00:00:00:00:77"})
+    node.wait_for_log(f"Unsafe lease {AROUND[4]}: {STORE[4]} is an address of the store")
+    assert not led_to(node, AROUND[4])
+
+
+def test_lease_around_lease_server_is_not_followed(lab: Lab) -> None:
+    move_into_network(lab)
+    lab.etcd.put_config({**CONFIG, "Backend": {"Type": "vxlan"}})
+    flags = [
+        f"--listen={STORE[4]}:8888",
+        f"--etcd-endpoints={lab.etcd.endpoint}",
+        f"--etcd-api={lab.etcd.api}",
+    ]
+    daemon = Daemon(lab.switch, [*own_command(), *flags], lab.directory / "server.log")
+    try:
+        wait_for(lambda: "running as server" in daemon.log(), what="the server to listen")
+        (node,) = lab.add_nodes()
+        node.start(f"--remote={STORE[4]}:8888")
+        node.wait_ready()
+        lab.etcd.put_lease(AROUND[4], lease("vxlan"))
+        node.wait_for_log(f"Unsafe lease {AROUND[4]}: {STORE[4]} is an address of the store")
+        hears_of_changes(lab, node)
+    finally:
+        daemon.end(signal.SIGKILL, 10)
+
+
+def test_each_of_several_networks_protects_the_store_inside_it(lab: Lab) -> None:
+    move_into_network(lab)
+    lab.etcd.set("/coreos.com/network/blue/config", json.dumps({**CONFIG, "Backend": {"Type": "vxlan"}}))
+    red = {"Network": "10.6.0.0/16", "Backend": {"Type": "vxlan", "VNI": 6}}
+    lab.etcd.set("/coreos.com/network/red/config", json.dumps(red))
+    (node,) = lab.add_nodes()
+    node.start(
+        f"--etcd-endpoints={url(STORE[4])}",
+        "--networks=blue,red",
+        f"--subnet-dir={node.directory / 'networks'}",
+    )
+    node.wait_for_log("Ready: blue, red")
+    for number, name in ((5, "blue"), (6, "red")):
+        told = json.dumps(lease("vxlan", mac=f"02:00:00:00:00:0{number}"))
+        lab.etcd.set(f"/coreos.com/network/{name}/subnets/10.{number}.77.0-24", told)
+    node.wait_for_log(f"Unsafe lease {AROUND[4]}: {STORE[4]} is an address of the store")
+    node.wait_for_route("10.6.77.0/24")
+    assert not led_to(node, AROUND[4])
+    assert node.log().count("Unsafe lease") == 1
+
+
+def test_plan_has_no_route_around_the_store_and_tries_nothing(lab: Lab) -> None:
+    move_into_network(lab)
+    node = start(lab, {"Type": "vxlan"}, lab.etcd.address)
+    lab.etcd.put_lease(AROUND[4], lease("vxlan"))
+    wait_until_led(node, AROUND[4])
+    node.stop()
+    command = [*own_command(), f"--etcd-endpoints={url(STORE[4])}", f"--subnet-file={node.subnet_file}"]
+    with node.changes() as changes:
+        assert node.run(*command, "--plan", check=False).returncode == 1
+        assert changes.seen() == []
+    node.namespace.ip(f"route delete {AROUND[4]}")
+    planned = node.run(*command, "--plan").stdout
+    assert AROUND[4] not in planned
