@@ -25,7 +25,7 @@ from flanneld.options import Options
 from flanneld.reconcile.host import services as host_services
 from flanneld.reconcile.member import Loops, Member
 from flanneld.runtime import sd_notify
-from flanneld.runtime.files.instance_lock import InstanceLock
+from flanneld.runtime.files.instance_lock import DRAIN, PATIENCE, HostClaims, InstanceLock
 from flanneld.runtime.logs import event_log
 from flanneld.runtime.process import ensure_descriptors, open_standard_streams, tune_interpreter
 from flanneld.runtime.step_loop import MakeLoop, StepLoop
@@ -134,7 +134,18 @@ def _serve_alone(wanted: Options, environ: Mapping[str, str]) -> int:
             manager = counted(open_manager(wanted, environ))
     log.info("Created subnet manager: %s", manager.name)
     metrics = service.server.metrics_text if service else None
-    return Daemon(wanted, environ, supervisor, notifier, manager, events, metrics).serve()
+    claims = HostClaims(PATIENCE)
+    return Daemon(
+        wanted,
+        environ,
+        supervisor,
+        notifier,
+        manager,
+        events,
+        metrics,
+        admit=lambda config, backend: claims.take(startup.claims_to(config, backend), startup.clash),
+        ticks=((claims.drain, DRAIN),),
+    ).serve()
 
 
 class Daemon:
@@ -151,8 +162,10 @@ class Daemon:
         more_metrics: Callable[[], str] | None = None,
         admit: startup.Admit = startup.admit_any,
         make_loop: MakeLoop = StepLoop,
+        ticks: Sequence[tuple[Callable[[], None], float]] = (),
     ) -> None:
         self._admit = admit
+        self._ticks = ticks
         self._make_loop = make_loop
         self._options = wanted
         self._environ = environ
@@ -298,7 +311,7 @@ class Daemon:
         self._notifier.status("; ".join([self._brief, *troubles]))
 
     def _wait_and_stop(self) -> int:
-        ticks = [(self._look_at_host, _HOST_LOOK)]
+        ticks = [(self._look_at_host, _HOST_LOOK), *self._ticks]
         interval = sd_notify.watchdog_interval(self._environ)
         if interval is not None:
             ticks.append((self._feed_watchdog, interval))

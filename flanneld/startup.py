@@ -10,17 +10,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from functools import partial
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 from msgspec import Struct, structs
 
 from flanneld.backends import registry
-from flanneld.backends.contract import NO_SERVICES, Backend, Factory, HostServices
+from flanneld.backends.contract import NO_SERVICES, Backend, Factory, HostServices, claims_of
 from flanneld.compat.glog import OneTimeWarnings
 from flanneld.config import Config
 from flanneld.errors import Retryable, prefixed
-from flanneld.model import Lease, LeaseAttrs, LeaseKey, Uplink
+from flanneld.model import Lease, LeaseAttrs, LeaseKey, Uplink, overlap
 from flanneld.network import ipsec_traces
 from flanneld.network.obstacles import single
 from flanneld.network.rtnetlink.kernel import Kernel
@@ -47,10 +48,13 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
+#: First word of the claim to an address range.
+_RANGE = "range "
+
 #: Acquires this node's lease from the store, or predicts it without writing.
 Acquire = Callable[[Config, LeaseAttrs, LeaseKey, LocalFacts], Lease]
 
-#: Raises ``Retryable`` while another network of this daemon holds a resource that the backend needs.
+#: Raises ``Retryable`` while another network or daemon of this host holds what the backend needs.
 Admit = Callable[[Config, Backend], None]
 
 
@@ -158,6 +162,22 @@ def elect(loaded: Loaded, waiting: Waiting) -> Elected:
     return Elected(kernel, monitor, choice, uplink)
 
 
+def claims_to(config: Config, backend: Backend) -> tuple[str, ...]:
+    """Return a name for each thing that a network needs and that only one network of a host can have."""
+    ranges = (f"{_RANGE}{each.network}" for each in config.ranges)
+    return (*ranges, *claims_of(backend), *(["EnableNFTables"] if config.enable_nftables else []))
+
+
+def clash(one: str, other: str) -> bool:
+    """Return True if two claims exclude each other: they are equal, or are ranges that overlap."""
+    if one == other or not (one.startswith(_RANGE) and other.startswith(_RANGE)):
+        return one == other
+    try:
+        return overlap(*(ip_network(each.removeprefix(_RANGE)) for each in (one, other)))
+    except ValueError:
+        return False
+
+
 def admit_any(_config: Config, _backend: Backend) -> None:
     """Admit any backend: this is the daemon's only network."""
 
@@ -190,7 +210,7 @@ def join(
         ),
     )
     _warn_of_unread_keys(config)
-    waiting.patiently("the other networks", lambda: admit(config, uplink_manager.backend))
+    waiting.patiently("claims on this host", lambda: admit(config, uplink_manager.backend))
     avoided = (*connected_networks(kernel, config.families), *map(single, sorted(manager.addresses, key=int)))
     local = LocalFacts(written, avoided, uplink_manager.is_self)
     attributes = uplink_manager.backend.attributes()

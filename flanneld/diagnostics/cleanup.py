@@ -29,7 +29,7 @@ from flanneld.reconcile.firewall import pairs, retire
 from flanneld.reconcile.past.last_run import LastRun
 from flanneld.reconcile.past.ownership import stale
 from flanneld.runtime.command_runner import TIME_LIMIT, CommandRunner
-from flanneld.runtime.files.instance_lock import InstanceLock
+from flanneld.runtime.files.instance_lock import InstanceLock, holders
 from flanneld.state.resources import Blackhole, Resource, Route, Tun
 from flanneld.state.table import Claim, Scope
 from flanneld.subnet import subnet_file
@@ -96,7 +96,10 @@ def sweep_network(
 
 
 def _refuse_running(lock: InstanceLock, path: Path) -> None:
-    """Raise ``Fatal`` if a daemon runs in this network namespace; else take its lock, so that none starts."""
+    """Raise ``Fatal`` if a daemon runs in this network namespace; else take its lock, so that none starts.
+
+    One in a PID namespace that is invisible here shows by its claims, unless it is Go's.
+    """
     found = list(other_daemons.running())
     if found:
         raise Fatal(
@@ -107,6 +110,11 @@ def _refuse_running(lock: InstanceLock, path: Path) -> None:
     if not lock.try_take(create=False):
         file = subnet_file.beside(path, "lock")
         raise Fatal(f"a flanneld holds {file}", f"stop it first; find it with: fuser {file}")
+    if claims := sorted(f"{holder} has {holder.claim}" for holder in holders()):
+        raise Fatal(
+            f"flanneld runs in this network namespace: {', '.join(claims)}",
+            "stop it first; on the host this finds it: ss -xlp | grep flanneld/",
+        )
 
 
 def _steps(

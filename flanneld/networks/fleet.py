@@ -21,7 +21,7 @@ from flanneld.networks.network import Network, sweep
 from flanneld.option_values import is_network_name
 from flanneld.options import Options
 from flanneld.runtime import sd_notify, waits
-from flanneld.runtime.files.instance_lock import InstanceLock
+from flanneld.runtime.files.instance_lock import DRAIN, InstanceLock
 from flanneld.runtime.logs import event_log
 from flanneld.runtime.logs.outage import Outage
 from flanneld.runtime.shared_loop import SharedLoop
@@ -83,7 +83,7 @@ def run(wanted: Options, environ: Mapping[str, str], make: MakeDaemon) -> int:
         wanted, environ, supervisor, notifier, file, make, service.server.metrics_text if service else str
     )
     fleet.start()
-    ticks = []
+    ticks: list[tuple[Callable[[], None], float]] = [(fleet.claims.drain, DRAIN)]
     interval = sd_notify.watchdog_interval(environ)
     if interval is not None:
         ticks.append((lambda: None if fleet.overdue() else notifier.watchdog(), interval))
@@ -115,7 +115,7 @@ class Fleet:
         self._file = file
         self._make = make
         self._events = event_log.remember()
-        self._claims = Claims()
+        self.claims = Claims()
         #: Thread for all reads and writes of the kernel.
         self._kernel = SharedLoop()
         self._choice = Choice(wanted.networks)
@@ -270,10 +270,10 @@ class Fleet:
             network.notifier,
             manager,
             self._events,
-            admit=partial(self._claims.take, network.name),
+            admit=partial(self.claims.take, network.name),
             make_loop=self._kernel.member,
         )
         try:
             daemon.serve()
         finally:
-            self._claims.release(network.name)
+            self.claims.release(network.name)

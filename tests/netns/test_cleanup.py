@@ -14,6 +14,7 @@ import pytest
 from tests.lab import Lab, Node, wait_for
 from tests.lab.daemon import Daemon, own_command
 from tests.netns.go_daemon import write_as_go
+from tests.netns.test_several import claimed_by_nobody, in_container
 
 
 def cleanup(node: Node, *flags: str) -> list[str]:
@@ -142,6 +143,33 @@ def test_a_daemon_in_another_pid_namespace_is_known_by_its_lock(lab: Lab) -> Non
     assert done.returncode == 1
     assert "a flanneld holds" in done.stderr
     assert node.subnet_file.exists()
+
+
+@pytest.mark.parametrize("flags", [[], ["--all"]])
+def test_cleanup_in_container_refuses_while_daemon_runs_on_host(lab: Lab, flags: list[str]) -> None:
+    node, peer = lab.cluster({"Type": "vxlan"}, flags=["--ip-masq"])
+    node.wait_for_route(peer.subnet())
+    node.wait_for_log("Made our rules")
+    # The container has neither the lock nor the record of the daemon, and would take the device for its own.
+    copy = node.directory / "copy.env"
+    shutil.copy(node.subnet_file, copy)
+    command = in_container(*own_command(), f"--subnet-file={copy}", "--cleanup", *flags)
+    before = node.kernel_state("flannel.1"), node.run("iptables", "-t", "nat", "-S").stdout
+    done = node.run(*command, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    held = "a process in another PID namespace has VNI 1, a process"
+    assert f"flanneld runs in this network namespace: {held}" in done.stderr
+    assert (node.kernel_state("flannel.1"), node.run("iptables", "-t", "nat", "-S").stdout) == before
+    node.kill()
+    assert any("flannel.1" in line for line in node.run(*command).stdout.splitlines())
+    assert node.link("flannel.1") is None
+
+
+def test_cleanup_heeds_no_ordinary_user_with_a_daemons_claim(lab: Lab) -> None:
+    (node,) = lab.cluster({"Type": "vxlan"}, nodes=1)
+    node.stop()
+    with claimed_by_nobody(node, "range 10.5.0.0/16", "VNI 1"):
+        assert any("flannel.1" in line for line in cleanup(node))
 
 
 @pytest.mark.parametrize("flags", [[], ["--all"]])

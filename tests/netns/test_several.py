@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -12,6 +15,7 @@ from flanneld.runtime.files.instance_lock import PATIENCE
 from tests.lab import Lab, Node, wait_for
 from tests.lab.daemon import ROOT, Daemon, own_command
 from tests.netns.pair import DUAL_STACK, connect
+from tests.netns.test_capabilities import NOBODY
 
 
 def blackholes(node: Node) -> list[dict[str, Any]]:
@@ -69,6 +73,118 @@ def test_two_daemons_with_host_gw_on_one_host_leave_each_other_alone(lab: Lab) -
         ends = [daemon.end(signal.SIGTERM, 5) for daemon in daemons]
     assert [end.status for end in ends] == [0, 0]
     assert repairs == [0, 0]
+
+
+# ---- one network, two daemons ----------------------------------------------------------------------
+
+#: Claim what a daemon would claim.
+CLAIM = """
+import signal, socket, sys
+sockets = [socket.socket(socket.AF_UNIX) for _ in sys.argv[1:]]
+for each, claim in zip(sockets, sys.argv[1:]):
+    each.bind("\\0flanneld/" + claim)
+    each.listen()
+print("there", flush=True)
+signal.pause()
+"""
+
+
+def in_container(*command: str) -> list[str]:
+    """Return a command in PID and mount namespaces of its own, with an empty /run."""
+    script = 'mount -t tmpfs tmpfs /run && exec "$0" "$@"'
+    return ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", script, *command]
+
+
+@contextmanager
+def claimed_by_nobody(node: Node, *claims: str) -> Iterator[None]:
+    """Have an ordinary user hold claims."""
+    user = ("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups")
+    command = [*user, "/usr/bin/python3", "-c", CLAIM, *claims]
+    stranger = Daemon(node.namespace, command, node.directory / "stranger.log")
+    wait_for(lambda: "there" in stranger.log(), what=f"the stranger: {stranger.log()}")
+    try:
+        yield
+    finally:
+        stranger.end(signal.SIGKILL, 5)
+
+
+def rival(node: Node, *flags: str, command: Sequence[str] = ()) -> Daemon:
+    """Start another daemon with another subnet file."""
+    file = f"--subnet-file={node.directory / 'rival' / 'subnet.env'}"
+    own = [*(command or own_command()), f"--etcd-endpoints={node.endpoints}", file, *flags]
+    return Daemon(node.namespace, own, node.directory / "rival.log", {})
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL], ids=["stopped", "killed"])
+@pytest.mark.parametrize(
+    "place", [own_command, lambda: in_container(*own_command())], ids=["host", "container"]
+)
+def test_daemon_with_another_subnet_file_waits_for_the_network(
+    lab: Lab, place: Callable[[], list[str]], how: signal.Signals
+) -> None:
+    node, peer = lab.cluster({"Type": "vxlan"})
+    connect(node, peer)
+    before, leases = node.kernel_state("flannel.1", "eth0"), lab.etcd.leases()
+    with node.container().ping(peer.container()) as ping, node.changes() as changes:
+        second = rival(node, command=place())
+        wait_for_line(second, "has range 10.5.0.0/16; stop it")
+        assert changes.during(0.3) == []
+        assert node.running
+        assert lab.etcd.leases() == leases
+        node.daemon.end(how, 5)
+        wait_for_line(second, "In sync with")
+        assert changes.during(0.3) == []
+        assert ping.lost() == 0
+    assert node.kernel_state("flannel.1", "eth0") == before
+    assert second.log().count("Waiting for claims on this host") == 1
+    second.end(signal.SIGKILL, 5)
+
+
+@pytest.mark.long
+def test_daemon_with_another_subnet_file_ends_after_its_wait_and_the_first_stays(lab: Lab) -> None:
+    (node,) = lab.cluster({"Type": "vxlan"}, nodes=1)
+    before = lab.etcd.leases(), node.kernel_state("flannel.1")
+    second = rival(node)
+    assert second.wait(PATIENCE + 10).status == 1
+    last = second.log().splitlines()[-1]
+    assert f"another flanneld, process {node.pid}, has had range 10.5.0.0/16 for 30 s; stop it" in last
+    assert node.running
+    assert (lab.etcd.leases(), node.kernel_state("flannel.1")) == before
+
+
+@pytest.mark.parametrize(
+    ("config", "claim"),
+    [
+        ({"Network": "10.5.128.0/17", "Backend": {"Type": "host-gw"}}, "range 10.5.0.0/16"),
+        ({"Network": "10.6.0.0/16", "Backend": {"Type": "vxlan"}}, "VNI 1"),
+    ],
+    ids=["part of the range", "the same VNI"],
+)
+@pytest.mark.parametrize("prefix", ["--etcd-prefix=/other", "--networks=other"], ids=["alone", "networks"])
+def test_daemon_without_a_network_of_its_own_waits(
+    lab: Lab, config: dict[str, Any], claim: str, prefix: str
+) -> None:
+    key = "/other/config" if "prefix" in prefix else "/coreos.com/network/other/config"
+    lab.etcd.set(key, json.dumps(config))
+    (node,) = lab.cluster({"Type": "vxlan"}, nodes=1)
+    second = rival(node, prefix, f"--subnet-dir={node.directory / 'networks'}")
+    wait_for_line(second, f"another flanneld, process {node.pid}, has {claim}; stop it")
+    node.kill()
+    wait_for_line(second, "In sync with")
+    assert second.end(signal.SIGTERM, 5).status == 0
+
+
+def test_ordinary_user_with_the_claims_keeps_no_daemon_from_them(lab: Lab) -> None:
+    lab.etcd.put_config({"Network": "10.5.0.0/16", "Backend": {"Type": "vxlan"}})
+    (node,) = lab.add_nodes(1)
+    with claimed_by_nobody(node, "range 10.5.0.0/16", "VNI 1"):
+        node.start()
+        node.wait_ready()
+        assert len(node.wait_for_log(f"of user {NOBODY}; only root and our user can have it")) == 2
+        second = rival(node)
+        wait_for_line(second, f"another flanneld, process {node.pid}, has ")
+        assert second.end(signal.SIGTERM, 5).status == 0
+        assert node.running
 
 
 # ---- two of one identity --------------------------------------------------------------------------

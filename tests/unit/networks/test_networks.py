@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import threading
+from collections.abc import Iterator
 from ipaddress import IPv4Address
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,9 @@ from flanneld.networks.claims import Claims
 from flanneld.networks.names import Choice
 from flanneld.networks.network import Network
 from flanneld.runtime.backoff import Backoff
+from flanneld.runtime.files import instance_lock
+from flanneld.runtime.files.instance_lock import HostClaims
+from flanneld.startup import clash
 from tests.lab.wait import wait_for
 
 ADDRESS = IPv4Address("192.0.2.1")
@@ -54,12 +59,21 @@ def test_backend_says_what_only_one_network_can_have(
     assert claims_of(backend(config("10.5.0.0/16", kind, **options))) == claims
 
 
+@pytest.fixture
+def claims(monkeypatch: pytest.MonkeyPatch) -> Iterator[Claims]:
+    """Claims under names of their own: other tests run in this network namespace."""
+    monkeypatch.setattr(instance_lock, "_PREFIX", f"flanneld-test-{os.getpid()}/")
+    claims = Claims()
+    yield claims
+    for name in ("red", "pink", "green"):
+        claims.release(name)
+
+
 def take(claims: Claims, name: str, wanted: Config) -> None:
     claims.take(name, wanted, backend(wanted))
 
 
-def test_second_network_with_a_vni_is_refused_by_name_until_the_first_has_gone() -> None:
-    claims = Claims()
+def test_second_network_with_a_vni_is_refused_by_name_until_the_first_has_gone(claims: Claims) -> None:
     red, pink = config("10.5.0.0/16", "vxlan"), config("10.6.0.0/16", "vxlan")
     take(claims, "red", red)
     take(claims, "red", red)
@@ -71,11 +85,43 @@ def test_second_network_with_a_vni_is_refused_by_name_until_the_first_has_gone()
     take(claims, "pink", pink)
 
 
-def test_overlapping_ranges_are_refused_by_name() -> None:
-    claims = Claims()
+def test_overlapping_ranges_are_refused_by_name(claims: Claims) -> None:
     take(claims, "red", config("10.5.0.0/16", "host-gw"))
-    with pytest.raises(Retryable, match="overlaps that of the network red"):
+    with pytest.raises(
+        Retryable, match=r"range 10\.5\.128\.0/17 overlaps the range 10\.5\.0\.0/16 of the network red"
+    ):
         take(claims, "pink", config("10.5.128.0/17", "host-gw"))
+
+
+def test_network_of_another_process_is_refused_until_it_has_gone(claims: Claims) -> None:
+    wanted = config("10.5.0.0/16", "vxlan")
+    other = HostClaims()
+    other.take(("range 10.5.4.0/22",), clash)
+    with pytest.raises(
+        Retryable, match=f"another flanneld, process {os.getpid()}, has range 10.5.4.0/22; stop"
+    ):
+        take(claims, "red", wanted)
+    take(claims, "green", config("10.6.0.0/16", "vxlan"))
+    claims.release("green")
+    other.close()
+    take(claims, "red", wanted)
+    with pytest.raises(Retryable, match="has VNI 1"):
+        other.take(("VNI 1",), clash)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        ("VNI 1", "VNI 1", True),
+        ("VNI 1", "VNI 11", False),
+        ("range 10.5.0.0/16", "range 10.5.7.0/24", True),
+        ("range 10.5.0.0/16", "range 10.6.0.0/16", False),
+        ("range 10.5.0.0/16", "range fd00::/48", False),
+        ("range 10.5.0.0/16", "range of a stranger", False),
+    ],
+)
+def test_equal_claims_and_overlapping_ranges_clash(one: str, other: str, *, expected: bool) -> None:
+    assert clash(one, other) is clash(other, one) is expected
 
 
 def test_names_that_are_not_allowed_or_no_file_names_are_logged_once(

@@ -1,4 +1,4 @@
-"""The lock against a second daemon, between real processes."""
+"""The locks against a second daemon, between real processes."""
 
 from __future__ import annotations
 
@@ -13,25 +13,34 @@ from pathlib import Path
 
 import pytest
 
-from flanneld.errors import Cancelled, Fatal
-from flanneld.runtime.files.instance_lock import InstanceLock
+from flanneld.errors import Cancelled, Fatal, Retryable
+from flanneld.runtime.files.instance_lock import HostClaims, InstanceLock, holders
 
 HOLD = """
 import subprocess, sys, threading
 from pathlib import Path
 from flanneld.runtime.files.instance_lock import InstanceLock
+from flanneld.runtime.files.instance_lock import HostClaims
 InstanceLock(Path(sys.argv[1])).wait(threading.Event())
+claims = HostClaims()
+claims.take(sys.argv[2:], str.__eq__)
 child = subprocess.Popen(["sleep", "60"])
 print(child.pid, flush=True)
 sys.stdin.read()
 """
+
+#: Abstract names are those of the network namespace, in which other tests run as well.
+CLAIM = f"test {os.getpid()}"
 
 
 @contextmanager
 def held(path: Path) -> Iterator[subprocess.Popen[str]]:
     """Another process holds the lock, and has a child."""
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", HOLD, str(path), CLAIM],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout
     child = int(process.stdout.readline())
@@ -98,3 +107,46 @@ def test_without_a_place_for_the_file_there_is_no_lock(
 def test_a_look_makes_no_file(path: Path) -> None:
     assert InstanceLock(path).try_take(create=False)
     assert not path.exists()
+
+
+def claimants() -> list[int]:
+    return [holder.pid for holder in holders(lambda _, claim: claim == CLAIM)]
+
+
+def test_killed_daemon_has_no_claims_though_its_child_lives(path: Path) -> None:
+    with held(path) as first:
+        second = HostClaims()
+        with pytest.raises(Retryable, match=f"another flanneld, process {first.pid}, has {CLAIM}; stop it"):
+            second.take([CLAIM], str.__eq__)
+        assert claimants() == [first.pid]
+        first.kill()
+        first.wait()
+        second.take([CLAIM], str.__eq__)
+        assert claimants() == [os.getpid()]
+        second.close()
+        assert claimants() == []
+
+
+def test_second_daemon_ends_after_its_wait_for_a_claim(path: Path) -> None:
+    with held(path):
+        second = HostClaims(within=0)
+        with pytest.raises(Fatal, match=r"has had .* for 0 s; stop it"):
+            second.take(["free", CLAIM], str.__eq__)
+    second.take([CLAIM], str.__eq__)
+    second.close()
+
+
+def test_questions_do_not_fill_the_queue_of_a_claim(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.SOMAXCONN", 2)
+    claims = HostClaims()
+    claims.take([CLAIM], str.__eq__)
+    for _ in range(5):
+        assert claimants() == [os.getpid()]
+        claims.drain()
+    claims.close()
+
+
+def test_claim_that_no_socket_can_have_is_none(caplog: pytest.LogCaptureFixture) -> None:
+    HostClaims().take([CLAIM, "x" * 200], str.__eq__)
+    assert claimants() == []
+    assert "No claims against a second daemon on this host: AF_UNIX path too long" in caplog.messages
