@@ -10,10 +10,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from ipaddress import IPv4Address, IPv6Address
 
 from msgspec import Struct
 
 from flanneld.errors import Cancelled, NoAnswer
+from flanneld.model import IPAddress
 from flanneld.runtime import clock
 from flanneld.subnet.etcd.keys import (
     Conflict,
@@ -39,6 +41,8 @@ LONGEST_REQUEST = 1.0
 V2_HISTORY = 1000
 V2_QUEUE = 100
 PREFIX = "/coreos.com/network"
+#: Its addresses: inside the cluster's networks, and for each node behind the default gateway.
+ADDRESSES: frozenset[IPAddress] = frozenset({IPv4Address("10.3.200.9"), IPv6Address("fd00:10:0:ff00::9")})
 
 
 class Change(Struct, frozen=True, gc=False):
@@ -410,4 +414,4 @@ def _reply(change: Change, after: Position) -> Reply:
 def open_manager(etcd: SimulatedEtcd, before_request: Callable[[], None]) -> EtcdManager:
     """The product's store over a client of one process."""
     client = SimulatedClient(etcd, before_request)
-    return EtcdManager(client, PREFIX, "simulation", pause_time=1.0)
+    return EtcdManager(client, PREFIX, "simulation", pause_time=1.0, addresses=lambda: ADDRESSES)

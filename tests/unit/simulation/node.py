@@ -20,6 +20,7 @@ from flanneld.backends.vxlan import build as build_vxlan
 from flanneld.config import Config
 from flanneld.errors import Cancelled, Fatal, Retryable
 from flanneld.model import Event, IPAddress, Lease, LeaseKey, network_around
+from flanneld.network.obstacles import single
 from flanneld.network.rtnetlink.monitor import InterfaceChanged, Notification
 from flanneld.network.uplink_election import InterfaceChoice
 from flanneld.network.uplink_facts import connected_networks
@@ -252,7 +253,8 @@ class Process:
         uplinks = UplinkManager(
             kernel, config, InterfaceChoice(), _FACTORIES[config.backend_type], uplink, stored
         )
-        local = LocalFacts(written, connected_networks(kernel, config.families), uplinks.is_self)
+        avoided = (*connected_networks(kernel, config.families), *map(single, manager.addresses))
+        local = LocalFacts(written, avoided, uplinks.is_self)
         lease = manager.acquire(config, uplinks.backend.attributes(), host.subnet_env, local)
         devices = ownership.devices_of_this_boot(host.state, _BOOT)
         host.record(
@@ -272,6 +274,8 @@ class Process:
             lambda left: tuple(self._make_tables(left).values()),
             devices=devices,
             record=host.record,
+            store=manager,
+            store_addresses=host.state.store_addresses if host.state else (),
         )
 
     def _make_tables(self, left: Callable[[], object]) -> dict[str, KernelTable]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
-from ipaddress import IPv4Network
+from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
 
 import pytest
@@ -240,6 +241,30 @@ def test_overlapping_lease_cuts_off_no_node_and_is_followed_once_it_is_alone(
         assert followed == [half] if any(_lies_in(host, wide) for host in others) else [wide]
         assert all([net for net in (half, wide) if host.kernel.at(net)] == followed for host in others)
         assert cluster.problems() == []
+
+
+@pytest.mark.parametrize("store", ["v2", "v3", "both"])
+@pytest.mark.parametrize("backend", ["vxlan", "host-gw"])
+def test_lease_around_address_of_store_is_followed_by_no_node(
+    store: str, backend: str, tmp_path: Path
+) -> None:
+    world = World(1)
+    with world.running():
+        cluster = cluster_of(world, store, 3, tmp_path, backend)
+        world.run(SETTLES)
+        data = {"VtepMAC": "02:00:00:00:00:99"}
+        told = {"PublicIP": "172.16.0.99", "BackendType": backend, "BackendData": data}
+        for etcd in cluster.etcds:
+            etcd.put(f"{PREFIX}/subnets/10.3.200.0-24", json.dumps(told), DAY)
+        for number in (1, 2):
+            cluster.hosts[number].ended(InterruptedError("killed"))
+        cluster.add(4)
+        cluster.move(3, 2.0)
+        world.run(QUIET)
+        assert cluster.problems() == []
+        for host in cluster.hosts.values():
+            route = host.kernel.route_to(IPv4Address("10.3.200.9"))
+            assert (route and route.device, host.kernel.at(IPv4Network("10.3.200.0/24"))) == (node.UPLINK, [])
 
 
 def _names(key: str, net: IPv4Network) -> bool:
