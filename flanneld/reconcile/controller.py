@@ -79,7 +79,7 @@ class Controller:
         node.kernel.domain = _first_domain(node)
         self._on_synced = on_synced
         self._was_bulk = False
-        #: True once this node cannot get the devices of its backend.
+        #: True after a failed attempt to get the devices of the backend.
         self._has_failed = False
         self._reread = reread
         permits = LeasePermits(self.peers, removal_guard, lambda: self.tables.is_complete(), self._harms)
@@ -124,11 +124,12 @@ class Controller:
         if not encrypts(backend):
             self._prepare(now)
             return
+        self._has_failed = False
         self._shut(now)
         try:
             self._prepare(now)
-        except Fatal:
-            # A former backend that should serve until all peers are known would serve for good.
+        except (Fatal, Retryable, OSError):
+            # A former backend that should serve until all peers are known might serve for good.
             self._has_failed = True
             self._shut(now)
             raise

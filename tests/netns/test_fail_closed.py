@@ -317,6 +317,7 @@ PHASE_2 = {**WIREGUARD, "Also": VXLAN}
         pytest.param(UDP, WIREGUARD, fail_for_kernel, {}, id="udp"),
         pytest.param(VXLAN, PHASE_2, fail_for_kernel, DUAL_STACK, id="Also, dual stack"),
         pytest.param(VXLAN, IPSEC, fail_for_charon, {}, id="ipsec without charon"),
+        pytest.param(VXLAN, {**IPSEC, "Also": VXLAN}, fail_for_charon, {}, id="Also, ipsec without charon"),
         pytest.param(UDP, IPSEC, fail_for_charon, {}, id="udp, ipsec without charon"),
     ],
 )
