@@ -57,6 +57,12 @@ def daemon(objects: Objects) -> Object:
     return container
 
 
+def arguments(objects: Objects) -> list[str]:
+    """flanneld's arguments. The chart has some in the command, where upstream's tests look for them."""
+    found = daemon(objects)
+    return [*found["command"][1:], *found["args"]]
+
+
 def init_containers(objects: Objects) -> dict[str, Object]:
     return {each["name"]: each for each in pod(objects)["initContainers"]}
 

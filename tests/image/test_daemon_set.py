@@ -117,8 +117,13 @@ def test_the_pod_makes_a_network_for_pods(lab: Lab, image: BuiltImage) -> None:
     pods = []
     for kubelet in pair:
         kubelet.node.wait_ready(PATIENCE)
-        conflist = json.loads((kubelet.host / "etc/cni/net.d/10-flannel.conflist").read_text())
-        pods.append(Runtime(kubelet.node, **conflist).add(1))
+        conf = kubelet.host / "etc/cni/net.d/10-flannel.conflist"
+        wait_for(conf.exists, PATIENCE, "the CNI configuration")
+        conflist = json.loads(conf.read_text())
+        assert [each["type"] for each in conflist["plugins"]] == ["bridge", "portmap"]
+        runtime = Runtime(kubelet.node, programs=str(kubelet.host / "opt/cni/bin"))
+        runtime.use(conflist)
+        pods.append(runtime.add(1))
     pods[0].wait_for_reply(pods[1], PATIENCE)
     assert [pod.address.rpartition(".")[0] for pod in pods] == ["10.244.1", "10.244.2"]
     for kubelet in pair:
@@ -138,3 +143,6 @@ def test_the_plug_in_that_an_init_container_installs_is_ours_and_can_be_run(
         plugin = kubelet.host / "opt/cni/bin/flannel"
         assert plugin.read_bytes() == (ROOT / "dist/cni/flannel").read_bytes()
         assert plugin.stat().st_mode & 0o777 == 0o755
+        assert {"bridge", "host-local", "loopback", "portmap"} <= {
+            path.name for path in plugin.parent.iterdir()
+        }

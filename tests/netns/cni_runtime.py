@@ -29,12 +29,14 @@ class Runtime:
     Each raises ``CommandError`` with what the plug-in answered when a command fails.
     """
 
-    def __init__(self, node: Node, **changes: Any) -> None:
+    def __init__(self, node: Node, programs: str = CNI_PATH, **changes: Any) -> None:
         """``changes`` replace parts of the documented configuration, such as ``cniVersion``.
 
-        ``use`` takes another one later, as a runtime does when the file in net.d changes.
+        ``use`` takes another one later, as a runtime does when the file in net.d changes. ``programs`` are
+        the directories of the plug-ins.
         """
         self.node = node
+        self._programs = programs
         self.data_dir = node.directory / "cni-flannel"
         self.reservations = node.directory / "cni-networks"
         self._conflist = documented() | changes
@@ -90,15 +92,12 @@ class Runtime:
             "CNI_CONTAINERID": self._namespace(number).name,
             "CNI_NETNS": f"/run/netns/{self._namespace(number).name}",
             "CNI_IFNAME": "eth0",
-            "CNI_PATH": CNI_PATH,
+            "CNI_PATH": self._programs,
         }
         words = (f"{name}={value}" for name, value in variables.items())
-        program = _find(plugin["type"])
+        places = (Path(part, plugin["type"]) for part in self._programs.split(":"))
+        program = next(str(path) for path in places if path.exists())
         return self.node.namespace.run("env", *words, program, stdin=json.dumps(conf)).stdout
-
-
-def _find(name: str) -> str:
-    return next(str(path) for path in (Path(part, name) for part in CNI_PATH.split(":")) if path.exists())
 
 
 def _names(directory: Path) -> list[str]:

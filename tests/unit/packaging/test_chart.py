@@ -17,10 +17,10 @@ from flanneld.backends import registry
 from flanneld.backends.contract import Backend, Host
 from flanneld.errors import Fatal
 from flanneld.model import Uplink
-from flanneld.network.query.message import DEFAULT_PORT
 from tests.kubernetes_objects import (
     CHART,
     Object,
+    arguments,
     daemon,
     files_of,
     init_containers,
@@ -70,7 +70,7 @@ def test_every_place_in_a_container_is_one_of_the_pods_volumes(values: Object) -
 
 @VARIANTS
 def test_the_arguments_are_flags_of_flanneld(values: Object) -> None:
-    flags = {each.partition("=")[0].removeprefix("--") for each in daemon(render(values))["args"]}
+    flags = {each.partition("=")[0].removeprefix("--") for each in arguments(render(values))}
     assert {"ip-masq", "kube-subnet-mgr"} <= flags
     assert flags <= {flag.name for flag in options.FLAGS}
 
@@ -91,8 +91,9 @@ def test_it_makes_the_objects_of_the_manifest() -> None:
     ours, charts = manifest(), render({})
     del ours["Namespace"]
     assert files_of(charts) == files_of(ours)
+    assert arguments(charts) == arguments(ours)
     for objects in (ours, charts):
-        del objects["ConfigMap"]["data"]
+        del objects["ConfigMap"]["data"], daemon(objects)["command"], daemon(objects)["args"]
     assert charts == ours
 
 
@@ -228,23 +229,25 @@ def test_the_cni_configuration_can_be_another_or_be_left_to_others() -> None:
     objects = flannel(cniConf='{"name": "other"}', skipCNIConfigInstallation=True)
     assert files_of(objects)["cni-conf.json"] == {"name": "other"}
     assert set(init_containers(objects)) == {"install-cni-plugin"}
+    assert not [each for each in arguments(objects) if "cni" in each]
 
 
 def test_the_arguments_are_those_given_and_the_ports() -> None:
     args = ["--kube-subnet-mgr", "--iface=eth1"]
     found = daemon(flannel(args=args, healthz={"port": 9099}, answerPort=9100))
-    assert found["args"] == [*args, "--healthz-port=9099", "--answer-port=9100"]
+    assert found["command"] == ["/opt/bin/flanneld", *args, "--healthz-port=9099"]
+    assert "--answer-port=9100" in found["args"]
     assert found["ports"][0]["containerPort"] == 9099
 
 
 def test_without_a_health_port_nobody_asks_for_health() -> None:
     found = daemon(flannel(healthz={"port": 0}))
     assert not {"ports", "livenessProbe", "readinessProbe"} & set(found)
-    assert found["args"] == ["--ip-masq", "--kube-subnet-mgr", f"--answer-port={DEFAULT_PORT}"]
+    assert found["command"] == ["/opt/bin/flanneld", "--ip-masq", "--kube-subnet-mgr"]
 
 
-def test_without_an_answer_port_no_flag_is_given() -> None:
-    assert not [each for each in daemon(flannel(answerPort=0))["args"] if "answer" in each]
+def test_answer_port_can_be_switched_off() -> None:
+    assert "--answer-port=0" in daemon(flannel(answerPort=0))["args"]
 
 
 def test_where_and_how_the_pods_run_can_be_chosen() -> None:
