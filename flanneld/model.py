@@ -111,7 +111,8 @@ class Lease(Struct, frozen=True, gc=False):
     """Lease: one node's subnets.
 
     ``expires`` is in seconds on the boot-time clock (``clock.now``), None for a reservation: a lease
-    that an operator made permanent. ``asof`` is the store's index at which this was true.
+    that an operator made permanent. ``asof`` is the store's index at which this was true. ``created`` orders
+    leases by their creation in the store, which no renewal changes; 0 if the order is unknown.
     """
 
     attrs: LeaseAttrs
@@ -119,6 +120,7 @@ class Lease(Struct, frozen=True, gc=False):
     ipv6_subnet: IPv6Network | None = None
     expires: float | None = None
     asof: int = 0
+    created: int = 0
     #: The subnets. Made once: it is asked for ten times, and several tables keep it.
     key: LeaseKey = (None, None)
 
@@ -260,7 +262,7 @@ class LeaseTable(Struct, gc=False):
                 continue
             known = self._peers.get(lease.key)
             self._peers[lease.key] = lease
-            if known is None or known.attrs != lease.attrs:
+            if known is None or known.created != lease.created or known.attrs != lease.attrs:
                 changed.append(lease)
         return tuple(changed)
 

@@ -1,13 +1,15 @@
 """Safety check of leases: a loop, or a takeover of one of the host's own networks (pure).
 
-The decision depends on the host's networks and on the set of leases, never on the order of events. The
-cost of one check does not depend on the number of leases.
+The decision depends on the host's networks and on the set of leases, never on the order of events. Of a
+lease and another with a public IP inside its subnet, the one that the store created first is followed; if
+that is unknown, the one with the subnet. What this host needs itself precedes both. The cost of one check
+does not depend on the number of leases, but on that of public IPs inside one subnet.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from operator import itemgetter
 
 from flanneld.errors import LEASES_END, Unsafe
@@ -17,8 +19,8 @@ from flanneld.model import (
     IPNetwork,
     Lease,
     LeaseKey,
+    family_of,
     lies_in,
-    network_around,
     overlap,
 )
 from flanneld.network.obstacles import Obstacles, concerns
@@ -27,11 +29,17 @@ _NUMBER = itemgetter(0)
 
 
 class LeaseSafety:
-    """Index of leases and host networks. Call ``update`` with every change, then ``harm`` for a lease."""
+    """Index of leases and host networks. Call ``update`` with every change, then ``harm`` for a lease.
 
-    def __init__(self, own: Lease, networks: Iterable[IPNetwork]) -> None:
+    ``lease_of`` returns a peer's lease as of the last change.
+    """
+
+    def __init__(
+        self, own: Lease, networks: Iterable[IPNetwork], lease_of: Callable[[LeaseKey], Lease | None]
+    ) -> None:
         self.obstacles = Obstacles()
         self._own = own
+        self._lease_of = lease_of
         self._own_nets = tuple(net for net in own.key if net is not None)
         self._networks = tuple(networks)
         #: Routed subnets: those of leases that no network of the host makes unsafe.
@@ -40,8 +48,10 @@ class LeaseSafety:
         #: Public IPs inside the cluster's networks. Most clusters have none.
         self._inside = _Addresses()
         self._inside_keys: dict[LeaseKey, tuple[IPAddress, ...]] = {}
+        #: Leases whose subnets are or were around one of them. Few of these clusters have any.
+        self._surrounding: set[LeaseKey] = set()
         for net in self._own_nets:
-            self._led.add(net)
+            self._led.add(net, own.key)
 
     def concerns(self, net: IPNetwork) -> bool:
         """Return True if a host's route to this network can change a decision."""
@@ -51,18 +61,23 @@ class LeaseSafety:
         """Replace the facts of the host. Any decision may change by that."""
         self.obstacles = obstacles
         for lease in leases:
-            self._lead(lease.key, desired=self._is_led(lease.key))
+            if self._lead(lease.key, desired=self._is_led(lease.key)) and self._inside_of(lease.key):
+                self._surrounding.add(lease.key)
 
     def update(self, put: Iterable[Lease], gone: Iterable[LeaseKey]) -> set[LeaseKey]:
         """Apply a change of leases. Return the keys of leases whose decision may change."""
         affected: set[LeaseKey] = set()
         for key in gone:
-            affected.update(self._lead(key, desired=False))
-            self._place(key, ())
+            self._lead(key, desired=False)
+            affected.update(self._place(key, ()), self._inside_of(key))
+            self._surrounding.discard(key)
         for lease in put:
             key = lease.key
-            self._place(key, self._publics_inside(lease))
-            affected.update(self._lead(key, desired=self._is_led(key)))
+            self._lead(key, desired=self._is_led(key))
+            around, inside = self._place(key, self._publics_inside(lease)), self._inside_of(key)
+            if around or inside:
+                affected.update(around, inside)
+                self._surrounding.update(around, (key,) if inside else ())
         return affected
 
     def is_led(self, key: LeaseKey) -> bool:
@@ -82,22 +97,41 @@ class LeaseSafety:
             # A backend explains a conflict with our own lease better.
             if public_ip is None or lease.net(family) is None or public_ip == self._own.attrs.public(family):
                 continue
-            if taken_for := self._taken_for(public_ip):
+            if taken_for := self._taken_for(lease, public_ip):
                 return Unsafe(
                     f"it announces {public_ip}, {taken_for}",
                     f"give that node its own --public-ip; {LEASES_END}",
                 )
+        return self._harm_to_older(lease) if key in self._surrounding else None
+
+    def _harm_to_older(self, lease: Lease) -> Unsafe | None:
+        for family in FAMILIES:
+            net = lease.net(family)
+            for key in self._inside.owners(net) if net is not None else ():
+                older = self._lease_of(key) if key in self._led_keys else None
+                if older is not None and older.net(family) is not None and _is_older(older, lease):
+                    public_ip = older.attrs.public(family)
+                    return Unsafe(
+                        f"its subnet {net} is around {public_ip}, the public IP of the older lease {older}",
+                        f"give its node another subnet; {LEASES_END}",
+                    )
         return None
 
     def is_reachable(self, lease: Lease) -> bool:
         """Return False if packets to a public IP of the lease would come back or go to all hosts."""
-        return not any(self._taken_for(ip) for family in FAMILIES if (ip := lease.attrs.public(family)))
+        return not any(
+            self._taken_for(lease, ip) for family in FAMILIES if (ip := lease.attrs.public(family))
+        )
 
-    def _taken_for(self, public_ip: IPAddress) -> str:
+    def _taken_for(self, lease: Lease, public_ip: IPAddress) -> str:
         if here := self.obstacles.at(public_ip):
             return here
-        subnet = self._led.around(public_ip)
-        return f"which lies in the leased subnet {subnet}" if subnet is not None else ""
+        for key in self._led.around(public_ip):
+            # Our own lease is no peer's: this host delivers to its subnet itself, whatever the order.
+            around = self._lease_of(key)
+            if around is None or not _is_older(lease, around):
+                return f"which lies in the leased subnet {key[FAMILIES.index(family_of(public_ip))]}"
+        return ""
 
     def _is_led(self, key: LeaseKey) -> bool:
         """Return True unless the subnets of a lease are refused themselves."""
@@ -117,15 +151,21 @@ class LeaseSafety:
                 return False
         return True
 
-    def _lead(self, key: LeaseKey, *, desired: bool) -> Iterable[LeaseKey]:
-        """Count or discount a lease's subnets. Return the leases whose public IPs are in them."""
+    def _lead(self, key: LeaseKey, *, desired: bool) -> bool:
+        """Count or discount a lease's subnets. Return True if that changes anything."""
         if (key in self._led_keys) == desired:
-            return ()
+            return False
         (self._led_keys.add if desired else self._led_keys.discard)(key)
-        nets = [net for net in key if net is not None]
-        for net in nets:
-            (self._led.add if desired else self._led.discard)(net)
-        return [owner for net in nets for owner in self._inside.owners(net)] if self._inside_keys else ()
+        for net in key:
+            if net is not None:
+                (self._led.add if desired else self._led.discard)(net, key)
+        return True
+
+    def _inside_of(self, key: LeaseKey) -> Iterable[LeaseKey]:
+        """Return the leases whose public IPs are in a lease's subnets."""
+        if not self._inside_keys:
+            return ()
+        return [owner for net in key if net is not None for owner in self._inside.owners(net)]
 
     def _publics_inside(self, lease: Lease) -> tuple[IPAddress, ...]:
         attrs = lease.attrs
@@ -138,45 +178,51 @@ class LeaseSafety:
                         break
         return tuple(found)
 
-    def _place(self, key: LeaseKey, addresses: tuple[IPAddress, ...]) -> None:
+    def _place(self, key: LeaseKey, addresses: tuple[IPAddress, ...]) -> Iterable[LeaseKey]:
+        """Note a lease's public IPs inside. Return the leases around these, and around its former ones."""
         if not (addresses or self._inside_keys):
-            return
-        for address in self._inside_keys.pop(key, ()):
+            return ()
+        former = self._inside_keys.pop(key, ())
+        for address in former:
             self._inside.discard(address, key)
         for address in addresses:
             self._inside.add(address, key)
         if addresses:
             self._inside_keys[key] = addresses
+        return [owner for address in (*former, *addresses) for owner in self._led.around(address)]
 
 
 class _Prefixes:
-    """Counted set of networks with longest prefix match."""
+    """Networks with their owners, for longest prefix match."""
 
     def __init__(self) -> None:
-        #: Counts by family and number of host bits. In most clusters all subnets have one length.
-        self._counts: dict[tuple[int, int], dict[int, int]] = {}
+        #: Owners by family and number of host bits, then prefix. In most clusters all subnets have one
+        #: length, and one owner each: a list holds several.
+        self._owners: dict[tuple[int, int], dict[int, LeaseKey | list[LeaseKey]]] = {}
 
-    def add(self, net: IPNetwork) -> None:
+    def add(self, net: IPNetwork, owner: LeaseKey) -> None:
         place, number = _place(net)
-        counts = self._counts.setdefault(place, {})
-        counts[number] = counts.get(number, 0) + 1
+        owners = self._owners.setdefault(place, {})
+        known = owners.get(number)
+        owners[number] = owner if known is None else [*_listed(known), owner]
 
-    def discard(self, net: IPNetwork) -> None:
+    def discard(self, net: IPNetwork, owner: LeaseKey) -> None:
         place, number = _place(net)
-        counts = self._counts[place]
-        counts[number] -= 1
-        if not counts[number]:
-            del counts[number]
+        owners = self._owners[place]
+        if left := [each for each in _listed(owners[number]) if each != owner]:
+            owners[number] = left
+        else:
+            del owners[number]
 
-    def around(self, address: IPAddress) -> IPNetwork | None:
-        """Return the longest prefix around an address, which decides its route."""
+    def around(self, address: IPAddress) -> list[LeaseKey]:
+        """Return the owners of the prefixes around an address, the longest first: it decides the route."""
         number = int(address)
         found = [
-            bits
-            for (version, bits), counts in self._counts.items()
-            if version == address.version and number >> bits in counts
+            (bits, owners[number >> bits])
+            for (version, bits), owners in self._owners.items()
+            if version == address.version and number >> bits in owners
         ]
-        return network_around(address, address.max_prefixlen - min(found)) if found else None
+        return [owner for _, known in sorted(found, key=_NUMBER) for owner in _listed(known)] if found else []
 
 
 class _Addresses:
@@ -199,6 +245,15 @@ class _Addresses:
             if entries[place][0] > last:
                 return
             yield entries[place][1]
+
+
+def _listed(owners: LeaseKey | list[LeaseKey]) -> list[LeaseKey]:
+    return owners if isinstance(owners, list) else [owners]
+
+
+def _is_older(one: Lease, other: Lease) -> bool:
+    """Return True if the store created one lease before another; False if that is unknown."""
+    return 0 < one.created < other.created
 
 
 def _place(net: IPNetwork) -> tuple[tuple[int, int], int]:

@@ -85,8 +85,8 @@ class Peers:
         lengths = dict(ranges)
         self._networks = {network.version: network for network in lengths}
         self._overlaps = Overlaps({network.version: length for network, length in lengths.items()})
-        self.safety = LeaseSafety(own, self._networks.values())
         self._table = LeaseTable(own.key)
+        self.safety = LeaseSafety(own, self._networks.values(), self._table.get)
         self._desired = DesiredState()
         #: Leases with data that the backend cannot parse.
         self._unparsable: set[LeaseKey] = set()

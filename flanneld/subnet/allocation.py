@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from flanneld.config import Config, SubnetRange
-from flanneld.model import FAMILIES, IPNetwork, LeaseKey, lies_in
+from flanneld.model import FAMILIES, IPNetwork, Lease, LeaseKey, lies_in, network_around
 
 
 def free_subnets(pool: SubnetRange, taken: Iterable[IPNetwork], limit: int = 100) -> list[IPNetwork]:
@@ -67,6 +67,15 @@ def unfollowed(config: Config, keys: Collection[LeaseKey]) -> set[IPNetwork]:
             if net.version == pool.family and (is_around_all or is_around_a_lease):
                 found.add(net)
     return found
+
+
+def public_ips_in(config: Config, leases: Iterable[Lease]) -> Iterator[IPNetwork]:
+    """Yield the nodes' public IPs inside the ranges, of which most clusters have none, as networks."""
+    spans = [_span(pool.network) for pool in config.ranges]
+    for lease in leases:
+        for public_ip in (lease.attrs.public_ip, lease.attrs.public_ipv6):
+            if public_ip is not None and any(first <= int(public_ip) < after for first, after in spans):
+                yield network_around(public_ip, public_ip.max_prefixlen)
 
 
 def fits(config: Config, key: LeaseKey) -> bool:

@@ -461,3 +461,33 @@ def test_lease_around_public_ips_of_others_withdraws_them_until_it_goes(lab: Lab
     wait_for(lambda: not led_to(node, SUBNET[4]), SOON, "the way to go")
     lab.etcd.delete_lease(OTHER[4])
     wait_until_led(node, SUBNET[4])
+
+
+@pytest.mark.parametrize("api", ["v3"])
+@pytest.mark.parametrize("claim", ["10.5.60.0/24", "10.5.32.0/19"])
+def test_newcomers_subnet_around_the_public_ip_of_a_node_interrupts_nothing(lab: Lab, claim: str) -> None:
+    lab.etcd.put_config({"Network": "10.5.0.0/16", "Backend": {"Type": "vxlan"}, **ABOVE})
+    node, other = lab.add_nodes(2)
+    other.namespace.ip("address add 10.5.60.9/32 dev lo")
+    node.namespace.ip(f"route add 10.5.0.0/18 via {other.address}")
+    for each, flag in ((node, "-iface=eth0"), (other, "-public-ip=10.5.60.9")):
+        each.start("-iface=eth0", flag)
+        each.wait_ready()
+    connect(node, other)
+    with node.container().ping(other.container()) as ping:
+        ping.wait_for_replies()
+        lab.etcd.put_lease(claim, lease("vxlan"))
+        node.wait_for_log(
+            f"Unsafe lease {claim}: its subnet {claim} is around 10.5.60.9, the public IP of the older"
+        )
+        ping.wait_for_replies()
+        node.stop()
+        node.start("-iface=eth0")
+        node.wait_ready()
+        node.wait_for_log("In sync with")
+        ping.wait_for_replies()
+        ping.stop()
+        assert ping.lost() == 0
+    assert not led_to(node, claim)
+    lab.etcd.put_lease(OTHER[4], lease("vxlan", mac="02:00:00:00:00:78"))
+    wait_until_led(node, OTHER[4])

@@ -15,7 +15,7 @@ from flanneld.runtime.files import atomic_file
 
 #: ``application_id`` in the file's header, "flan" in ASCII.
 APPLICATION = 0x666C616E
-#: ``user_version`` in the file's header: the format of the tables.
+#: ``user_version`` in the file's header: the format of the tables. A table more does not change it.
 FORMAT = 1
 #: Revisions that a new store and a backup skip at least. Cursors of another store, such as etcd, or of the
 #: time after the backup, then name no revision of this one.
@@ -37,6 +37,11 @@ CREATE TABLE history (
 CREATE TABLE tokens (id TEXT PRIMARY KEY, ends INTEGER NOT NULL, is_revoked INTEGER NOT NULL) WITHOUT ROWID;
 """
 
+#: Revision of each key's creation. Files of earlier versions lack it, and they write the others without it.
+_CREATED = """
+CREATE TABLE IF NOT EXISTS created (key TEXT PRIMARY KEY, revision INTEGER NOT NULL) WITHOUT ROWID;
+"""
+
 
 class Database:
     """Connection to the file, for one thread at a time. Other processes may use the file meanwhile.
@@ -54,6 +59,7 @@ class Database:
         try:
             self._connection = _connect(path)
             _check_content(self._connection, path)
+            self._connection.execute(_CREATED)
         except sqlite3.Error as error:
             raise _fatal(path, error) from None
 

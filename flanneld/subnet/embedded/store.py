@@ -6,7 +6,7 @@ import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from flanneld.runtime import clock
 from flanneld.runtime.waits import Signal
@@ -28,7 +28,7 @@ KEPT = 10_000
 TICK = 1.0
 #: Seconds between two records of the time. After a reboot it goes on from the last one.
 _RECORD = 60.0
-_FOUND = "key, value, ttl, expires, modified"
+_FOUND = "SELECT key, value, ttl, expires, modified, created.revision FROM keys LEFT JOIN created USING (key)"
 
 
 class Moment(Struct, frozen=True, gc=False):
@@ -72,7 +72,7 @@ class KeyStore:
         with self.database.reading() as connection:
             now = _now(connection)
             rows = connection.execute(
-                f"SELECT {_FOUND} FROM keys WHERE key >= ? AND key < ? ORDER BY key",  # noqa: S608
+                f"{_FOUND} WHERE key >= ? AND key < ? ORDER BY key",
                 _range(directory),
             )
             nodes = [_node(row, now) for row in rows]
@@ -87,18 +87,19 @@ class KeyStore:
             if after.index < number(connection, "floor"):
                 raise RelistNeeded("the history of the store does not go back so far")
             rows = connection.execute(
-                "SELECT action, key, value, expires, revision FROM history"
-                " WHERE revision > ? AND key >= ? AND key < ? ORDER BY revision LIMIT 1000",
+                "SELECT action, key, value, expires, history.revision, created.revision"
+                " FROM history LEFT JOIN created USING (key)"
+                " WHERE history.revision > ? AND key >= ? AND key < ? ORDER BY history.revision LIMIT 1000",
                 (after.index, first, last),
             ).fetchall()
         replies = tuple(
             Reply(
                 action,
-                StoredKey(name, value, _left(expires, now), revision),
+                StoredKey(name, value, _left(expires, now), revision, created=created or 0),
                 (),
                 Position(revision, at.cluster),
             )
-            for action, name, value, expires, revision in rows
+            for action, name, value, expires, revision, created in rows
         )
         return KeyChanges(replies, replies[-1].at if len(replies) == 1000 else at)
 
@@ -138,7 +139,9 @@ class KeyStore:
         with self._writing() as (connection, now):
             if _find(connection, key, now) is not None:
                 raise Conflict(f"{key} is there")
-            return _put(connection, key, value, ttl, now)
+            node, at = _put(connection, key, value, ttl, now)
+            connection.execute("INSERT OR REPLACE INTO created VALUES (?, ?)", (key, at.index))
+            return structs.replace(node, created=at.index), at
 
     def replace(self, key: str, value: str, ttl: int | None, modified: int) -> tuple[StoredKey, Position]:
         """Write a key. Raises ``Conflict`` if it has changed since revision ``modified``."""
@@ -207,14 +210,14 @@ def _left(expires: float | None, now: float) -> float | None:
     return None if expires is None else max(0.0, expires - now)
 
 
-def _node(row: tuple[str, str, int | None, float | None, int], now: float) -> StoredKey:
-    key, value, _, expires, modified = row
-    return StoredKey(key, value, _left(expires, now), modified)
+def _node(row: tuple[str, str, int | None, float | None, int, int | None], now: float) -> StoredKey:
+    key, value, _, expires, modified, created = row
+    return StoredKey(key, value, _left(expires, now), modified, created=created or 0)
 
 
 def _find(connection: sqlite3.Connection, key: str, now: float) -> StoredKey | None:
     """Return a key that has not expired; None if there is none."""
-    row = connection.execute(f"SELECT {_FOUND} FROM keys WHERE key = ?", (key,)).fetchone()  # noqa: S608
+    row = connection.execute(f"{_FOUND} WHERE key = ?", (key,)).fetchone()
     node = _node(row, now) if row else None
     return node if node and (node.ttl is None or node.ttl > 0) else None
 
@@ -238,6 +241,7 @@ def _put(
 
 def _drop(connection: sqlite3.Connection, action: str, key: str) -> Position:
     connection.execute("DELETE FROM keys WHERE key = ?", (key,))
+    connection.execute("DELETE FROM created WHERE key = ?", (key,))
     return _note(connection, action, key, "", None)
 
 

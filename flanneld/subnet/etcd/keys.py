@@ -23,6 +23,8 @@ class Position(Struct, frozen=True, gc=False):
 class StoredKey(Struct, frozen=True, gc=False):
     """A key. ``modified`` is the index of its last change.
 
+    ``created`` is that of its creation. It is 0 if unknown, and in v2, where a renewal by Go sets it anew.
+
     ``ttl`` is in seconds. It is None for a key without expiry, infinite if it expires at a time not asked
     for.
     """
@@ -32,6 +34,7 @@ class StoredKey(Struct, frozen=True, gc=False):
     ttl: float | None
     modified: int
     is_dir: bool = False
+    created: int = 0
 
 
 class Reply(Struct, frozen=True, gc=False):

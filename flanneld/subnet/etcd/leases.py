@@ -178,7 +178,9 @@ class LeaseReader:
         self._complaints.clear(node.key)
         # One object for the infinite TTLs of a list.
         expires = node.ttl if node.ttl is None or node.ttl == math.inf else clock.now() + node.ttl
-        return Lease(attrs, *key, expires=expires, asof=node.modified)
+        # The same for its two indexes, which are equal until the value changes.
+        created = node.modified if node.created == node.modified else node.created
+        return Lease(attrs, *key, expires=expires, asof=node.modified, created=created)
 
     def complain(self) -> None:
         """Log invalid keys, at most one line a minute. To be called periodically."""

@@ -37,7 +37,7 @@ from flanneld.model import (
 )
 from flanneld.runtime import clock, randomness
 from flanneld.runtime.step_loop import StepLoop
-from flanneld.subnet.allocation import choose, fits, unfollowed
+from flanneld.subnet.allocation import choose, fits, public_ips_in, unfollowed
 from flanneld.subnet.codec import format_attrs
 from flanneld.subnet.etcd.keys import Client, Conflict, NotFound, Position, Reply
 from flanneld.subnet.etcd.leases import LeaseReader, Listing, node_address
@@ -335,13 +335,14 @@ class EtcdManager:
     def pick(
         self, config: Config, previous: LeaseKey, listing: Listing, connected: tuple[IPNetwork, ...] = ()
     ) -> LeaseKey:
-        """Return a free lease: the previous one if free, else one that does not overlap ``connected``."""
+        """Return a free lease: the previous one, else one without ``connected`` and nodes' public IPs."""
         taken = self._taken(config, listing)
+        avoid = (*connected, *public_ips_in(config, listing.leases.values()))
         wanted = dict(zip(FAMILIES, previous, strict=True))
         unsure = dict(zip(FAMILIES, self._unsure, strict=True))
         found = {
             pool.family: self._pick_subnet(
-                pool, wanted[pool.family], unsure[pool.family], listing, taken, connected
+                pool, wanted[pool.family], unsure[pool.family], listing, taken, avoid
             )
             for pool in config.ranges
         }
@@ -373,7 +374,7 @@ class EtcdManager:
         unsure: IPNetwork | None,
         listing: Listing,
         taken: list[IPNetwork],
-        connected: tuple[IPNetwork, ...],
+        avoid: tuple[IPNetwork, ...],
     ) -> IPNetwork:
         if previous is not None:
             if not pool.contains(previous):
@@ -387,7 +388,7 @@ class EtcdManager:
         if unsure is not None and pool.contains(unsure) and not any(overlap(unsure, net) for net in taken):
             return unsure
         self._say(pool.family, f"Picking subnet in range {pool.subnet_min} ... {pool.subnet_max}")
-        subnet = choose(pool, taken, self._randrange, connected)
+        subnet = choose(pool, taken, self._randrange, avoid)
         if subnet is None:
             raise Retryable(
                 f"no subnet from {pool.subnet_min} to {pool.subnet_max} is free, {len(taken)} are leased",

@@ -111,7 +111,8 @@ class Migration:
         known = set(old.lease_keys())
         others = [net for key in new.lease_keys() if key not in known for net in key if net]
         complete = True
-        for lease in (old.leases[path] for path in sorted(old.leases)):
+        # In the order of their creation, so that they have it there as well.
+        for _, lease in sorted(old.leases.items(), key=lambda item: (item[1].created, item[0])):
             complete &= self._copy_lease(lease, others)
         for key in sorted(old.unreadable, key=name_of):
             complete &= self._refused(self._leases.key_of(key), f"its value in {self._here} is invalid")

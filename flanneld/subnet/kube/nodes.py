@@ -49,13 +49,21 @@ SUFFIXES = (
 
 _PREFIX = re.compile(r"(?:[a-z0-9_-]+\.)+[a-z0-9_-]+/(?:[a-z0-9_-]+-)?")
 _ADDRESS: Mapping[Family, type[IPAddress]] = {4: IPv4Address, 6: IPv6Address}
+_NO_DIGITS = str.maketrans("", "", "-:TZ")
 #: podCIDRs of a node, at most: one of each family.
 _MOST_CIDRS = 2
 
 
 _Metadata = TypedDict(
     "_Metadata",
-    {"name": Any, "uid": Any, "annotations": Any, "resourceVersion": Any, "continue": Any},
+    {
+        "name": Any,
+        "uid": Any,
+        "creationTimestamp": Any,
+        "annotations": Any,
+        "resourceVersion": Any,
+        "continue": Any,
+    },
     total=False,
 )
 
@@ -89,13 +97,15 @@ _DECODER = msgspec.json.Decoder(_Answer)
 class Node(Struct, frozen=True, gc=False, rename={"cidrs": "podCIDRs", "notes": "annotations"}):
     """The fields of a node that are used.
 
-    ``notes`` maps annotation names, without their prefix, to values.
+    ``notes`` maps annotation names, without their prefix, to values. ``created`` orders nodes by their
+    creation, 0 if it is unknown.
     """
 
     name: str
     uid: str
     cidrs: tuple[str, ...]
     notes: Mapping[str, str]
+    created: int = 0
 
     @property
     def is_managed(self) -> bool:
@@ -149,7 +159,8 @@ class NodeReader:
             for key, value in child(meta, "annotations").items()
             if (suffix := self._names.get(key)) and isinstance(value, str)
         }
-        return Node(name, str(meta.get("uid", "")), _cidrs(child(obj, "spec")), notes)
+        created = _order(meta.get("creationTimestamp"))
+        return Node(name, str(meta.get("uid", "")), _cidrs(child(obj, "spec")), notes, created)
 
     def patch(self, changes: Mapping[str, str]) -> str:
         """Return the strategic-merge patch that sets these annotations.
@@ -170,6 +181,12 @@ def items(listing: Any) -> list[Any]:
     """Return the items of a list; none if the field is missing or of another type."""
     found = listing.get("items") if isinstance(listing, dict) else None
     return found if isinstance(found, list) else []
+
+
+def _order(timestamp: object) -> int:
+    """Return the digits of a time such as 2026-01-31T23:59:59Z as a number, which grows with it; else 0."""
+    digits = timestamp.translate(_NO_DIGITS) if isinstance(timestamp, str) and len(timestamp) == 20 else ""
+    return int(digits) if len(digits) == 14 and digits.isdecimal() else 0
 
 
 def _cidrs(spec: Mapping[str, Any]) -> tuple[str, ...]:
@@ -232,7 +249,7 @@ def lease_of(node: Node, config: Config) -> Lease:
     subnet, ipv6_subnet = key[0] if attrs.public_ip else None, key[1] if attrs.public_ipv6 else None
     if subnet is None and ipv6_subnet is None:
         raise _wrong(node, "has no podCIDR with a public IP of its family", "restart flanneld on it")
-    return Lease(attrs, subnet, ipv6_subnet)
+    return Lease(attrs, subnet, ipv6_subnet, created=node.created)
 
 
 def announced(node: Node, config: Config) -> LeaseAttrs:

@@ -155,7 +155,8 @@ class ChangeLog:
             key = parse_key(name)
             if is_gone:
                 return LogEntry(node.modified, network, key, WireEvent(is_added=False, key=key))
-            lease = WireLease(parse_attrs(node.value), key, expires_ns(node.ttl), node.modified)
+            ends = expires_ns(node.ttl)
+            lease = WireLease(parse_attrs(node.value), key, ends, node.modified, node.created)
         except Refused as reason:
             # Go flannel 0.6.2 answers 500 from then on, for good.
             log.warning("Ignoring %s in etcd: %s", node.key, reason)

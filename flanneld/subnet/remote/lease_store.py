@@ -209,12 +209,14 @@ class LeaseStore:
         """Return one lease and etcd's index. Raises ``Retryable`` if it is missing or unreadable."""
         with self._asking():
             reply = self._fetch(self._path(network, key))
-            assert reply.node is not None
+            node = reply.node
+            assert node is not None
             try:
-                attrs = parse_attrs(reply.node.value)
+                attrs = parse_attrs(node.value)
             except Refused as reason:
                 raise Retryable(reason.problem, reason.remedy) from None
-            return WireLease(attrs, key, expires_ns(reply.node.ttl), reply.node.modified), reply.at.index
+            lease = WireLease(attrs, key, expires_ns(node.ttl), node.modified, node.created)
+            return lease, reply.at.index
 
     # ---- reservations --------------------------------------------------------------------------
 
@@ -370,7 +372,7 @@ def over_file(store: KeyStore) -> LeaseStore:
 
 def _wire(lease: Lease) -> WireLease:
     left = None if lease.expires is None else lease.expires - clock.now()
-    return WireLease(lease.attrs, lease.key, expires_ns(left), lease.asof)
+    return WireLease(lease.attrs, lease.key, expires_ns(left), lease.asof, lease.created)
 
 
 def _check_known(attrs: LeaseAttrs, is_known: bool) -> None:

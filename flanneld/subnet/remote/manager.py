@@ -365,7 +365,8 @@ def _events(result: WatchResult) -> list[Event]:
 def _lease(lease: WireLease, result: WatchResult) -> Lease:
     cursor = int(result.cursor) if result.cursor.isdecimal() and len(result.cursor) < 20 else 0
     asof = lease.index or cursor
-    return Lease(lease.attrs, *lease.key, expires=_expires(lease, None), asof=asof)
+    ends = _expires(lease, None)
+    return Lease(lease.attrs, *lease.key, expires=ends, asof=asof, created=lease.created)
 
 
 def _key_of(event: Event) -> LeaseKey | None:

@@ -218,8 +218,8 @@ def _events(entries: list[LogEntry], request: RestRequest) -> str:
 
 
 def _shown(lease: WireLease, request: RestRequest) -> WireLease:
-    """Return the lease without its index unless the client asks for it."""
-    return lease if request.wants_index else structs.replace(lease, index=0)
+    """Return the lease without its index and order unless the client asks for the index."""
+    return lease if request.wants_index else structs.replace(lease, index=0, created=0)
 
 
 def _text(status: int, text: str) -> RestAnswer:

@@ -36,13 +36,15 @@ _CHECK = "is that a server of flannel?"
 class WireLease(Struct, frozen=True, gc=False):
     """Lease on the wire. ``expires_ns`` is in nanoseconds of Unix time, None for a reservation.
 
-    ``index`` is the store's index of its last change, 0 if it is not transmitted.
+    ``index`` is the store's index of its last change, ``created`` the order of its creation, each 0 if it is
+    not transmitted.
     """
 
     attrs: LeaseAttrs
     key: LeaseKey
     expires_ns: int | None = None
     index: int = 0
+    created: int = 0
 
 
 class WireEvent(Struct, frozen=True, gc=False):
@@ -79,6 +81,7 @@ def format_lease(lease: WireLease) -> str:
     with_ipv6 = lease.attrs.public_ipv6 is not None or ipv6_subnet is not None
     attrs = format_attrs(lease.attrs, with_ipv6=with_ipv6)
     index = f',"Index":{lease.index}' if lease.index else ""
+    index += f',"Created":{lease.created}' if lease.created else ""
     return _lease(str(subnet or "0.0.0.0/0"), more, attrs, _format_time(lease.expires_ns), index)
 
 
@@ -186,7 +189,8 @@ def parse_lease(value: object) -> WireLease:
         fields = Fields(value)
         key = _key(fields, "Subnet", "IPv6Subnet")
         ends = _parse_time(fields.string("Expiration", NEVER))
-        return WireLease(_attrs(fields.raw("Attrs")), key, ends, fields.integer("Index", 0))
+        index, created = fields.integer("Index", 0), fields.integer("Created", 0)
+        return WireLease(_attrs(fields.raw("Attrs")), key, ends, index, created)
     except GoJsonError as error:
         raise Refused(f"a lease is wrong: {error}", _CHECK) from None
 

@@ -106,6 +106,24 @@ def test_first_snapshot_is_desired_but_moves_nothing() -> None:
     assert peers.desired.state == state(route(OLD))
 
 
+def test_lease_that_was_made_again_behind_our_back_counts_from_then_on() -> None:
+    inside = replace(OLD, attrs=replace(OLD.attrs, public_ip=IPv4Address("10.1.99.9")), created=5)
+    around = Lease(NEW.attrs, IPv4Network("10.1.99.0/24"), created=7)
+    again = replace(inside, created=9)
+    histories: list[list[Event]] = [
+        [Snapshot((OWN, inside, around)), Snapshot((OWN, again, around))],
+        [Snapshot((OWN, inside, around)), Removed(inside.key), Added(again)],
+        [Snapshot((OWN, around)), Added(inside), Added(again)],
+        [Snapshot((OWN, again, around))],
+    ]
+    for events in histories:
+        peers = Peers(OWN, [(IPv4Network("10.1.0.0/16"), 24)], RemovalGuard())
+        peers.take(events, made())
+        assert [text.partition(":")[0] for text in peers.unsafe()] == [str(inside)]
+        peers.take([Added(inside)], made())
+        assert [text.partition(":")[0] for text in peers.unsafe()] == [str(around)]
+
+
 def test_own_needs_are_desired_beside_those_of_the_peers(peers: Peers) -> None:
     device = Ipip("flannel.ipip", IPv4Address("192.168.0.5"), 1480)
     peers.wish_locally([device])

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from ipaddress import IPv4Address, IPv6Address
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from flanneld.errors import Cancelled, NoAnswer
 from flanneld.model import IPAddress
@@ -90,8 +90,9 @@ class SimulatedEtcd:
     # ---- what happens to it ----------------------------------------------------------------------
 
     def put(self, key: str, value: str, ttl: float | None) -> StoredKey:
-        node = StoredKey(key, value, ttl, self.index + 1)
         before = self.keys.get(key)
+        created = before.created if before else self.index + 1
+        node = StoredKey(key, value, ttl, self.index + 1, created=created if self.api == "v3" else 0)
         self.keys[key] = node
         self.ends.pop(key, None)
         if ttl is not None:
@@ -266,7 +267,7 @@ class SimulatedClient:
         end = self._etcd.ends.get(node.key)
         if node.ttl is None or end is None:
             return node
-        return StoredKey(node.key, node.value, max(0.0, end - clock.now()), node.modified)
+        return structs.replace(node, ttl=max(0.0, end - clock.now()))
 
     def _chance(self, of: float) -> bool:
         return of > 0 and self._etcd.world.random.random() < of

@@ -13,6 +13,7 @@ from typing import Any
 from msgspec import Struct
 
 from flanneld.errors import Cancelled
+from flanneld.runtime import clock
 from flanneld.subnet.kube.api import NODES, ApiStream, BrokenOff, Expired, NoServer, Refusal
 from tests.unit.simulation.world import World
 
@@ -58,7 +59,12 @@ class SimulatedApiServer:
 
     def add_node(self, name: str, *cidrs: str) -> None:
         """A kubelet registers a node, and the controller manager gives it a podCIDR of each family."""
-        meta = {"name": name, "uid": f"{name}-{self.version + 1}", "annotations": {}}
+        meta = {
+            "name": name,
+            "uid": f"{name}-{self.version + 1}",
+            "creationTimestamp": clock.utc_text(self.world.wall()),
+            "annotations": {},
+        }
         self._store("ADDED", name, {"metadata": meta, "spec": {"podCIDR": cidrs[0], "podCIDRs": [*cidrs]}})
 
     def delete_node(self, name: str) -> None:

@@ -29,13 +29,16 @@ _LARGEST = (1 << 63) - 1
 _Int64 = Annotated[int, Meta(ge=-_LARGEST, le=_LARGEST)]
 
 
-class KeyValue(Struct, frozen=True, gc=False, rename={"modified": "mod_revision"}):
+class KeyValue(
+    Struct, frozen=True, gc=False, rename={"modified": "mod_revision", "created": "create_revision"}
+):
     """A key of v3. ``lease`` is the ID of the lease it expires with, 0 for none."""
 
     key: bytes
     modified: _Int64
     value: bytes = b""
     lease: _Int64 = 0
+    created: _Int64 = 0
 
     def node(self, ttl: float = math.inf) -> StoredKey:
         """Return the key as a node.
@@ -43,7 +46,7 @@ class KeyValue(Struct, frozen=True, gc=False, rename={"modified": "mod_revision"
         Bytes that are not UTF-8 cannot be a lease and only appear in a log line.
         """
         key, value = (each.decode("utf-8", "replace") for each in (self.key, self.value))
-        return StoredKey(key, value, ttl if self.lease else None, self.modified)
+        return StoredKey(key, value, ttl if self.lease else None, self.modified, created=self.created)
 
 
 class Header(Struct, frozen=True, gc=False):

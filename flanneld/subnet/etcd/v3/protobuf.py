@@ -162,7 +162,11 @@ def _number(kind: str | MessageType | tuple[str, ...], raw: int) -> Any:
 
 _HEADER = MessageType(cluster_id=Field(1, "uint64"), revision=Field(3, "int64"))
 _KEY_VALUE = MessageType(
-    key=Field(1, "bytes"), mod_revision=Field(3, "int64"), value=Field(5, "bytes"), lease=Field(6, "int64")
+    key=Field(1, "bytes"),
+    create_revision=Field(2, "int64"),
+    mod_revision=Field(3, "int64"),
+    value=Field(5, "bytes"),
+    lease=Field(6, "int64"),
 )
 _EVENT = MessageType(type=Field(1, ("PUT", "DELETE")), kv=Field(2, _KEY_VALUE))
 _HEADER_ONLY = MessageType(header=Field(1, _HEADER))

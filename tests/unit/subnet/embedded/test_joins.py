@@ -13,12 +13,14 @@ from queue import Queue
 import pytest
 from msgspec import structs
 
+from flanneld.diagnostics.dry_run import all_leases
 from flanneld.errors import Cancelled, Fatal
 from flanneld.model import Added, Event, Lease, LeaseAttrs, Snapshot
 from flanneld.subnet.embedded import opening
 from flanneld.subnet.manager import Deliver, LocalFacts
 from flanneld.subnet.remote.connection import RemoteServer
 from flanneld.subnet.remote.manager import RemoteManager, RemoteOptions
+from flanneld.subnet.remote.rest import RestApi, RestRequest
 from tests.local_etcd import LocalEtcd, running_etcd
 from tests.unit.subnet.remote.servers import CONFIG, ROOT, LocalFile, Running, running_server
 
@@ -77,6 +79,26 @@ def test_record_that_no_node_follows_blocks_no_join_through_a_server(
     file.put(f"{ROOT}/subnets/{key}", '{"PublicIP":"198.18.0.9"}')
     subnet = join(server, 1)
     assert ("," in subnet, join(server, 1)) == ("&" in key, subnet)
+
+
+def test_order_of_joins_reaches_clients_that_ask_for_it(file: LocalFile, server: Running) -> None:
+    first, second = join(server, 9), join(server, 1)
+    server.follow()
+    cursor = server.cursor()
+    file.put(f"{ROOT}/subnets/{first.replace('/', '-')}", '{"PublicIP":"198.18.0.9"}', 3600)
+    manager = client(server)
+    try:
+        snapshot = all_leases(manager)
+    finally:
+        manager.close()
+    created = {str(lease): lease.created for lease in snapshot.leases}
+    assert 0 < created[first] < created[second]
+    # A change keeps the order, in a watch as well. Go flannel is sent the bytes that it knows.
+    for more in ("", f"?next={cursor}"):
+        asked = RestRequest("GET", f"/v1/_/leases{more}", wants_index=True)
+        text = RestApi(server.store, lambda _changes: None).answer(asked).body.decode()
+        assert f'"Created":{created[first]}' in text
+        assert "Created" not in server.ask("GET", f"/v1/_/leases{more}").body
 
 
 def test_node_in_the_servers_process_shares_the_network(file: LocalFile, server: Running) -> None:

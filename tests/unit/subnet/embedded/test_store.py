@@ -21,12 +21,17 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from flanneld.errors import Cancelled, Fatal, Retryable
 from flanneld.runtime import clock
 from flanneld.subnet.embedded import store as store_module
-from flanneld.subnet.embedded.client import EmbeddedClient
+from flanneld.subnet.embedded.client import PREFIX, EmbeddedClient
 from flanneld.subnet.embedded.database import Database, restore
 from flanneld.subnet.embedded.opening import open_store
 from flanneld.subnet.embedded.store import KeyStore, Moment, time_since
+from flanneld.subnet.etcd.api_choice import open_client
+from flanneld.subnet.etcd.endpoints import EtcdOptions, Servers
 from flanneld.subnet.etcd.keys import Conflict, NotFound, Position, RelistNeeded
+from flanneld.subnet.etcd.migration import Migration
+from flanneld.subnet.etcd.transport import EtcdTimeouts, Transport
 from tests.clock import Clock
+from tests.local_etcd import LocalEtcd
 
 KEYS = st.sampled_from(["/net/a", "/net/b", "/net/deep/c", "/netting"])
 TTLS = st.sampled_from([None, 10, 60])
@@ -54,6 +59,7 @@ class StoreModel(RuleBasedStateMachine):
         self.database = Database(Path(self.directory.name) / "leases.db", create=True)
         self.store = KeyStore(self.database)
         self.model: dict[str, tuple[str, float | None, int]] = {}
+        self.created: dict[str, int] = {}
         _, self.begin = self.store.below("/net")
 
     def teardown(self) -> None:
@@ -69,8 +75,9 @@ class StoreModel(RuleBasedStateMachine):
                     self.store.create(key, value, ttl)
                 return
             node, at = self.store.create(key, value, ttl)
-        assert node.modified == at.index
+        assert node.modified == node.created == at.index
         self.model[key] = (value, self.ends(ttl), at.index)
+        self.created[key] = at.index
 
     @rule(key=KEYS, value=st.text(max_size=3), ttl=TTLS, lag=st.integers(0, 1))
     def replace(self, key: str, value: str, ttl: int | None, lag: int) -> None:
@@ -122,6 +129,7 @@ class StoreModel(RuleBasedStateMachine):
             self.store.tick()
             nodes, _ = self.store.below("/net")
             found = {each.key: (each.value, each.ttl, each.modified) for each in nodes}
+        assert all(each.created == self.created[each.key] for each in nodes)
         assert found == {
             key: (value, None if ends is None else ends - self.clock.time, modified)
             for key, (value, ends, modified) in self.model.items()
@@ -274,6 +282,36 @@ def test_backup_is_a_store_with_another_history(store: KeyStore, path: Path, tmp
         restore(tmp_path / "copy", path)
     assert (tmp_path / "copy").stat().st_mode & 0o777 == 0o600
     assert sorted(each.name for each in tmp_path.iterdir() if each.name.startswith(".")) == []
+
+
+def test_order_of_creation_is_kept_by_backups_and_moves_and_unknown_for_keys_of_earlier_versions(
+    store: KeyStore, path: Path, tmp_path: Path, etcd: LocalEtcd
+) -> None:
+    root = f"{PREFIX}/subnets"
+    store.create(f"{PREFIX}/config", '{"Network":"10.5.0.0/16"}', None)
+    for third in (9, 1, 4):
+        store.create(f"{root}/10.5.{third}.0-24", '{"PublicIP":"192.0.2.1"}', 600)
+    store.replace(
+        f"{root}/10.5.9.0-24", '{"PublicIP":"192.0.2.9"}', 600, store.get(f"{root}/10.5.9.0-24")[0].modified
+    )
+    Database(path).backup(tmp_path / "copy")
+    copied = [each.created for each in KeyStore(Database(tmp_path / "copy")).below(root)[0]]
+    assert copied == [each.created for each in store.below(root)[0]]
+    assert copied[2] < copied[0] < copied[1]
+
+    v3 = open_client("v3", Transport(Servers(EtcdOptions((etcd.url,))), EtcdTimeouts()))
+    assert Migration(
+        EmbeddedClient(store), v3, PREFIX, lambda _line: None, dry_run=False, new_prefix="/moved-here"
+    ).run()
+    moved = [each.created for each in v3.fetch("/moved-here/subnets", recursive=True).children]
+    assert moved[2] < moved[0] < moved[1]
+
+    with Database(path).writing() as connection:
+        connection.execute("DROP TABLE created")
+    reopened = open_store(str(path))
+    assert [each.created for each in reopened.below(root)[0]] == [0, 0, 0]
+    node, _ = reopened.create(f"{root}/10.5.5.0-24", "", 600)
+    assert reopened.get(node.key)[0].created == node.modified
 
 
 @pytest.mark.parametrize(

@@ -292,6 +292,14 @@ def test_a_new_subnet_avoids_the_networks_of_this_host(store: Store) -> None:
     assert store.manager().acquire(NETWORK, node(2), previous, everything).key == previous
 
 
+def test_new_subnet_is_not_around_the_public_ip_of_a_node_if_another_is_free(store: Store) -> None:
+    store.put("10.9.0.192-26", LeaseAttrs(IPv4Address("10.9.0.7")))
+    manager = store.manager(randrange=lambda _: 0)
+    assert str(manager.acquire(FOUR, node(1), NOTHING)) == "10.9.0.64/26"
+    assert str(manager.acquire(FOUR, node(2), NOTHING)) == "10.9.0.128/26"
+    assert str(manager.acquire(FOUR, node(3), NOTHING)) == "10.9.0.0/26"
+
+
 def test_a_lease_that_does_not_fit_a_new_config_is_given_back(store: Store) -> None:
     old = store.manager().acquire(NETWORK, node(1), NOTHING)
     new = store.manager().acquire(FOUR, node(1), old.key)
@@ -569,7 +577,8 @@ def test_one_list_serves_the_whole_start(store: Store) -> None:
         thread.join(60)
     assert isinstance(events[0], Snapshot)
     assert [each.subnet for each in events[0].leases] == [net("10.3.3.0/24")]
-    assert events[1].lease == replace(lease, expires=events[1].lease.expires)
+    heard = events[1].lease
+    assert heard == replace(lease, expires=heard.expires, created=heard.created)
     if store.api == "v2":
         lists = relay.asked("GET", "/subnets?", "recursive=true", "sorted=false", "quorum=true")
         assert len(lists) == 1
@@ -629,7 +638,7 @@ def test_a_renewal_in_v3_keeps_the_lease_alive_and_tells_nobody(store: Store) ->
     assert renewed.expires
     assert lease.expires
     assert renewed.expires > lease.expires + 1
-    assert renewed == replace(lease, expires=renewed.expires)
+    assert renewed == replace(lease, expires=renewed.expires, created=renewed.created)
     again = store.get(lease)
     assert (again["lease"], again["modifiedIndex"]) == (written["lease"], written["modifiedIndex"])
 
@@ -686,7 +695,8 @@ def test_a_reservation_is_left_alone_unless_we_changed(store: Store) -> None:
     store.put("10.3.9.0-24", '{"PublicIP":"192.0.2.1"}', ttl=None)
     manager = store.manager()
     lease = manager.acquire(NETWORK, node(1), NOTHING)
-    assert manager.renew(lease) == lease
+    renewed = manager.renew(lease)
+    assert renewed == replace(lease, created=renewed.created)
     changed = manager.renew(replace(lease, attrs=node(1, "new")))
     assert (changed.expires, changed.attrs.backend_data) == (None, "new")
     assert "ttl" not in store.get(lease)

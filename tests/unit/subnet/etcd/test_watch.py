@@ -25,6 +25,7 @@ from tests.lab.wait import PATIENCE, wait_for
 from tests.local_etcd import DEADLINE, LocalEtcd, Relay, free_port, running_etcd, server, silent
 
 _numbers = itertools.count()
+LEASE = '{"PublicIP":"192.0.2.1"}'
 #: More than etcd remembers.
 HISTORY = 1000
 #: More than anybody wants to read a line about.
@@ -530,3 +531,25 @@ def test_a_watch_that_waits_to_try_again_ends_at_once_too(
         wait_for(lambda: texts(caplog), 10, "a word about the failure")
         watched.close()
         assert [type(error) for error in watched.ended] == [Cancelled]
+
+
+@pytest.mark.parametrize("api", ["v2", "v3", "v3 over gRPC"])
+def test_order_of_creation_is_known_in_v3_and_outlives_renewals(etcd: LocalEtcd, api: str) -> None:
+    known = api != "v2"
+    with Watched(etcd, api) as watched:
+        for subnet in ("10.5.9.0-24", "10.5.1.0-24", "10.5.9.0-24"):
+            watched.put(subnet, LEASE)
+        first = watched.start()
+        assert isinstance(first, Snapshot)
+        created = {str(lease): lease.created for lease in first.leases}
+        assert (0 < created["10.5.9.0/24"] < created["10.5.1.0/24"]) is known
+        assert known or set(created.values()) == {0}
+        # As Go renews, and as an operator deletes a lease that its node writes again.
+        watched.put("10.5.9.0-24", LEASE)
+        watched.delete("subnets/10.5.1.0-24")
+        watched.put("10.5.1.0-24", LEASE)
+        renewed, again = watched.next(1), watched.next(3)
+        assert isinstance(renewed, Added)
+        assert isinstance(again, Added)
+        assert renewed.lease.created == created["10.5.9.0/24"]
+        assert (again.lease.created > created["10.5.1.0/24"]) is known

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_network
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from msgspec.structs import replace
 from flanneld.config import Config, parse
 from flanneld.errors import Fatal, Refused, Retryable
 from flanneld.model import Lease, LeaseAttrs
+from flanneld.subnet.kube.node_cache import NAME, NodeCache, Saved
 from flanneld.subnet.kube.nodes import (
     MANAGED,
     SUFFIXES,
@@ -101,6 +103,30 @@ def test_node_reader_keeps_only_used_fields() -> None:
     node = NodeReader(PREFIX).read(api_node(podCIDR="10.5.1.0/24", podCIDRs=["10.5.1.0/24"]))
     assert node == Node("n1", "u", ("10.5.1.0/24",), {"public-ip": "198.18.0.1"})
     assert NodeReader("org.com/9-").read(api_node()).notes == {}
+
+
+def test_nodes_are_ordered_by_their_creation() -> None:
+    times = ["2025-12-31T23:59:59Z", "2026-01-01T00:00:00Z", "2026-01-01T00:00:01Z", "2026-02-01T00:00:00Z"]
+    odd = [None, 7, "", "yesterday", "2026-01-01T00:00:00+1", "2026-01-01 00:00:00.1", "2026-01-01T00:00:0xZ"]
+    found = []
+    for text in [*odd, *times]:
+        node = api_node()
+        node["metadata"]["creationTimestamp"] = text
+        found.append(NodeReader(PREFIX).read(node).created)
+    assert found[: len(odd)] == [0] * len(odd)
+    assert found[len(odd) :] == sorted(set(found[len(odd) :]))
+    assert lease_of(replace(NODE, created=7), DUAL).created == 7
+
+
+def test_order_of_nodes_is_saved_and_unknown_in_a_file_of_an_earlier_version(tmp_path: Path) -> None:
+    NodeCache(str(tmp_path)).save(Saved(replace(NODE, created=7), ()))
+    saved = NodeCache(str(tmp_path)).load()
+    assert saved is not None
+    assert saved.own.created == 7
+    text = (tmp_path / NAME).read_text()
+    assert '"created":7' in text
+    (tmp_path / NAME).write_text(text.replace(',"created":7', ""))
+    assert NodeCache(str(tmp_path)).load() == Saved(NODE, ())
 
 
 @pytest.mark.parametrize(
