@@ -17,7 +17,7 @@ from typing import Any
 from tests.lab import Namespace, wait_for
 from tests.lab.daemon import ROOT
 from tests.lab.namespace import batch, remove
-from tests.netns.rule_keeper import STARTED
+from tests.netns.rule_keeper import STARTED, STEP
 
 NETS = [("10.5.0.0/16", "10.5.72.0/24"), ("fc00:5::/48", "fc00:5:0:72::/64")]
 #: Where rules can be, and what the task is told to put them there.
@@ -79,6 +79,10 @@ class Keeper:
 
     def wait_for_line(self, what: str, deadline: float = 5) -> None:
         wait_for(lambda: what in self.log(), deadline, f"the log to say {what!r}; it says:\n{self.log()}")
+
+    def steps(self) -> int:
+        """Return the number of the task's steps: with right rules each is an audit of some tables."""
+        return self.log().count(STEP)
 
     def times(self, what: str) -> list[float]:
         """When lines that hold this were logged, in seconds since the first of them."""

@@ -1,6 +1,6 @@
 """The firewall task of the daemon alone: ``python -m tests.netns.rule_keeper '{"masquerade": true, ...}'``.
 
-It runs until SIGTERM. On stdout it says when the rules have been set for the first time.
+It runs until SIGTERM. On stdout it says when the rules have been set first, and when a step begins.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from flanneld.errors import Fatal
 from flanneld.network.firewall.rules import Nets, Purpose
 from flanneld.reconcile.firewall import Firewall, FirewallSettings
 
-STARTED = "-- started --"
+STARTED, STEP = "-- started --", "-- step --"
 
 
 def read_nets(pairs: list[tuple[str, str]]) -> tuple[Nets, ...]:
@@ -31,7 +31,11 @@ def main(given: dict[str, Any]) -> int:
     nets, former = read_nets(given.pop("nets")), read_nets(given.pop("former", []))
     purpose = Purpose(given.pop("masquerade", True), given.pop("forward", True), given.pop("random", True))
     stop = threading.Event()
-    firewall = Firewall(FirewallSettings(nets, former, purpose, **given), stop=stop, heartbeat=lambda _: None)
+    firewall = Firewall(
+        FirewallSettings(nets, former, purpose, **given),
+        stop=stop,
+        heartbeat=lambda _: print(STEP, flush=True),
+    )
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     try:
         firewall.start()

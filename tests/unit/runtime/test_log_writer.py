@@ -14,8 +14,11 @@ from pathlib import Path
 import pytest
 
 from flanneld.runtime.logs.log_writer import LogWriter
+from tests.lab.wait import wait_for
 
 SIZE = 4 * 4096
+#: poll and ppoll of x86-64, ppoll of all newer architectures (asm-generic/unistd.h).
+POLLS = ("7", "271", "73")
 
 
 @pytest.fixture
@@ -66,12 +69,19 @@ def test_a_reader_that_only_is_slow_loses_nothing(pipe: tuple[int, int]) -> None
     os.write(writer, bytes(SIZE))
     child = os.fork()
     if not child:
-        time.sleep(0.1)
-        os.read(reader, SIZE)
+        LogWriter(writer, time_limit=60).write("here")
         os._exit(0)
-    LogWriter(writer, time_limit=60).write("here")
-    os.waitpid(child, 0)
+    try:
+        wait_for(lambda: is_asleep(child), what="the writer to wait for room")
+        assert os.read(reader, SIZE) == bytes(SIZE)
+    finally:
+        assert os.waitpid(child, 0)[1] == 0
     assert read(reader) == "here\n"
+
+
+def is_asleep(pid: int) -> bool:
+    """Return True if a process waits in poll(2), as /proc/PID/syscall tells."""
+    return Path(f"/proc/{pid}/syscall").read_text().split()[0] in POLLS
 
 
 def test_without_a_reader_there_is_an_error() -> None:
