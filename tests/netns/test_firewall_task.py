@@ -139,9 +139,7 @@ def test_correct_rules_cause_no_write_and_no_command(machine: Host, way: str) ->
         logged, steps = lease_keeper.lines("IWEF"), lease_keeper.steps()
 
         def looked_at_them_again() -> bool:
-            assert (
-                written.changes() == []
-            )  # It makes a table, of which the kernel tells the task.
+            assert written.changes() == []  # It makes a table, of which the kernel tells the task.
             return lease_keeper.steps() >= steps + STEPS
 
         wait_for(looked_at_them_again, 60, "the task to look at its rules")

@@ -30,8 +30,8 @@ NEWCOMER = ("n8", "10.5.8.0/24", "198.18.0.8")
 RECONNECTED = 45.0
 #: They notice within 4 s that a server is there again; then they list all nodes.
 RETURN = 8.0
-#: Seconds that a restored API server takes at least: stopping and starting alone take longer.
-RESTORING = 3
+#: Seconds of silence after which a daemon reads all again: stopping and starting a real server take longer.
+RESTORING = 2.5
 #: Seconds after which pauses that grow all the time would be at 13 to 26 s.
 OUTAGE = 20
 SILENCE = 120.0
@@ -110,11 +110,9 @@ def test_a_deletion_during_a_long_outage_is_followed_soon_after_it(lab: Lab) -> 
         lab.kube.kill()
         ping.wait_for_replies(OUTAGE * 50, 2 * OUTAGE + SOON)
         lab.kube.start()
-        began = time.monotonic()
         lab.kube.control.delete_node(third.name)
         lab.kube.control.compact()
         first.wait_for_no_route(third.subnet(), RETURN)
-        assert time.monotonic() - began < 2 * RETURN, "more than a busy machine explains"
         ping.wait_for_replies()
         assert ping.lost() == 0
 
@@ -130,13 +128,14 @@ def test_a_store_that_was_restored_from_a_backup_is_read_again(lab: Lab, version
     put_peer(lab, "host-gw")
     first.wait_for_route(PEER[1], SOON)
     with first.paused():
+        silent_since = time.monotonic()
         lab.kube.kill()
         lab.kube.restore()
-        time.sleep(RESTORING)
         lab.kube.start()
         lab.kube.control.delete_node(third.name)
         lab.kube.control.put_peer(*NEWCOMER, "host-gw")
         lab.kube.control.jump(versions)
+        wait_for(lambda: time.monotonic() > silent_since + RESTORING, what="a silence as of a real restore")
     wait_for(lambda: overlay_routes(first) == {second.subnet(), NEWCOMER[1]}, RETURN)
 
 

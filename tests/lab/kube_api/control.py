@@ -205,6 +205,12 @@ class Control:
         watches = [found.watch for found in list(self._server.connections)]
         return sum(watch is not None and watch.begun for watch in watches)
 
+    def bookmarks(self) -> int:
+        """How many bookmarks were sent to the watches that are open."""
+        return sum(
+            found.watch.bookmarks for found in list(self._server.connections) if found.watch is not None
+        )
+
     def requests(self, verb: str = "", resource: str = "", start: int = 0) -> list[Object]:
         """The requests since the server's start, but for the first ``start`` of all.
 

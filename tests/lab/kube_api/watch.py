@@ -30,6 +30,8 @@ class Watch:
     def __init__(self, store: Store, query: Query, bookmark_interval: float, patience: float) -> None:
         self.order: Fault | None = None
         self.begun = False
+        #: Bookmarks sent so far.
+        self.bookmarks = 0
         self._store = store
         self._selected = selector(query)
         self._version = version_of(query, watch=True)
@@ -66,6 +68,7 @@ class Watch:
             is_over = time.monotonic() >= self._end
             while next_bookmark < float("inf") and (is_over or time.monotonic() >= next_bookmark):
                 yield [bookmark(self._version)]
+                self.bookmarks += 1
                 next_bookmark = next(self._bookmarks, float("inf"))
             if is_over:
                 return

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Iterator
 from ipaddress import IPv4Address, IPv6Address
 from pathlib import Path
@@ -406,8 +405,7 @@ def test_bookmarks_keep_the_place(cluster: Cluster) -> None:
     start = len(cluster.asked())
 
     def goes_on_from_there() -> bool:
-        wait_for(lambda: cluster.control.watches() == 1)
-        time.sleep(0.2)  # for some bookmarks
+        wait_for(lambda: cluster.control.bookmarks() >= 2)
         before = len(cluster.asked())
         cluster.control.disturb_watches(Fault(cut=0))
         (again, *_) = wait_for(lambda: cluster.asked("watch", before))
