@@ -186,7 +186,7 @@ def test_trial_without_answer_restores_the_route_and_is_not_repeated(lab: Lab) -
     before = led_to(node, AROUND[4])
     lab.etcd.stop()
     node.start(f"--etcd-endpoints={url(STORE[4])}")
-    node.wait_for_log(f"Store unreachable without that route, too: its address is {STORE[4]}")
+    node.wait_for_log(f"Store unreachable without that route, too, at its address {STORE[4]}")
     assert led_to(node, AROUND[4]) == before
     node.stop()
     node.start(f"--etcd-endpoints={url(STORE[4])}")

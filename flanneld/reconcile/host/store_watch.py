@@ -21,6 +21,7 @@ from flanneld.network.uplink_facts import Way, way_to
 from flanneld.reconcile.local_node import LocalNode
 from flanneld.reconcile.past.ownership import StoreAddress
 from flanneld.runtime import clock
+from flanneld.runtime.sockets.host_addresses import connected
 from flanneld.state.resources import Key, Resource, route_key
 
 log = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ TRIAL, _TRIAL_PAUSE = 5.0, 600.0
 _FORMER, _MOST = 24, 64
 TRIED = "Store unreachable: its address %s lies in the followed subnet %s; trying without that route for %g s"
 ANSWERED = "Store answers without that route: its address %s is outside the network"
-FAILED = "Store unreachable without that route, too: its address is %s; restoring the route"
+FAILED = "Store unreachable without that route, too, at its address %s; restoring the route"
 
 
 class StoreWatch:
@@ -98,19 +99,24 @@ class StoreWatch:
         self, known: tuple[StoreAddress, ...], now: float, *, is_lost: bool
     ) -> tuple[StoreAddress, ...]:
         """End the trial if the store answers or the time is over. Return what is known then."""
-        if is_lost and now < self.due:
+        assert self._node.store is not None
+        answering = frozenset() if is_lost else answered(self._trial, self._node.store.addresses)
+        if not answering and now < self.due:
             return known
         for address in self._trial:
-            log.warning(FAILED if is_lost else ANSWERED, address)
-        tried, self._trial, self.due = self._trial, frozenset(), math.inf
-        if is_lost:
-            return known
-        return tuple(replace(each, is_outside=True) if each.address in tried else each for each in known)
+            log.warning(ANSWERED if address in answering else FAILED, address)
+        self._trial, self.due = frozenset(), math.inf
+        return tuple(replace(each, is_outside=True) if each.address in answering else each for each in known)
 
 
 def is_due(tried: int) -> bool:
     """Return True if another trial may begin after one at ``tried``, in seconds since the epoch."""
     return not 0 <= clock.wall() - tried < _TRIAL_PAUSE
+
+
+def answered(tried: frozenset[IPAddress], addresses: frozenset[IPAddress]) -> frozenset[IPAddress]:
+    """Return those of the ``tried`` addresses that may have answered, of all ``addresses`` of the store."""
+    return tried if addresses <= tried else tried & connected()
 
 
 def remembered(

@@ -12,7 +12,7 @@ from flanneld.model import IPAddress, lies_in
 from flanneld.network.rtnetlink.domain import Domain
 from flanneld.network.rtnetlink.kernel import Kernel
 from flanneld.network.rtnetlink.links import is_flannels
-from flanneld.reconcile.host.store_watch import ANSWERED, FAILED, TRIAL, TRIED, is_due
+from flanneld.reconcile.host.store_watch import ANSWERED, FAILED, TRIAL, TRIED, answered, is_due
 from flanneld.reconcile.past.last_run import LastRun
 from flanneld.reconcile.past.ownership import StoreAddress
 from flanneld.runtime import clock, waits
@@ -82,16 +82,17 @@ class StoreTrial:
         }
 
     def _end(self, kernel: Kernel, routes: dict[Route, IPAddress], *, has_answered: bool) -> None:
-        if not has_answered:
-            kernel.write(list(routes))
-        for address in {*routes.values()}:
-            log.warning(ANSWERED if has_answered else FAILED, address)
-        if has_answered:
-            known = {each.address: each for each in self._last_run.store_addresses}
-            hour = int(clock.wall() // 3600)
-            known |= {address: StoreAddress(address, hour, is_outside=True) for address in routes.values()}
-            self._last_run.store_addresses = tuple(known.values())
-            self._last_run.record(store_addresses=self._last_run.store_addresses)
+        """Restore the routes to addresses that have not answered; record the others."""
+        tried = frozenset(routes.values())
+        answering = answered(tried, self._manager.addresses) if has_answered else frozenset()
+        kernel.write([route for route, address in routes.items() if address not in answering])
+        for address in tried:
+            log.warning(ANSWERED if address in answering else FAILED, address)
+        known = {each.address: each for each in self._last_run.store_addresses}
+        hour = int(clock.wall() // 3600)
+        known |= {address: StoreAddress(address, hour, is_outside=True) for address in answering}
+        self._last_run.store_addresses = tuple(known.values())
+        self._last_run.record(store_addresses=self._last_run.store_addresses)
 
 
 def _until_answered(attempt: Callable[[], Result]) -> Result:

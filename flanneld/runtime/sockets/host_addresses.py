@@ -1,4 +1,4 @@
-"""Addresses of hosts, looked up without blocking the caller."""
+"""Addresses of hosts, looked up without blocking the caller, and of those with a connection to us."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import math
 import socket
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from ipaddress import IPv4Address, IPv6Address, ip_address
+from pathlib import Path
 
 from flanneld.runtime import clock
 
@@ -53,6 +55,22 @@ class HostAddresses:
                 self._answers[name] = frozenset(addresses)
         with self._lock:
             self._is_busy, self._due = False, clock.now() + _PERIOD
+
+
+def connected() -> frozenset[Address]:
+    """Return the addresses of the hosts with which this process has a TCP connection."""
+    found: set[Address] = set()
+    for file in Path("/proc/self/fd").iterdir():
+        try:
+            sock = socket.socket(fileno=int(file.name))
+        except OSError:
+            continue  # It is no socket, or has been closed meanwhile.
+        with suppress(OSError):
+            peer = sock.getpeername()
+            if sock.family in (socket.AF_INET, socket.AF_INET6) and (address := address_of(peer[0])):
+                found.add(address)
+        sock.detach()
+    return frozenset(found)
 
 
 def address_of(host: str) -> Address | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from ipaddress import IPv4Address, IPv4Network, IPv6Network, ip_address, ip_network
 from typing import Any, cast
@@ -14,7 +15,7 @@ from flanneld.errors import NoAnswer, Retryable
 from flanneld.model import IPAddress, IPNetwork, network_around
 from flanneld.network.obstacles import Obstacle, single
 from flanneld.network.rtnetlink.domain import Domain
-from flanneld.reconcile.host.store_watch import StoreWatch, remembered
+from flanneld.reconcile.host.store_watch import StoreWatch, answered, remembered
 from flanneld.reconcile.local_node import LocalNode
 from flanneld.reconcile.past.ownership import StoreAddress
 from flanneld.runtime import clock
@@ -153,6 +154,7 @@ def test_addresses_elsewhere_and_in_our_own_subnet_do_not_count(host: Host) -> N
 
 @families
 def test_lost_store_is_tried_without_route_and_is_outside_if_it_answers_then(host: Host, family: int) -> None:
+    host.store.addresses = frozenset({STORE[family]})
     route = host.follow(family)
     host.look()
     host.store.problem = LOST
@@ -194,6 +196,30 @@ def test_route_that_no_lease_explains_is_not_tried_without(host: Host) -> None:
     host.desired.clear()
     host.store.problem = LOST
     assert host.look() == {}
+
+
+def test_answer_of_another_endpoint_leaves_a_store_inside_the_network_there(host: Host) -> None:
+    host.store.addresses |= {ip_address("192.0.2.9")}
+    host.follow(4)
+    host.look()
+    host.store.problem = LOST
+    host.look()
+    host.store.problem = None
+    assert STORE[4] in host.look()
+    host.time.time += 5
+    assert STORE[4] not in host.look()
+    host.restart()
+    assert STORE[4] not in host.look()
+
+
+def test_of_several_endpoints_the_one_with_a_connection_has_answered() -> None:
+    answering, other = ip_address("127.77.0.9"), ip_address("127.78.0.9")
+    tried = frozenset({answering, other})
+    with socket.create_server((str(answering), 0)) as server:
+        with socket.create_connection(server.getsockname()):
+            assert answered(tried, tried | {ip_address("192.0.2.9")}) == {answering}
+        assert answered(tried, tried | {ip_address("192.0.2.9")}) == frozenset()
+    assert answered(tried, tried) == tried
 
 
 # ---- what is remembered ---------------------------------------------------------------------------
