@@ -44,6 +44,7 @@ LONG = {
     "the image": (*PYTEST, "--long", "tests/image"),
     "recipes": (*PYTEST, "--long", "tests/recipes"),
     "mutation tests": (PYTHON, "-m", "tests.mutation"),
+    "random mutants": (PYTHON, "-m", "tests.mutation", "--random"),
     "benchmarks": (*PYTEST, "--long", "tests/bench"),
 }
 #: Runs a command beside four processes that want a whole core each.

@@ -88,6 +88,7 @@ def test_plan_leaves_out_no_step_in_silence() -> None:
         "the image",
         "recipes",
         "mutation tests",
+        "random mutants",
         "benchmarks",
     }
     reasons = {step.name: step.optional for lane in plan([], is_root=False) for step in lane if step.reason}
