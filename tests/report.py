@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shlex
@@ -30,6 +31,10 @@ def not_run(config: pytest.Config, reason: str, number: int = 1) -> None:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput[NOT_RUN] = dict(session.config.stash.get(_REASONS, {}))
+        # After this a worker has 5 s to end, then execnet interrupts it. pytest's last garbage collection may
+        # take longer: hypothesis' callback for collections then showed the traceback of a KeyboardInterrupt.
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

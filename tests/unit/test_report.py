@@ -30,8 +30,12 @@ def test_has_a_broken_fixture(broken): pass
 """
 
 
-def session(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    (folder / "conftest.py").write_text(CONFTEST)
+#: What the collector will not look at any more.
+NOTE_FROZEN = "print(gc.get_freeze_count(), file=open('frozen', 'a'))"
+
+
+def session(folder: Path, *arguments: str, more: str = "") -> subprocess.CompletedProcess[str]:
+    (folder / "conftest.py").write_text(CONFTEST + more)
     (folder / "test_it.py").write_text(TESTS)
     command = [sys.executable, "-m", "pytest", "-c/dev/null", "--rootdir=.", ".", *arguments]
     return subprocess.run(
@@ -50,6 +54,14 @@ def test_session_names_what_was_not_run_and_how_to_repeat_what_failed(tmp_path: 
         "repeat: .venv/bin/python -m pytest test_it.py::test_has_a_broken_fixture",
     ]
     assert "order: --randomly-seed=7" in lines
+
+
+def test_worker_leaves_no_garbage_to_collect_after_its_last_word(tmp_path: Path) -> None:
+    session(tmp_path, "-n1", more=f"import gc\ndef pytest_unconfigure(): {NOTE_FROZEN}\n")
+    worker, controller = sorted(
+        (int(line) for line in (tmp_path / "frozen").read_text().split()), reverse=True
+    )
+    assert worker > controller == 0
 
 
 def test_command_that_repeats_a_test_of_the_machine_runs_it_there(monkeypatch: pytest.MonkeyPatch) -> None:
