@@ -20,7 +20,7 @@ from flanneld.backends import registry
 from flanneld.backends.contract import NO_SERVICES, Backend, Factory, HostServices, claims_of
 from flanneld.compat.glog import OneTimeWarnings
 from flanneld.config import Config
-from flanneld.errors import Retryable, prefixed
+from flanneld.errors import NoAnswer, Retryable, prefixed
 from flanneld.model import Lease, LeaseAttrs, LeaseKey, Uplink, overlap
 from flanneld.network import ipsec_traces
 from flanneld.network.obstacles import single
@@ -34,7 +34,6 @@ from flanneld.reconcile.host.uplink_manager import UplinkManager, find_uplink
 from flanneld.reconcile.local_node import LocalNode
 from flanneld.reconcile.member import Loops, Member
 from flanneld.reconcile.past.last_run import LastRun, machine_of
-from flanneld.reconcile.past.store_trial import StoreTrial
 from flanneld.runtime import clock
 from flanneld.runtime.step_loop import MakeLoop, StepLoop
 from flanneld.runtime.supervisor import Supervisor
@@ -122,7 +121,7 @@ def load(
     """Read the record of the last run and the network config. ``services`` are the backends' services."""
     path = Path(options.subnet_file)
     previous, last_run = subnet_file.read(path), LastRun(path, is_dry_run=is_dry_run)
-    reach: Reach = _ask_once if is_dry_run else StoreTrial(manager, previous, last_run).ask
+    reach: Reach = _ask_once if is_dry_run else partial(_ask_or_try, manager, previous, last_run)
     config = waiting.ask("the network config", partial(reach, manager.network_config))
     log.info("Found network config - Backend type: %s", config.backend_type)
     for warning in config.warnings:
@@ -279,6 +278,18 @@ def run(
 
 def _ask_once(attempt: Callable[[], Result]) -> Result:
     return attempt()
+
+
+def _ask_or_try(
+    manager: SubnetManager, previous: Previous, last_run: LastRun, attempt: Callable[[], Result]
+) -> Result:
+    """Make an attempt, and a trial without the routes to the store if it gets no answer."""
+    try:
+        return attempt()
+    except NoAnswer as failure:
+        from flanneld.reconcile.past.store_trial import StoreTrial  # rarely needed
+
+        return StoreTrial(manager, previous, last_run).ask(attempt, failure)
 
 
 def _open_kernel() -> tuple[Kernel, Monitor]:

@@ -29,25 +29,22 @@ _PAUSE = 0.2
 
 
 class StoreTrial:
-    """Requests of a start to the store, with a trial after one that got no answer."""
+    """Trial after a request of a start that got no answer from the store."""
 
     def __init__(self, manager: SubnetManager, previous: Previous, last_run: LastRun) -> None:
         self._manager = manager
         self._previous = previous
         self._last_run = last_run
 
-    def ask(self, attempt: Callable[[], Result]) -> Result:
-        """Make an attempt; without an answer make more, without the routes to the store. Raises as it does.
+    def ask(self, attempt: Callable[[], Result], failure: NoAnswer) -> Result:
+        """Make attempts without the routes to the store. Raises as the last one; without routes ``failure``.
 
-        The routes are restored if the store does not answer then either.
+        The routes are restored if the store does not answer.
         """
-        try:
-            return attempt()
-        except NoAnswer:
-            kernel = Kernel()
-            routes = self._routes(kernel) if is_due(self._last_run.store_tried) else {}
-            if not routes:
-                raise
+        kernel = Kernel()
+        routes = self._routes(kernel) if is_due(self._last_run.store_tried) else {}
+        if not routes:
+            raise failure
         self._last_run.store_tried = int(clock.wall())
         self._last_run.record(store_tried=self._last_run.store_tried)
         for route, address in routes.items():
