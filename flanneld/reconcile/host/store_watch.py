@@ -1,6 +1,6 @@
 """Watch of the way to the store: a lease around its address would cut this node off from it for good.
 
-An address counts as outside the cluster's network if the way to it was not ours when the store was last seen
+An address counts as outside the cluster's network if the way to it was not ours when the store was first seen
 to answer. It is an obstacle then. If the way was ours, by a route or a device, the store lives inside the
 network, and nothing changes. Such a way may also be the route that has cut this node off. So if the store is
 lost, it is tried once without that route.
