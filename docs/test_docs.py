@@ -14,6 +14,7 @@ import pytest
 
 from flanneld import config, options
 from flanneld.compat.flags import Flag
+from tests.bench import page as figures
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
@@ -80,7 +81,7 @@ def tables(page: Path) -> Iterator[list[list[str]]]:
 def performance() -> set[tuple[str, str, str, str]]:
     """Return what was measured, the number of peers, Go's version and the ratio, of each ratio to Go."""
     found = set()
-    for (first, *heads), *rest in tables(DOCS / "performance.md"):
+    for (first, *heads), *rest in map(figures.cells, figures.load()):
         for head, number in (
             (head, place) for place, head in enumerate(heads) if re.search("(Ratio to|/) Go", head)
         ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import signal
 import sys
@@ -14,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from tests.bench import page
 from tests.bench.bed import Bed, make_bed, make_kube_bed, make_server_bed
 from tests.bench.cluster import MOST_PEERS
 from tests.bench.figures import Figure, Measure, Samples, Subject
@@ -172,6 +174,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(bench.results.table())
     if chosen.json:
         chosen.json.write_text(bench.results.json())
+    if chosen.page and not bench.broken:
+        load = f"{os.cpu_count()} CPUs, {bench.results.noise()}"
+        run = f"{time.strftime('%Y-%m-%d')}, {load}: tests.bench {shlex.join(argv or sys.argv[1:])}"
+        page.DATA.write_text(page.written(page.merged(page.load(), bench.results.samples, chosen.page, run)))
     return 1 if bench.broken else 0
 
 
@@ -188,6 +194,9 @@ def _read(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--idle-seconds", type=float, default=60, help="how long idling is watched")
     parser.add_argument("--flow-seconds", type=float, default=3, help="how long each flow lasts")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample there")
+    parser.add_argument(
+        "--page", metavar="NAME", help='merge the ratios to "Go v0.12.0" into docs/performance.json'
+    )
     chosen = parser.parse_args(argv)
     if max(chosen.peers) > MOST_PEERS or min(chosen.peers) < 1:
         parser.error(f"--peers takes numbers from 1 to {MOST_PEERS}")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.bench import page
 from tests.bench.__main__ import main
 from tests.bench.cluster import Peer
 from tests.bench.figures import Figure, Goal, Samples, Subject, percentile
@@ -138,3 +139,32 @@ def test_a_lease_is_written_as_the_go_daemon_writes_it() -> None:
         .endswith(f'"BackendType":"wireguard","BackendData":{{"PublicKey":"{key}"}}}}')
     )
     assert Peer(0).value("host-gw") == '{"PublicIP":"198.18.16.0","BackendType":"host-gw"}'
+
+
+def test_run_changes_the_rows_of_the_page_that_it_has_a_ratio_for() -> None:
+    rows: list[page.Row] = [
+        {
+            "what": "a",
+            "subject": ["vxlan", Figure.BULK.value],
+            "peers": 5000,
+            "ours": 1,
+            "theirs": 2,
+            "unit": "s",
+        },
+        {"what": "b", "subject": ["vxlan", Figure.BULK.value], "peers": 15000},
+        {"what": "c", "peers": 5000},
+    ]
+    tables: list[page.Table] = [
+        {"peer": peer, "rows": [row | {"ratio": 0.5} for row in rows]} for peer in ("Go 1", "Go 2")
+    ]
+    tables.append({"columns": ["What"], "rows": [["d"]]})
+    samples = {
+        Subject("vxlan", 5000, Figure.BULK): Samples([0.4, 0.31, 0.2], [6.0, 5.123, 4.0]),
+        Subject("vxlan", 15000, Figure.BULK): Samples([1.0], []),
+        Subject("host-gw", 5000, Figure.BULK): Samples([1.0], [1.0]),
+    }
+    found = page.merged(tables, samples, "Go 2", "this run")
+    changed = {**tables[1]["rows"][0], "ours": 0.31, "theirs": 5.12, "ratio": 0.061, "from": "this run"}
+    assert found == [tables[0], {**tables[1], "rows": [changed, *tables[1]["rows"][1:]]}, tables[2]]
+    assert page.cells(found[1])[1] == ["a: 0.31 s and 5.12 s", "5,000", "0.061", "", ""]
+    assert json.loads(page.written(found))["tables"] == found
