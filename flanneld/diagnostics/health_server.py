@@ -5,14 +5,14 @@ from __future__ import annotations
 import io
 import logging
 import socket
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from functools import cache, partial
 from typing import Protocol
 
 from msgspec import Struct
 
 from flanneld.errors import Fatal, cause_of
-from flanneld.runtime.sockets.polled_server import Limits, PolledServer, receive, send
+from flanneld.runtime.sockets.polled_server import Conversation, Limits, PolledServer, receive, send
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ def _listen(ip: str, port: int) -> socket.socket:
     return listener
 
 
-def _talk(checks: Checks, connection: socket.socket) -> Iterator[int]:
+def _talk(checks: Checks, connection: socket.socket) -> Conversation:
     """Answer one request."""
     head = yield from _read_head(connection)
     yield from send(connection, _handler()(head, checks).wfile.getvalue())

@@ -11,11 +11,11 @@ import errno
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from flanneld.runtime import clock, waits
-from flanneld.runtime.sockets.polled_server import WRITABLE, Limits, PolledServer, send
+from flanneld.runtime.sockets.polled_server import WRITABLE, Conversation, Limits, PolledServer, send
 from flanneld.subnet.subnet_file import beside
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class StatusSocket:
         assert self._server is not None
         self._server.serve()
 
-    def _tell(self, reader: socket.socket) -> Iterator[int]:
+    def _tell(self, reader: socket.socket) -> Conversation:
         for piece in self._document():
             yield from send(reader, piece)
             yield WRITABLE  # let other readers proceed

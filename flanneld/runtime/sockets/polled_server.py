@@ -5,24 +5,29 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import select
 import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from ipaddress import ip_address
+from typing import Any
 
 from msgspec import Struct
 
 log = logging.getLogger(__name__)
 
 #: Coroutine of one connection. It yields the event to wait for (``select.POLLIN`` or ``POLLOUT``) and ends
-#: with the connection. It may be resumed without the event, so it must not block.
-Conversation = Iterator[int]
-#: Yielded to wait until the peer accepts more data.
-WRITABLE = select.POLLOUT
+#: with the connection. It may be resumed without the event, so it must not block. If it returns a function,
+#: that takes the connection over.
+Conversation = Generator[int, None, Any]
+#: Yielded to wait until the peer sends, or accepts more data.
+READABLE, WRITABLE = select.POLLIN, select.POLLOUT
 
+#: Connections to accept before others go on: the newest must not all come before those that are there.
+_AT_ONCE = 16
 #: Seconds to wait without free file descriptors; the connection stays in the queue meanwhile.
 _STARVED = 0.1
 #: Prefix length of one IPv6 source: a host may use 2^64 addresses of its network.
@@ -90,6 +95,8 @@ class PolledServer:
         self._failing = failing
         self._closing = threading.Event()
         self._poll = select.poll()
+        self._wake = -1
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         #: Open connections by file descriptor, oldest first.
         self._open: dict[int, _Open] = {}
 
@@ -98,34 +105,52 @@ class PolledServer:
         self._listener.setblocking(False)
         own = self._listener.fileno()
         self._poll.register(own, select.POLLIN)
+        self._poll.register(self._wake, select.POLLIN)
         try:
             while not self._closing.is_set():
                 for fd, _ in self._poll.poll(self._patience()):
-                    self._accept() if fd == own else self._go_on(fd)
+                    self._accept_some() if fd == own else self._go_on(fd)
                 self._cut_off_the_late()
         finally:
             for fd in tuple(self._open):
                 self._end(fd)
             self._listener.close()
 
+    @property
+    def connections(self) -> int:
+        """Number of open connections. May be read from any thread."""
+        return len(self._open)
+
     def close(self) -> None:
         """End ``serve`` at once. May be called repeatedly, from any thread."""
         self._closing.set()
-        with contextlib.suppress(OSError):  # already closed
-            self._listener.shutdown(socket.SHUT_RDWR)
+        os.eventfd_write(self._wake, 1)  # no shutdown: systemd may keep the listening socket
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        # A default argument, because at interpreter exit the module's names are gone.
+        if self._wake >= 0:
+            close(self._wake)
 
     def _patience(self) -> float | None:
         """Return the milliseconds until the oldest connection expires: all have the same lifetime."""
         oldest = next(iter(self._open.values()), None)
         return None if oldest is None else max(0.0, math.ceil(1000 * (oldest.deadline - time.monotonic())))
 
+    def _accept_some(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # no more, or the client has already closed it
+            for _ in range(_AT_ONCE):
+                self._accept()
+
     def _accept(self) -> None:
         try:
             connection, address = self._listener.accept()
         except BlockingIOError:
-            return  # the client has already closed it
+            raise
         except OSError:
-            self._closing.wait(_STARVED)
+            if self._open:
+                self._end(next(iter(self._open)))
+            else:
+                self._closing.wait(_STARVED)
             return
         source = _source(connection, address)
         fds = tuple(self._open)
@@ -143,7 +168,14 @@ class PolledServer:
             return
         try:
             self._poll.modify(fd, next(self._open[fd].conversation))
-        except (StopIteration, OSError):  # done, or the client failed
+        except StopIteration as done:
+            if done.value is None:
+                self._end(fd)
+                return
+            self._poll.unregister(fd)
+            del self._open[fd]
+            done.value()
+        except OSError:  # the client failed
             self._end(fd)
         except Exception:  # a bug must not end the daemon
             log.exception("%s", self._failing)
@@ -158,7 +190,9 @@ class PolledServer:
 
     def _end(self, fd: int) -> None:
         self._poll.unregister(fd)
-        self._open.pop(fd).connection.close()
+        ended = self._open.pop(fd)
+        ended.conversation.close()  # it may have wrapped the connection
+        ended.connection.close()
 
 
 def receive(connection: socket.socket, size: int) -> Generator[int, None, bytes]:
@@ -169,7 +203,7 @@ def receive(connection: socket.socket, size: int) -> Generator[int, None, bytes]
             return connection.recv(size)
 
 
-def send(connection: socket.socket, data: bytes) -> Iterator[int]:
+def send(connection: socket.socket, data: bytes) -> Generator[int, None, None]:
     """Send all data, yielding whenever the client is slow."""
     rest = memoryview(data)
     while rest:

@@ -1,81 +1,90 @@
-"""Server of connections that wait for long: a thread for each, up to a limit."""
+"""Server of connections that wait for long: a thread for each, once its first request is there."""
 
 from __future__ import annotations
 
 import logging
 import socket
 import threading
-from http.server import ThreadingHTTPServer
-from socketserver import BaseRequestHandler
-from typing import Any
+from collections.abc import Callable
+from contextlib import suppress
 
-from flanneld.errors import lacking
-from flanneld.runtime import waits
 from flanneld.runtime.logs.outage import LogRateLimit
+from flanneld.runtime.sockets.polled_server import Conversation, Limits, PolledServer
 
 log = logging.getLogger(__name__)
 
 #: Bytes of a handler's stack: 8 MiB of address space each, the default, soon are more than a limit allows.
 _STACK = 512 << 10
-#: Seconds to wait when there is no file descriptor for a connection: it stays in the queue meanwhile.
-_STARVED = 0.1
 
 
-class ThreadedServer(ThreadingHTTPServer):
-    """Server on one listening socket, for at most ``limit`` connections at a time."""
+class ThreadedServer:
+    """Server on one listening socket.
 
-    daemon_threads = True
-    block_on_close = False
+    ``receive`` is the coroutine of a new connection. It has a seat within ``seats``, and no thread. It
+    returns a call of ``start``, which gives the connection one of ``limit`` threads.
+    """
 
-    def __init__(self, listener: socket.socket, handler: type[BaseRequestHandler], limit: int) -> None:
-        super().__init__(listener.getsockname(), handler, bind_and_activate=False)
-        self.socket.close()
-        self.socket = listener
-        self.connections = 0
+    def __init__(
+        self,
+        listener: socket.socket,
+        receive: Callable[[socket.socket], Conversation],
+        seats: Limits,
+        limit: int,
+    ) -> None:
         self.lock = threading.Lock()
+        self._threads = 0
         self._limit = limit
         self._full = LogRateLimit()
-        self._is_closing = threading.Event()
+        self._front = PolledServer(listener, receive, seats, "Cannot receive a request")
+
+    @property
+    def connections(self) -> int:
+        return self._threads + self._front.connections
 
     def serve(self) -> None:
         """Answer until ``close``."""
         threading.stack_size(_STACK)
         try:
-            self.serve_forever(poll_interval=0.1)
+            self._front.serve()
         finally:
             threading.stack_size(0)
-            self.server_close()
 
     def close(self) -> None:
         """End ``serve``. May be called repeatedly, from any thread."""
-        self._is_closing.set()
-        self.shutdown()
+        self._front.close()
 
-    def get_request(self) -> tuple[socket.socket, Any]:
-        try:
-            connection, address = super().get_request()
-        except OSError as error:
-            if lacking(error) is not None:
-                waits.pause(self._is_closing, _STARVED)
-            raise
+    def start(self, connection: socket.socket, handle: Callable[[], object]) -> None:
+        """Call ``handle`` in a thread, and close the connection after it; at once if there is no room."""
         with self.lock:
-            has_room = self.connections < self._limit
-            self.connections += has_room
-        if not has_room:
-            if self._full.allows("full"):
-                log.warning("Too many connections: refusing one of %s; start another server", address)
-            connection.close()
-            raise ConnectionAbortedError
-        return connection, address
-
-    def shutdown_request(self, request: Any) -> None:
-        try:
-            super().shutdown_request(request)
-        finally:
+            has_room = self._threads < self._limit
+            self._threads += has_room
+        if has_room:
+            thread = threading.Thread(
+                target=self._run, args=(connection, handle), name="request", daemon=True
+            )
+            with suppress(RuntimeError):  # no memory for a thread
+                thread.start()
+                return
             with self.lock:
-                self.connections -= 1
+                self._threads -= 1
+        if self._full.allows("full"):
+            log.warning("Too many connections: refusing one of %s; start another server", _peer(connection))
+        connection.close()
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log an unexpected exception in the handling of a request."""
-        del request
-        log.exception("Cannot answer a request of %s", client_address)
+    def _run(self, connection: socket.socket, handle: Callable[[], object]) -> None:
+        try:
+            handle()
+        except Exception:  # a bug must not end the daemon
+            log.exception("Cannot answer a request of %s", _peer(connection))
+        finally:
+            with suppress(OSError):  # the client has gone
+                connection.shutdown(socket.SHUT_WR)
+            connection.close()
+            with self.lock:
+                self._threads -= 1
+
+
+def _peer(connection: socket.socket) -> object:
+    with suppress(OSError):
+        return connection.getpeername()
+    return "a client that has gone"

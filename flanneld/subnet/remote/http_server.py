@@ -1,32 +1,53 @@
-"""HTTP server of the REST API: ``http.server``, with a thread for each connection."""
+"""HTTP server of the REST API: ``http.server``, with a thread for each connection that has sent a request."""
 
 from __future__ import annotations
 
 import io
 import logging
+import re
 import socket
 import ssl
 from collections import Counter
+from collections.abc import Callable, Generator
+from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
-from typing import Any
+from typing import Any, TypeVar
 
 from flanneld.runtime import clock, waits
 from flanneld.runtime.sockets.host_addresses import address_of
+from flanneld.runtime.sockets.polled_server import READABLE, WRITABLE, Conversation, Limits
 from flanneld.runtime.sockets.threaded_server import ThreadedServer
 from flanneld.subnet.remote.rest import NOT_FOUND, TEXT, RestAnswer, RestApi, RestRequest
 from flanneld.subnet.remote.wire import INDEX
 
 log = logging.getLogger(__name__)
 
-#: Seconds for a TLS handshake, for a request from its first byte to its last, and between two requests.
-HANDSHAKE_TIME, REQUEST_TIME, IDLE_TIME = 10.0, 10.0, 120.0
+T = TypeVar("T")
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+#: Seconds until the first request is there, with the TLS handshake; for a further request from its first
+#: byte to its last; and between two requests.
+FIRST_TIME, REQUEST_TIME, IDLE_TIME = 10.0, 10.0, 120.0
 #: Seconds for a client to receive an answer.
 ANSWER_TIME = 30.0
-#: Bytes of a request's body, at most; a lease has a few hundred.
-MAX_BODY = 64 << 10
-#: Connections at a time. A client of Go flannel has three, two of them waiting.
+#: Bytes of a request's head, and of its body, at most; a lease has a few hundred.
+MAX_HEAD, MAX_BODY = 64 << 10, 64 << 10
+#: Connections without a request at a time, in total and of one source. For a new one the oldest is closed.
+#: One source may be a NAT, whose nodes all come back at once.
+SEATS, SEATS_OF_ONE_SOURCE = 2048, 1024
+#: Bytes before a record of TLS: its type, version and size.
+_RECORD_HEAD = 5
+#: Connections with one, a thread each. A client of Go flannel has three, two of them waiting.
 CONNECTIONS = 8192
+#: Events by which a TLS socket says what it waits for.
+_EVENTS = {
+    ssl.SSLWantReadError: READABLE,
+    ssl.SSLWantWriteError: WRITABLE,
+    BlockingIOError: READABLE,
+}
+_LENGTH = re.compile(rb"\ncontent-length:[ \t]*([0-9]{1,9})[ \t\r]*\n", re.IGNORECASE)
+_EXPECTS = re.compile(rb"\nexpect:[ \t]*100-continue[ \t\r]*\n", re.IGNORECASE)
+_CHUNKED = re.compile(rb"\ntransfer-encoding:", re.IGNORECASE)
 #: TCP keepalive finds vanished clients within half a minute: a watch has nothing to send them.
 _OPTIONS = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -50,7 +71,8 @@ class LeaseServer(ThreadedServer):
         tls: ssl.SSLContext | None = None,
         connections: int = CONNECTIONS,
     ) -> None:
-        super().__init__(listener, _RequestHandler, connections)
+        seats = Limits(FIRST_TIME, SEATS, SEATS_OF_ONE_SOURCE)
+        super().__init__(listener, self._receive, seats, connections)
         self.api = api
         self.tls = tls
         #: Answers not sent yet.
@@ -62,6 +84,27 @@ class LeaseServer(ThreadedServer):
         """End ``serve`` after the ready answers were sent. May be called repeatedly, from any thread."""
         waits.until(lambda: self._busy == 0, within=within, every=0.01)
         super().close()
+
+    def _receive(self, connection: socket.socket) -> Conversation:
+        """Receive the first request, so that only clients with one get a thread."""
+        if self.tls is not None:
+            yield from _first_record(connection)
+        if connection.family != socket.AF_UNIX:
+            for level, option, value in _OPTIONS:
+                connection.setsockopt(level, option, value)
+        if self.tls is not None:
+            connection = self.tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+        is_complete = False
+        try:
+            if isinstance(connection, ssl.SSLSocket):
+                yield from _ready(connection.do_handshake)
+            received = yield from _first_request(connection)
+            is_complete = True
+        finally:
+            if not is_complete:
+                connection.close()
+        handle = partial(_RequestHandler, connection, received, self)
+        return partial(self.start, connection, handle)
 
     def answer(self, request: RestRequest) -> RestAnswer:
         with self.lock:
@@ -95,11 +138,65 @@ class LeaseServer(ThreadedServer):
         return "\n".join([*lines, ""])
 
 
-class _TimedReader(io.RawIOBase):
-    """Reader of a connection with a deadline, which the first byte of a request shortens."""
+def _first_record(connection: socket.socket) -> Generator[int, None, None]:
+    """Wait for the whole first record of TLS: for a handshake that has begun OpenSSL takes some 45 KiB."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _RECORD_HEAD)
+    yield READABLE
+    head = connection.recv(_RECORD_HEAD, socket.MSG_PEEK)
+    size = _RECORD_HEAD + int.from_bytes(head[3:], "big")
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size)
+    if len(connection.recv(size, socket.MSG_PEEK)) < size:
+        yield READABLE
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
 
-    def __init__(self, connection: socket.socket) -> None:
+
+def _ready(act: Callable[[], T]) -> Generator[int, None, T]:
+    """Call ``act`` until the socket is ready for it, and return its result."""
+    while True:
+        try:
+            return act()
+        except tuple(_EVENTS) as wanted:
+            event = _EVENTS[type(wanted)]
+        yield event
+
+
+def _first_request(connection: socket.socket) -> Generator[int, None, bytes]:
+    """Return the first request with its body, or as much of it as is needed to refuse it."""
+    data, size = bytearray(), 0
+    while not size or len(data) < size:
+        piece = yield from _ready(lambda: connection.recv(MAX_HEAD))
+        if not piece:
+            raise ConnectionError
+        seen = len(data)
+        data += piece
+        if size:
+            continue
+        size = _size(data, max(0, seen - 3))
+        if len(data) < size and _EXPECTS.search(data):
+            connection.send(CONTINUE)  # the first bytes on this connection find room
+    return bytes(data)
+
+
+def _size(data: bytearray, start: int) -> int:
+    """Return the bytes of a request; 0 if the end of its head has yet to come. It is not before ``start``."""
+    ends = [(at, at + len(end)) for end in (b"\r\n\r\n", b"\n\n") if (at := data.find(end, start)) >= 0]
+    if not ends:
+        return len(data) if len(data) > MAX_HEAD else 0
+    _, end = min(ends)
+    length = _LENGTH.search(data, 0, end)
+    body = int(length[1]) if length and not _CHUNKED.search(data, 0, end) else 0
+    return end + (body if body <= MAX_BODY else 0)
+
+
+class _TimedReader(io.RawIOBase):
+    """Reader of a connection with a deadline, which the first byte of a request shortens.
+
+    ``received`` has come already.
+    """
+
+    def __init__(self, connection: socket.socket, received: bytes) -> None:
         self._connection = connection
+        self._received = received
         self._deadline = 0.0
         self._is_idle = False
 
@@ -111,40 +208,39 @@ class _TimedReader(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        self._connection.settimeout(max(0.001, self._deadline - clock.now()))
-        size = self._connection.recv_into(buffer)
+        if self._received:
+            size = min(len(buffer), len(self._received))
+            buffer[:size], self._received = self._received[:size], self._received[size:]
+        else:
+            self._connection.settimeout(max(0.001, self._deadline - clock.now()))
+            size = self._connection.recv_into(buffer)
         if self._is_idle:
             self._deadline, self._is_idle = clock.now() + REQUEST_TIME, False
         return size
 
 
 class _RequestHandler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    server: LeaseServer
-    connection: socket.socket
+    """Handler of one connection whose first request has come: made, it answers until the connection ends."""
 
-    def setup(self) -> None:
-        self.connection = self.request
-        self._reader = _TimedReader(self.connection)
-        self._is_ended = False
-        self._ready = False
+    protocol_version = "HTTP/1.1"
+    server: LeaseServer  # type: ignore[assignment] # no server of the standard library
+
+    def __init__(self, connection: socket.socket, received: bytes, server: LeaseServer) -> None:
+        self.connection = connection
+        self.server = server
+        self._reader = _TimedReader(connection, received)
+        self._is_first = True
         self.wfile = io.BytesIO()
         self.rfile = io.BufferedReader(self._reader)
         try:
-            if self.connection.family != socket.AF_UNIX:
-                for level, option, value in _OPTIONS:
-                    self.connection.setsockopt(level, option, value)
-            if self.server.tls is not None:
-                self.connection.settimeout(HANDSHAKE_TIME)
-                self.connection = self.server.tls.wrap_socket(self.connection, server_side=True)
-                self._reader._connection = self.connection  # noqa: SLF001 - the same reader, now encrypted
-            self._ready = True
-        except OSError as error:
-            log.debug("A client's TLS handshake failed: %s", error)
+            self.handle()
+        finally:
+            self.rfile.close()
+
+    def handle_expect_100(self) -> bool:
+        return self._is_first or super().handle_expect_100()  # the first request has its body
 
     def handle(self) -> None:
-        if not self._ready:
-            return
         self.close_connection = False
         while not self.close_connection:
             self._reader.expect()
@@ -153,11 +249,7 @@ class _RequestHandler(BaseHTTPRequestHandler):
                 self._flush()
             except (OSError, ValueError):  # a fault of the client
                 return
-
-    def finish(self) -> None:
-        if self.connection is not self.request:
-            self.connection.close()
-        self.rfile.close()
+            self._is_first = False
 
     def do_any(self) -> None:
         """Answer one request that was read up to its body."""
@@ -224,6 +316,8 @@ class _RequestHandler(BaseHTTPRequestHandler):
             self.send_header("X-Content-Type-Options", "nosniff")
         if answer.location:
             self.send_header("Location", answer.location)
+        if answer.status == HTTPStatus.UNAUTHORIZED:
+            self.send_header("Connection", "close")  # strangers keep no thread
         self.send_header("Date", self.date_time_string())
         self.send_header("Content-Length", str(len(answer.body)))
         self.end_headers()

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack
+
 import pytest
 
 from flanneld.runtime.sockets.polled_server import ConnectionOrigin, Limits, to_evict
@@ -37,3 +42,30 @@ def test_a_crowd_displaces_itself(
     old: list[ConnectionOrigin], new: ConnectionOrigin, expected: int | None
 ) -> None:
     assert to_evict(old, new, LIMITS) == expected
+
+
+FEW_DESCRIPTORS = """
+import resource, socket
+from flanneld.runtime.sockets.polled_server import READABLE, Limits, PolledServer
+
+def talk(connection):
+    yield READABLE
+    connection.send(b"yes")
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (32, 32))
+listener = socket.create_server(("127.0.0.1", 0))
+print(listener.getsockname()[1], flush=True)
+PolledServer(listener, talk, Limits(3600.0, 1000, 1000), "failed").serve()
+"""
+
+
+def test_oldest_connection_goes_when_there_is_no_descriptor_for_a_new_one() -> None:
+    command = [sys.executable, "-c", FEW_DESCRIPTORS]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process, ExitStack() as crowd:
+        crowd.callback(process.kill)
+        assert process.stdout is not None
+        address = ("127.0.0.1", int(process.stdout.readline()))
+        clients = [crowd.enter_context(socket.create_connection(address, timeout=60)) for _ in range(60)]
+        clients[-1].sendall(b"?")
+        assert clients[-1].recv(10) == b"yes"
+        assert clients[0].recv(10) == b""

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Collection, Iterator
+from contextlib import closing
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
 from pathlib import Path
 from urllib.parse import quote
@@ -28,6 +29,7 @@ from flanneld.subnet.remote.lease_store import over_etcd
 from flanneld.subnet.remote.listener import open_listener
 from flanneld.subnet.remote.manager import RemoteManager, RemoteOptions
 from flanneld.subnet.remote.tls import TlsFiles, client_context, server_context
+from flanneld.subnet.remote.token import Denied, Permission
 from flanneld.subnet.remote.wire import Acquisition
 from tests.lab.wait import wait_for
 from tests.local_etcd import LocalEtcd, free_port, make_certificates, running_etcd
@@ -74,7 +76,7 @@ def _resident() -> int:
 
 def _handlers(known: Collection[threading.Thread]) -> list[threading.Thread]:
     """Return the threads of a server's connections, without those of other tests that end at some time."""
-    found = [each for each in threading.enumerate() if "process_request" in each.name]
+    found = [each for each in threading.enumerate() if each.name == "request"]
     return [each for each in found if each not in known]
 
 
@@ -95,15 +97,86 @@ def test_slow_client_is_cut_off(server: Running, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(http_server, "REQUEST_TIME", 0.3)
     monkeypatch.setattr(http_server, "IDLE_TIME", 0.3)
     with connect(server) as client:
+        client.sendall(b"GET /v1/_/config HTTP/1.1\r\n\r\n")
+        assert client.recv(4096).startswith(b"HTTP/1.1 200 OK")
         client.sendall(start)
         assert client.recv(100) == b""
+
+
+@pytest.mark.parametrize(
+    "start", [b"", b"GET /v1/_/config HT", b"POST /v1/_/leases HTTP/1.1\r\nContent-Length: 9\r\n\r\n{"]
+)
+def test_client_without_a_first_request_is_cut_off(
+    etcd: LocalEtcd, monkeypatch: pytest.MonkeyPatch, start: bytes
+) -> None:
+    monkeypatch.setattr(http_server, "FIRST_TIME", 0.3)
+    known = threading.enumerate()
+    with running_server(etcd, "v2") as server, connect(server) as client:
+        client.sendall(start)
+        assert client.recv(100) == b""
+        assert not _handlers(known)
+
+
+@pytest.mark.parametrize(
+    "request_text",
+    [
+        b"POST /v1/_/leases HTTP/1.1\r\nContent-Length: 2\r\n\r\n{}",
+        b"POST /v1/_/leases HTTP/1.1\ncontent-length:2\n\n{}",
+        b"GET /v1/_/config HTTP/1.0\r\n\r\n",
+    ],
+)
+def test_first_request_may_come_in_pieces(server: Running, request_text: bytes) -> None:
+    with connect(server) as client:
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for byte in request_text:
+            client.sendall(bytes([byte]))
+        assert client.recv(4096).startswith(b"HTTP/1.")
+
+
+def test_requests_may_come_at_once(server: Running) -> None:
+    with connect(server) as client:
+        client.sendall(
+            b"GET /v1/_/config HTTP/1.1\r\n\r\nGET /v1/_/config HTTP/1.1\r\nConnection: close\r\n\r\n"
+        )
+        answers = b""
+        while piece := client.recv(4096):
+            answers += piece
+    assert answers.count(b"HTTP/1.1 200 OK") == 2
+
+
+def test_body_that_waits_for_leave_is_taken(server: Running) -> None:
+    head = b"POST /v1/_/leases HTTP/1.1\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\n"
+    with connect(server) as client:
+        for _ in range(2):
+            client.sendall(head)
+            assert client.recv(4096) == b"HTTP/1.1 100 Continue\r\n\r\n"
+            client.sendall(b"{}")
+            assert client.recv(4096).startswith(b"HTTP/1.1 400 ")
+
+
+def test_client_that_is_not_admitted_keeps_no_connection(etcd: LocalEtcd) -> None:
+    def refuse(_header: str) -> Permission:
+        raise Denied("the token is unknown")
+
+    with closing(Running(etcd, "v2", check=refuse)) as server, connect(server) as client:
+        client.sendall(b"GET /v1/_/leases HTTP/1.1\r\n\r\n")
+        answer = b""
+        while piece := client.recv(4096):
+            answer += piece
+    assert answer.startswith(b"HTTP/1.1 401 ")
+    assert b"\r\nConnection: close\r\n" in answer
 
 
 def test_surplus_connections_are_closed(etcd: LocalEtcd) -> None:
     known = threading.enumerate()
     with running_server(etcd, "v2", connections=2) as server, connect(server) as one, connect(server) as two:
+        request = f"GET /v1/_/leases?next={server.cursor()} HTTP/1.1\r\nHost: x\r\n\r\n".encode()
+        wait_for(lambda: not _handlers(known), what="the connection of the cursor to end")
+        for client in (one, two):
+            client.sendall(request)
         wait_for(lambda: len(_handlers(known)) == 2, what="two connections")
         with connect(server) as third:
+            third.sendall(request)
             assert third.recv(1) == b""
         one.close()
         two.close()
