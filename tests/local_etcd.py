@@ -296,6 +296,10 @@ class Relay:
         """What to pass on instead of what came."""
         return data
 
+    def answered(self, data: bytes) -> bytes:
+        """What to pass back instead of what etcd said."""
+        return data
+
     def asked(self, *words: str) -> Sequence[str]:
         """The requests in which all words occur."""
         return [request for request in self.requests if all(word in request for word in words)]
@@ -312,7 +316,7 @@ class Relay:
                     break
                 if self.is_silent or client in self.stalled:
                     continue
-                client.sendall(data)
+                client.sendall(self.answered(data))
                 if self.cut_polls and any(word in self.requests[-1] for word in ("wait=true", "/v3/watch")):
                     break
         except OSError:
