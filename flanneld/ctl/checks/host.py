@@ -29,7 +29,6 @@ _LET_IN: dict[str, tuple[str, ...]] = {
 _LEADS_TO_CONTAINERS = frozenset({"bridge", "veth"})
 _OVERHEAD = {
     "vxlan": {4: 50, 6: 70},
-    "host-gw": {4: 0, 6: 0},
     "ipip": {4: 20},
     "udp": {4: 28},
     "ipsec": {4: 77},

@@ -14,6 +14,7 @@ import pytest
 
 from flanneld.ctl import repetition
 from flanneld.ctl.main import FINE, NO_DAEMON, USAGE, parse, run
+from flanneld.options import UsageError
 from tests.lab import wait_for
 from tests.unit.ctl.test_main import daemon
 
@@ -80,6 +81,11 @@ def test_watch_says_what_changes_until_it_is_interrupted(tmp_path: Path) -> None
 def test_watch_may_stand_at_both_places_with_and_without_a_span(words: str) -> None:
     arguments, flags = parse(["--socket=/s", *words.split()])
     assert (arguments.command, arguments.watch, arguments.socket, flags) == ("status", 2.0, "/s", [])
+
+
+def test_first_word_that_is_no_flag_is_named() -> None:
+    with pytest.raises(UsageError, match='unrecognized argument: "stray";'):
+        parse(["status", "stray", "--etcd-prefix=/x"])
 
 
 @pytest.mark.parametrize("option", ["--wait=soon", "--wait=0", "--watch=-1", "--watch=1e9"])

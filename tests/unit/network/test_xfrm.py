@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from contextlib import suppress
 from ipaddress import IPv4Address, IPv4Network
 
@@ -53,6 +54,13 @@ def decode(data: bytes) -> XfrmPolicy | None:
 @given(policies)
 def test_packed_value_is_read_back(policy: XfrmPolicy) -> None:
     assert decode(messages.pack(policy)) == policy
+
+
+@pytest.mark.parametrize("policy", GUARDS)
+def test_removal_names_a_policy_by_its_selector(policy: XfrmPolicy) -> None:
+    """In struct xfrm_userpolicy_id an index that is not 0 precedes the selector."""
+    selector, index, direction = struct.unpack("=56sIB3x", messages.pack_id(policy))
+    assert (selector, index, direction) == (messages.pack(policy)[:56], 0, policy.direction)
 
 
 def test_sizes_are_the_kernels() -> None:

@@ -112,6 +112,14 @@ def test_file_is_bounded(tmp_path: Path, events: Events) -> None:
     assert again.recent()[-1] == events.recent()[-1]
 
 
+def test_file_is_appended_to_while_it_is_short(history: Path, events: Events) -> None:
+    events.keep(history)
+    inode = history.stat().st_ino
+    log.info("one line more")
+    assert history.read_bytes().endswith(b'"one line more"]\n')
+    assert history.stat().st_ino == inode
+
+
 def test_place_that_cannot_be_written_harms_nobody(tmp_path: Path, events: Events) -> None:
     events.keep(tmp_path / "absent" / "events")
     log.info("goes on")

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from flanneld.runtime.sockets.polled_server import ConnectionOrigin, Limits, to_evict
+from flanneld.runtime.sockets.polled_server import ConnectionOrigin, Limits, _source, to_evict
 
 LIMITS = Limits(3.0, connections=6, per_source=3, reserved=2)
 HERE, ELSEWHERE = (
@@ -69,3 +69,16 @@ def test_oldest_connection_goes_when_there_is_no_descriptor_for_a_new_one() -> N
         clients[-1].sendall(b"?")
         assert clients[-1].recv(10) == b"yes"
         assert clients[0].recv(10) == b""
+
+
+def test_clients_of_one_ipv6_subnet_are_one_source() -> None:
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as server:
+        first, second, other = (
+            _source(server, (f"2001:db8:0:{net}::{host}", 5000, 0, 0))
+            for net, host in (("7", "1"), ("7", "2"), ("8", "1"))
+        )
+        assert first == second != other
+        assert not first.is_local
+        assert _source(server, ("::1", 5000, 0, 0)).is_local
+        mapped = ConnectionOrigin("192.0.2.7", is_local=False)
+        assert _source(server, ("::ffff:192.0.2.7", 5000, 0, 0)) == mapped

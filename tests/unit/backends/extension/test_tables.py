@@ -289,11 +289,12 @@ def test_a_failed_removal_waits_before_the_next(node: Extension) -> None:
     assert 0 < node.table.next_look - clock.now() <= 1
 
 
-def test_setup_is_repeated_after_its_base_changed(node: Extension) -> None:
+@pytest.mark.parametrize("base", ["after a reboot", "next boot"])
+def test_setup_is_repeated_after_its_base_changed(base: str, node: Extension) -> None:
     node.want(peer())
     node.converge()
     node.notes()
-    node.base = "after a reboot"
+    node.base = base
     node.start()
     assert node.converge() == [note("remove"), note("add")]
     node.start()

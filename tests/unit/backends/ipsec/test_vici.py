@@ -55,9 +55,20 @@ def test_no_tampered_packet_is_more_than_malformed(data: bytes) -> None:
         vici.unpack(data)
 
 
+def nested(depth: int) -> bytes:
+    return b"\1" + b"\1\1a" * depth + b"\2" * depth
+
+
 def test_sections_are_bounded_in_depth() -> None:
-    with pytest.raises(MalformedVici):
-        vici.unpack(b"\1" + b"\1\1a" * 100_000)
+    assert vici.unpack(nested(15)).kind is PacketType.RESPONSE
+    for depth in (16, 100_000):
+        with pytest.raises(MalformedVici):
+            vici.unpack(nested(depth))
+
+
+def test_packet_may_be_as_long_as_charon_s_longest() -> None:
+    """strongSwan's ``VICI_MESSAGE_SIZE_MAX`` is 512 KiB."""
+    assert vici.length_of(b"\0\x08\0\0") == 512 * 1024
 
 
 @pytest.mark.parametrize("length", [0, vici.LONGEST_PACKET + 1, 2**32 - 1])

@@ -199,6 +199,14 @@ def test_answer_without_sense_is_an_error_with_a_remedy(answer: bytes, words: st
         manager.close()
 
 
+def test_config_that_is_no_text_is_an_error_with_a_remedy() -> None:
+    with server(answering(b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\n\xff")) as url:
+        manager = manager_of(url)
+        with pytest.raises(Retryable, match="the config is no text; "):
+            manager.network_config()
+        manager.close()
+
+
 @pytest.mark.parametrize(
     "call",
     [
