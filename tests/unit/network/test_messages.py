@@ -209,9 +209,12 @@ addresses: st.SearchStrategy[IPAddress] = st.ip_addresses()
 macs = st.binary(min_size=6, max_size=6).filter(any).map(lambda raw: raw.hex(":"))
 
 
+ipv4_addresses = st.ip_addresses(v=4)
+
+
 @st.composite
-def networks(draw: st.DrawFn) -> IPNetwork:
-    address = draw(addresses)
+def networks(draw: st.DrawFn, among: st.SearchStrategy[IPAddress] = addresses) -> IPNetwork:
+    address = draw(among)
     length = draw(st.integers(0, address.max_prefixlen))
     network: IPNetwork = ip_network((address, length), strict=False)
     return network
@@ -229,18 +232,33 @@ def test_a_route_is_read_back_as_it_was_written(desired: Route) -> None:
     assert rtnl.decode_route(*told(desired), name_of) == rtnl.SeenRoute(desired, PROTO_BOOT)
 
 
-@given(routes(), st.integers(0, 43), st.integers(0, 255))
+def as_dumped_route(route: Route) -> tuple[bytes, int, int]:
+    """An IPv4 route with a gateway as the kernel dumps it: RTA_TABLE, RTA_DST, RTA_GATEWAY, RTA_OIF."""
+    data, offset, end = told(route)
+    found = attributes(data, offset + rtnl.RTMSG.size, end)
+    found.setdefault(1, bytes(4))
+    ordered = b"".join(attribute(kind, found[kind]) for kind in (15, 1, 5, 4))
+    data = data[: offset + rtnl.RTMSG.size] + ordered
+    return data, offset, len(data)
+
+
+@given(
+    st.builds(
+        Route, networks(st.ip_addresses(v=4)), st.just(DEVICE), st.ip_addresses(v=4), onlink=st.booleans()
+    ),
+    st.integers(0, 43),
+    st.integers(0, 255),
+)
 def test_the_short_way_reads_a_route_as_the_long_one_or_not_at_all(
     desired: Route, place: int, value: int
 ) -> None:
-    data, offset, end = told(desired)
-    changed = bytearray(data)
-    if offset + place < end:
-        changed[offset + place] = value
-    plain = rtnl.decode_plain_route(bytes(changed), offset, end)
+    whole = rtnl.decode_plain_route(*as_dumped_route(desired))
+    assert whole == rtnl.PlainRoute(desired.key, PROTO_BOOT, int(desired.gateway or 0), INDEX, desired.onlink)
+    body = altered(as_dumped_route(desired), place, value)
+    plain = rtnl.decode_plain_route(*body)
     if plain is None or plain.key[3] not in range(33):  # the long way refuses such a length
         return
-    seen = rtnl.decode_route(bytes(changed), offset, end, str)
+    seen = rtnl.decode_route(*body, str)
     if seen is not None and plain.key == seen.route.key:
         route = seen.route
         assert (plain.protocol, str(plain.index)) == (seen.protocol, route.device)
@@ -254,9 +272,6 @@ def test_the_short_way_reads_a_route_as_the_long_one_or_not_at_all(
 def test_a_neighbour_is_read_back_as_it_was_written(desired: Neighbor | FdbEntry) -> None:
     assert rtnl.decode_neighbor(*told(desired), name_of) == desired
     assert rtnl.decode_gone_neighbor(*told(desired, drop=True), name_of) == desired.key
-
-
-ipv4_addresses = st.ip_addresses(v=4)
 
 
 def as_dumped(entry: Neighbor | FdbEntry) -> tuple[bytes, int, int]:
@@ -484,8 +499,11 @@ def test_malformed_counts_as_a_failed_read() -> None:
         rtnl.address_of(b"12345")
 
 
-@given(st.binary(max_size=120))
-def test_any_bytes_can_be_walked(noise: bytes) -> None:
-    for _, _, _, _, offset, end in messages(noise):
-        assert HEADER.size <= offset <= end <= len(noise)
+@given(st.binary(max_size=60), st.binary(max_size=60))
+def test_any_bytes_can_be_walked(body: bytes, noise: bytes) -> None:
+    bare = HEADER.pack(HEADER.size + len(body), 24, 0, 7, 0) + body
+    whole = bare + bytes(-len(bare) % 4) + noise
+    (_, _, _, _, offset, end), *rest = messages(whole)
+    assert whole[offset:end] == body
+    assert all(HEADER.size <= offset <= end <= len(whole) for _, _, _, _, offset, end in rest)
     assert sum(4 + len(payload) for payload in attributes(noise, 0, len(noise)).values()) <= len(noise)

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.cni_node import IPV4, IPV6, PLUGIN, REST, Node
@@ -233,6 +233,7 @@ lines = st.builds(
 
 
 @given(st.binary() | confs.map(lambda conf: json.dumps(conf).encode()), st.lists(lines).map("\n".join))
+@example(json.dumps({"name": "n", "cniVersion": "0.3.1"}).encode(), IPV4 + REST)
 def test_garbage_is_refused_and_never_a_crash(content: bytes, text: str) -> None:
     try:
         env = plugin.parse_subnet_env(text)
