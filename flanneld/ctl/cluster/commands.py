@@ -55,10 +55,7 @@ def table(cluster: Cluster, found: list[Remark]) -> TextTable:
                     for each in (
                         node.backend,
                         node.vni,
-                        told.port if told else None,
-                        told.mtu if told else None,
-                        told.version if told else None,
-                        told.store if told else None,
+                        *((told.port, told.mtu, told.version, told.store) if told else (None,) * 4),
                     )
                 ),
                 "; ".join([*(each.text for each in by_node[node.name]), *_more(node)]),

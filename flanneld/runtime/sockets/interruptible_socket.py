@@ -9,8 +9,8 @@ from typing import Any
 
 from flanneld.errors import Cancelled
 
-#: Keepalive: a server that vanished is noticed within half a minute, even while we only read.
-_OPTIONS = (
+#: Keepalive: a peer that vanished is noticed within half a minute, even while nothing is to be sent.
+TCP_OPTIONS = (
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10),
@@ -48,7 +48,7 @@ class InterruptibleSocket:
             sock = socket.socket(family, kind, protocol)
             try:
                 self._hold(sock)
-                for level, option, value in _OPTIONS:
+                for level, option, value in TCP_OPTIONS:
                     sock.setsockopt(level, option, value)
                 sock.settimeout(timeout)
                 sock.connect(address)

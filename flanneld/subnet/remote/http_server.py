@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from flanneld.runtime import clock, waits
 from flanneld.runtime.sockets.host_addresses import address_of
+from flanneld.runtime.sockets.interruptible_socket import TCP_OPTIONS
 from flanneld.runtime.sockets.polled_server import READABLE, WRITABLE, Conversation, Limits
 from flanneld.runtime.sockets.threaded_server import ThreadedServer
 from flanneld.subnet.remote.rest import NOT_FOUND, TEXT, RestAnswer, RestApi, RestRequest
@@ -48,15 +49,6 @@ _EVENTS = {
 _LENGTH = re.compile(rb"\ncontent-length:[ \t]*([0-9]{1,9})[ \t\r]*\n", re.IGNORECASE)
 _EXPECTS = re.compile(rb"\nexpect:[ \t]*100-continue[ \t\r]*\n", re.IGNORECASE)
 _CHUNKED = re.compile(rb"\ntransfer-encoding:", re.IGNORECASE)
-#: TCP keepalive finds vanished clients within half a minute: a watch has nothing to send them.
-_OPTIONS = (
-    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
-    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 25_000),  # milliseconds
-)
 #: Content type of Prometheus' text format.
 METRICS = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -90,7 +82,7 @@ class LeaseServer(ThreadedServer):
         if self.tls is not None:
             yield from _first_record(connection)
         if connection.family != socket.AF_UNIX:
-            for level, option, value in _OPTIONS:
+            for level, option, value in TCP_OPTIONS:
                 connection.setsockopt(level, option, value)
         if self.tls is not None:
             connection = self.tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)

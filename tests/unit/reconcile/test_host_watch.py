@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from ipaddress import IPv4Address, IPv4Network
 from typing import Any
 
@@ -13,6 +13,7 @@ from flanneld import config
 from flanneld.backends import vxlan
 from flanneld.backends.contract import Factory
 from flanneld.backends.host_gw import HostGw
+from flanneld.errors import Retryable
 from flanneld.model import Cached, Lease, LeaseAttrs, Snapshot
 from flanneld.network.rtnetlink.monitor import InterfaceChanged, ResourceRemoved
 from flanneld.network.uplink_election import InterfaceChoice
@@ -21,9 +22,9 @@ from flanneld.reconcile.host.uplink_manager import UplinkManager, find_uplink
 from flanneld.reconcile.local_node import LocalNode
 from flanneld.reconcile.past.ownership import Device, device_of
 from flanneld.state.removal_guard import RemovalGuard
-from flanneld.state.resources import ForeignLink, Route, Vxlan
+from flanneld.state.resources import ForeignLink, Link, Route, Vxlan
 from tests.unit.simulation.kernel import Kernel
-from tests.unit.simulation.kernel_tables import tables
+from tests.unit.simulation.kernel_tables import KernelTable, tables
 from tests.unit.simulation.node import BRIDGE, UPLINK, Inbox
 from tests.unit.simulation.world import World
 
@@ -37,7 +38,7 @@ ROUTE = Route(PEER_SUBNET, UPLINK, PEER)
 class Node:
     """A host with a bridge for its containers, and the daemon's controller on it."""
 
-    def __init__(self, world: World, make_backend: Factory = HostGw) -> None:
+    def __init__(self, world: World, make_backend: Factory = HostGw, *, unreadable: str = "") -> None:
         self._world = world
         parsed = config.parse('{"Network": "10.5.0.0/16", "Backend": {"Type": "vxlan"}}')
         self.kernel = kernel = Kernel(UPLINK, (HERE, 16))
@@ -53,7 +54,7 @@ class Node:
             kernel.monitor,
             manager,
             Lease(manager.backend.attributes(), OWN_SUBNET),
-            lambda left: tuple(tables(kernel, left).values()),
+            lambda left: tuple(self._tables(left, unreadable)),
             devices=tuple(filter(None, [self.device(STALE.name)])),
             record=self.record.update,
         )
@@ -69,6 +70,11 @@ class Node:
             event_queue=self.inbox,
         )
         self.controller.prepare()
+
+    def _tables(self, left: Callable[[], Iterable[Link]], unreadable: str) -> Iterator[KernelTable]:
+        for table in tables(self.kernel, left).values():
+            table.unreadable = table.name == unreadable
+            yield table
 
     def step(self) -> None:
         """Let some seconds pass, in which the controller does what is due."""
@@ -98,6 +104,12 @@ def world() -> Iterator[World]:
 @pytest.fixture
 def node(world: World) -> Node:
     return Node(world)
+
+
+@pytest.mark.parametrize("name", ["links", "addresses", "routes"])
+def test_start_waits_while_a_table_cannot_be_read(name: str, world: World) -> None:
+    with pytest.raises(Retryable, match=f"cannot read the {name}: the dump was interrupted"):
+        Node(world, unreadable=name)
 
 
 def test_bridge_of_our_own_containers_is_no_obstacle(node: Node) -> None:

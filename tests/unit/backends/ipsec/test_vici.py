@@ -69,6 +69,8 @@ def test_sections_are_bounded_in_depth() -> None:
 def test_packet_may_be_as_long_as_charon_s_longest() -> None:
     """strongSwan's ``VICI_MESSAGE_SIZE_MAX`` is 512 KiB."""
     assert vici.length_of(b"\0\x08\0\0") == 512 * 1024
+    with pytest.raises(MalformedVici, match="a packet of 524289 bytes"):
+        vici.length_of(b"\0\x08\0\x01")
 
 
 @pytest.mark.parametrize("length", [0, vici.LONGEST_PACKET + 1, 2**32 - 1])

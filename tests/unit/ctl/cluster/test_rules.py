@@ -94,6 +94,14 @@ def test_advice_for_another_mtu_names_the_backends_with_an_option_for_it() -> No
     assert "with vxlan or wireguard set Backend.MTU" in finding.remedy.text
 
 
+def test_who_shares_a_value_is_told_with_whom() -> None:
+    nodes = (*(node(number, public_ips=("198.18.0.9",)) for number in (1, 2, 3)), node(4))
+    said = [each.text for each in remarks(Cluster(nodes, frozenset({OWN}), NOW))]
+    assert said == [
+        f"public IP 198.18.0.9 is also that of 10.5.{other}.0/24 and 1 more" for other in (2, 1, 1)
+    ]
+
+
 def test_each_rule_has_a_case() -> None:
     marks = test_rule_names_the_node_that_breaks_it.pytestmark
     assert {case[0] for case in marks[0].args[1]} == {rule.name for rule in RULES}
@@ -136,7 +144,10 @@ def test_line_of_a_node_says_what_is_wrong_with_it() -> None:
     lines = {row[0]: row for row in commands.table(found, remarks(found)).rows}
     assert lines[LAST][2] == "PROBLEM"
     assert lines[LAST][-1] == "MTU 1400, most have 1450; version 2.0, most have 1.0"
-    assert lines["10.5.2.0/24"][2:4] == ("ok", "1.0 ms")
+    sound = ("ok", "1.0 ms", "vxlan", "1", "8472", "1450", "1.0", "etcd v2", "")
+    assert lines["10.5.2.0/24"] == ("10.5.2.0/24", "198.18.0.2", *sound)
+    (*_, mute) = commands.table(cluster(**MUTE), []).rows
+    assert mute[4:10] == ("vxlan", "1", "-", "-", "-", "-")
 
 
 @pytest.mark.parametrize(

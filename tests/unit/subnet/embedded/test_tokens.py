@@ -18,6 +18,7 @@ from flanneld.subnet.remote.connection import RemoteServer
 from flanneld.subnet.remote.manager import RemoteManager, RemoteOptions
 from flanneld.subnet.remote.tls import identity_context
 from flanneld.subnet.remote.token import Denied, JoinToken, Permission, parse_token
+from tests.clock import Clock
 from tests.unit.subnet.remote.servers import CONFIG, ROOT, LocalFile, Running
 
 DAY = 86400.0
@@ -138,6 +139,12 @@ def test_no_log_and_no_text_shows_a_token(guarded: Guarded, caplog: pytest.LogCa
     assert token.code not in str(caught.value)
 
 
+@pytest.mark.parametrize("text", ["", "-----BEGIN CERTIFICATE-----\nAAAA\n", "-----END CERTIFICATE-----"])
+def test_text_without_a_whole_certificate_is_refused(text: str) -> None:
+    with pytest.raises(Fatal, match="there is no certificate in PEM format"):
+        fingerprint_of_pem(text)
+
+
 def test_tokens_and_certificate_outlive_the_process(tmp_path: Path) -> None:
     one = Tokens(LocalFile(tmp_path / "leases.db").keystore.database)
     token = one.create(DAY)
@@ -159,3 +166,10 @@ def test_time_of_a_token_is_the_servers(tmp_path: Path) -> None:
     tokens = Tokens(LocalFile(tmp_path / "leases.db").keystore.database)
     assert tokens.create(60).ends - clock.wall() <= 60
     assert tokens.check(expire(tokens).bearer) is Permission.STAY
+    moved = Clock()
+    with clock.replaced(moved):
+        token = tokens.create(60)
+        moved.time = token.ends - 1
+        assert tokens.check(token.bearer) is Permission.JOIN
+        moved.time = token.ends
+        assert tokens.check(token.bearer) is Permission.STAY
