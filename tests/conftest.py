@@ -8,7 +8,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-from tests import hermetic, report
+from tests import hermetic, order, report
 from tests.lab import Lab, Node
 from tests.lab.lab import API
 from tests.vm.machine import lacks
@@ -42,6 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="write how long each file's tests take, for their order",
     )
+    parser.addoption("--part", metavar="K/N", help="run the Kth of N parts, in files of about as many tests")
     parser.addoption(
         "--needs-kernel",
         choices=["with", "without", "only"],
@@ -64,9 +65,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     here = [item for item in items if bool(item.get_closest_marker("needs_kernel")) is not elsewhere]
     wanted = [item for item in here if config.getoption("--long") or not item.get_closest_marker("long")]
     report.not_run(config, "tests marked long; add --long", len(here) - len(wanted))
-    chosen = set(wanted)
-    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
-    items[:] = wanted
+    by_name = {item.nodeid: item for item in wanted}
+    names = order.dealt(
+        list(by_name), getattr(config, "workerinput", {}).get("workercount", 1), order.recorded()
+    )
+    if config.getoption("--part"):
+        names = order.part(names, *map(int, config.getoption("--part").split("/")))
+    chosen = [by_name[name] for name in names]
+    config.hook.pytest_deselected(items=list(set(items).difference(chosen)))
+    items[:] = chosen
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

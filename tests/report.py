@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import shlex
 from collections import Counter
-from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.order import record
 from tests.vm.machine import INSIDE
 
 #: What begins the lines that ``tests/run`` collects.
 NOT_RUN, REPEAT = "not run: ", "repeat: "
-#: Seconds by file, of those that take longest.
-DURATIONS = Path(__file__).with_name("durations.json")
-SHORTEST = 1.0
 _REASONS = pytest.StashKey[Counter[str]]()
 
 
@@ -53,7 +48,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         write(REPEAT + command_for(test))
     if config.getoption("--record-durations"):
         reports = (report for kind in terminalreporter.stats.values() for report in kind)
-        _record(report for report in reports if isinstance(report, pytest.TestReport))
+        record(report for report in reports if isinstance(report, pytest.TestReport))
     if (seed := config.getoption("randomly_seed", None)) is not None:
         write(f"order: --randomly-seed={seed}")
 
@@ -62,13 +57,3 @@ def command_for(test: str) -> str:
     """Return the command that runs one test where it ran: on the host or in the machine."""
     modules = ["tests.vm.machine", "pytest"] if INSIDE in os.environ else ["pytest"]
     return " ".join([*(f".venv/bin/python -m {module}" for module in modules), shlex.quote(test)])
-
-
-def _record(reports: Iterable[pytest.TestReport]) -> None:
-    """Write how long each file's tests took, with their fixtures. Files that did not run keep theirs."""
-    durations: Counter[str] = Counter()
-    for report in reports:
-        durations[report.nodeid.partition("::")[0]] += report.duration  # type: ignore[assignment]
-    known = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
-    kept = {file: round(took, 1) for file, took in {**known, **durations}.items() if took >= SHORTEST}
-    DURATIONS.write_text(json.dumps(kept, indent=0, sort_keys=True) + "\n")

@@ -23,7 +23,8 @@ from tests.vm.machine import lacks
 PYTHON = ".venv/bin/python"
 PYTEST = (PYTHON, "-m", "pytest")
 #: All wait for a part of their time, so more processes than cores.
-WORKERS = (os.cpu_count() or 1) + 1
+WORKERS = (os.cpu_count() or 1) + 2
+MACHINES = 2
 UNIT = ("tests/unit", "tests/fuzz", "tests/browser", "docs")
 NAMESPACES = ("tests/netns", "tests/interop", "tests/faults")
 #: Unit tests that run servers and programs. The others are of what decides.
@@ -75,6 +76,10 @@ class Step:
     @property
     def verdict(self) -> str:
         return "not run" if self.reason else "passed" if self.status == 0 else "FAILED"
+
+    @property
+    def must_wait(self) -> bool:
+        return self.after is not None and self.after.status is None and not self.after.reason
 
     @property
     def failed(self) -> bool:
@@ -138,7 +143,10 @@ def plan(
             "--needs-kernel",
             "only",
         )
-        lanes.append([kernel, Step("tests in the machine", (*inside, *more, *NAMESPACES), after=kernel)])
+        lanes.append([kernel])
+        for number in range(1, MACHINES + 1):
+            command = (*inside, "--part", f"{number}/{MACHINES}", *more, *NAMESPACES)
+            lanes.append([Step(f"tests in machine {number}", command, after=kernel)])
     for name, command in LONG.items():
         if long:
             lanes[0].append(Step(name, (*command, *more) if command[:3] == PYTEST else command))
@@ -212,7 +220,7 @@ class Run:
                     step.reason, step.optional = "the arguments select none of its tests", True
                 self._say(step)
         for lane, steps in enumerate(self._waiting):
-            if steps and lane not in self._running:
+            if steps and lane not in self._running and not steps[0].must_wait:
                 self._begin(lane, steps.pop(0))
 
     def _begin(self, lane: int, step: Step) -> None:

@@ -23,6 +23,10 @@ def shell(name: str, script: str) -> Step:
     return Step(name, ("sh", "-c", script, "pytest"))
 
 
+def word_after(option: str, step: Step) -> str:
+    return step.command[step.command.index(option) + 1]
+
+
 def test_run_passes_if_all_steps_pass_and_one_runs_tests(tmp_path: Path) -> None:
     assert passed(done(tmp_path, [Step("lint", ("true",)), Step("tests", TESTS)]))
     assert not passed(done(tmp_path, [Step("lint", ("true",))]))
@@ -40,11 +44,12 @@ def test_step_that_was_not_run_is_a_failure_unless_it_is_optional(tmp_path: Path
 
 
 def test_tests_in_the_machine_need_its_kernel(tmp_path: Path) -> None:
-    kernel = shell("kernel", "echo test kernel: apt-get download failed; exit 1")
-    machine = Step("machine", TESTS, after=kernel)
-    steps = done(tmp_path, [kernel, machine], [Step("tests", TESTS)])
-    assert (machine.verdict, machine.reason) == ("not run", "kernel: FAILED")
-    assert not passed(steps)
+    for status, verdict in ((1, "not run"), (0, "passed")):
+        kernel = shell("kernel", f"sleep 0.2; exit {status}")
+        machine = Step("machine", TESTS, after=kernel)
+        steps = done(tmp_path, [machine], [kernel], [Step("tests", TESTS)])
+        assert (machine.verdict, bool(machine.reason)) == (verdict, bool(status))
+        assert passed(steps) is not bool(status)
 
 
 def test_step_without_a_selected_test_fails_unless_arguments_select(tmp_path: Path) -> None:
@@ -96,13 +101,12 @@ def test_plan_leaves_out_no_step_in_silence() -> None:
 
 
 def test_each_test_is_in_one_step() -> None:
-    (here, machine) = plan([], machine=True)
-    kinds = {
-        step.name: step.command[step.command.index("--needs-kernel") + 1] for step in (here[4], machine[1])
-    }
-    assert kinds == {"tests": "without", "tests in the machine": "only"}
+    here, _, *machines = plan([], machine=True)
+    steps = (here[4], *(machine[0] for machine in machines))
+    assert [word_after("--needs-kernel", step) for step in steps] == ["without", "only", "only"]
+    assert [word_after("--part", step) for step in steps[1:]] == ["1/2", "2/2"]
     (everywhere, *rest) = plan([])
-    assert everywhere[4].command[everywhere[4].command.index("--needs-kernel") + 1] == "with"
+    assert word_after("--needs-kernel", everywhere[4]) == "with"
     assert not rest
     assert {folder.name for folder in (ROOT / "tests").iterdir() if list(folder.rglob("test_*.py"))} == {
         Path(word).name
