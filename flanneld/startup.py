@@ -21,7 +21,7 @@ from flanneld.backends.contract import NO_SERVICES, Backend, Factory, HostServic
 from flanneld.compat.glog import OneTimeWarnings
 from flanneld.config import Config
 from flanneld.errors import NoAnswer, Retryable, prefixed
-from flanneld.model import Lease, LeaseAttrs, LeaseKey, Uplink, overlap
+from flanneld.model import Family, IPAddress, Lease, LeaseAttrs, LeaseKey, Uplink, overlap
 from flanneld.network import ipsec_traces
 from flanneld.network.obstacles import single
 from flanneld.network.rtnetlink.kernel import Kernel
@@ -190,9 +190,9 @@ def join(
     kernel, uplink = elected.kernel, elected.uplink
     machine = machine_of(kernel, uplink)
     written = last_run.claim(machine, manager.name, previous.subnets)
-    stored = waiting.ask(
-        "the leases", partial(loaded.reach, lambda: manager.stored(uplink.public(config.families[0])))
-    )
+    family = config.families[0]
+    stored = waiting.ask("the leases", partial(loaded.reach, lambda: manager.stored(uplink.public(family))))
+    is_others = partial(_is_others, manager, stored, written, family, uplink.public(family))
     if stored is None and written is not None:
         stored = written.attrs
     uplink_manager = waiting.patiently(
@@ -205,7 +205,7 @@ def join(
             uplink,
             stored,
             previous.networks,
-            loaded.services,
+            structs.replace(loaded.services, is_others=is_others),
         ),
     )
     _warn_of_unread_keys(config)
@@ -318,6 +318,24 @@ def _elected(
         if clock.now() >= deadline:
             raise
         raise Retryable(failure.problem, failure.remedy) from failure
+
+
+def _is_others(
+    manager: SubnetManager,
+    stored: LeaseAttrs | None,
+    written: Lease | None,
+    family: Family,
+    public_ip: IPAddress | None,
+    announces: Callable[[LeaseAttrs], bool],
+) -> bool:
+    """Return True if a lease announces this that is not provably ours, and none of ours does."""
+    if stored is not None and announces(stored):
+        return False
+    from flanneld.subnet.etcd.leases import is_as_written  # rarely needed, and not there with Kubernetes
+
+    found = [lease for lease in manager.read_leases() if announces(lease.attrs)]
+    ours = [each for each in found if each.attrs.public(family) == public_ip or is_as_written(each, written)]
+    return bool(found) and not ours
 
 
 def _warn_of_unread_keys(config: Config) -> None:

@@ -94,6 +94,8 @@ class HostServices(Struct, frozen=True, kw_only=True):
     beside: Callable[[str], Path] = _absent
     #: The kernel's boot ID; empty if it cannot be read.
     boot_id: Callable[[], str] = _absent
+    #: Returns True if another node's lease announces what a predicate looks for, and no lease of ours does.
+    is_others: Callable[[Callable[[LeaseAttrs], bool]], bool] = lambda _announces: False
     #: UDP port for this node alone; 0 for the network config's.
     listen_port: int = 0
     #: True if the CPU is to compute the checksums of what the tunnel sends, instead of the uplink.

@@ -13,10 +13,12 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from msgspec import Struct
 
+from flanneld.backends.announcement import announced
 from flanneld.backends.contract import Host, peers_public_ip, require_type
 from flanneld.compat.json import GoJsonError
 from flanneld.config import Config
@@ -190,19 +192,32 @@ def vtep_mac(data: Any) -> str:
 
 
 def _mac(host: Host, family: Family, name: str) -> str:
-    """Return this run's MAC, else that of the device, else the announced one, else a new one."""
-    kept = host.identity[family] if host.identity else host.mac_of(name)
-    return kept or _stored_mac(host, family) or _random_mac(host.random_bytes(6))
+    """Return this run's MAC, else that of the device, else the announced one, else a new one.
+
+    A MAC in another node's lease is left to that node: of two with one MAC the peers reach only one.
+    """
+    if host.identity:
+        mac: str = host.identity[family]
+        return mac
+    for kept in dict.fromkeys((host.mac_of(name), _announced_mac(host.stored, family))):
+        if kept and not host.is_others(partial(_announces, family, kept)):
+            return kept
+        if kept:
+            log.warning("%s does not keep the MAC %s: another node's lease has it, as clones do", name, kept)
+    return _random_mac(host.random_bytes(6))
 
 
-def _stored_mac(host: Host, family: Family) -> str | None:
-    """Return the MAC in the store: a recreated device keeps it, so that no peer has to change."""
-    if host.stored is None or host.stored.backend_type != TYPE:
-        return None
+def _announced_mac(attrs: LeaseAttrs | None, family: Family) -> str | None:
+    """Return the MAC in attributes: a recreated device keeps it, so that no peer has to change."""
+    ours = announced(attrs, TYPE) if attrs is not None else None
     try:
-        return vtep_mac(host.stored.data(family))
+        return vtep_mac(ours.data(family)) if ours is not None else None
     except Refused:
         return None
+
+
+def _announces(family: Family, mac: str, attrs: LeaseAttrs) -> bool:
+    return _announced_mac(attrs, family) == mac
 
 
 def _random_mac(raw: bytes) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from ipaddress import IPv4Address, IPv6Address
 from typing import TypeVar
@@ -41,6 +41,9 @@ class CountedManager:
 
     def stored(self, public_ip: IPAddress | None) -> LeaseAttrs | None:
         return self._count("stored", partial(self._manager.stored, public_ip))
+
+    def read_leases(self) -> Iterable[Lease]:
+        return self._count("read_leases", self._manager.read_leases)
 
     def acquire(
         self, config: Config, attrs: LeaseAttrs, previous: LeaseKey, local: LocalFacts = NO_FACTS

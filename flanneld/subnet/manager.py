@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from ipaddress import IPv4Address, IPv6Address
 from typing import Protocol, runtime_checkable
 
@@ -66,6 +66,10 @@ class SubnetManager(Protocol):
 
     def stored(self, public_ip: IPAddress | None) -> LeaseAttrs | None:
         """Return the last attributes of a node with this public IP, None if there are none."""
+        ...
+
+    def read_leases(self) -> Iterable[Lease]:
+        """Return the leases of all nodes, read some seconds ago at most; perhaps without our own."""
         ...
 
     def acquire(

@@ -125,6 +125,7 @@ def test_unproven_old_lease_stays_and_its_key_is_named(lab: Lab, lacking: str) -
     restart(node, f"-public-ip={new_address(node)}", product_uuid=uuid)
     assert node.subnet() != lost
     assert lab.etcd.leases()[lost] == before
+    assert announced_mac(lab, node) != before["BackendData"]["VtepMAC"]
     key = f"/coreos.com/network/subnets/{lost.replace('/', '-')}"
     (line,) = node.wait_for_log(f"{key} (public IP {node.address})")
     assert "it ends by itself" in line
@@ -200,6 +201,38 @@ def test_a_record_that_cannot_be_written_proves_nothing(lab: Lab) -> None:
     assert public_ip(lab, subnet) == node.address
     (line,) = node.wait_for_log("Our subnet is")
     assert subnet not in line
+
+
+def announced_mac(lab: Lab, node: Node) -> str:
+    """Return the MAC in a node's lease, which is that of its device."""
+    mac = lab.etcd.leases()[node.subnet()]["BackendData"]["VtepMAC"]
+    assert mac == (node.link("flannel.1") or {})["address"]
+    return str(mac)
+
+
+@apis
+def test_joining_clone_takes_a_mac_of_its_own_before_it_announces_one(lab: Lab) -> None:
+    model, peer = lab.cluster({"Type": "vxlan"})
+    (clone,) = lab.add_nodes(1)
+    mac = announced_mac(lab, model)
+    device = f"link add flannel.1 address {mac} type vxlan id 1 dev eth0 local {clone.address} dstport 8472"
+    clone.namespace.ip(f"{device} nolearning", "link set flannel.1 up")
+    clone.start()
+    clone.wait_ready()
+    assert len(clone.wait_for_log(f"flannel.1 does not keep the MAC {mac}: another node's lease has it")) == 1
+    own = announced_mac(lab, clone)
+    assert own != mac
+    assert "both claim" not in peer.log() + model.log()
+    for one, other in ((peer, clone), (clone, model), (peer, model)):
+        connect(one, other)
+    # What a node has announced stays, whoever announces the same afterwards.
+    for node, kept in ((model, mac), (clone, own)):
+        copied = {"PublicIP": "198.18.0.77", "BackendType": "vxlan", "BackendData": {"VtepMAC": kept}}
+        lab.etcd.put_lease("10.5.0.0/24", copied)
+        node.stop()
+        node.start()
+        node.wait_ready()
+        assert announced_mac(lab, node) == kept
 
 
 def test_device_with_another_mac_keeps_it_and_is_reached(lab: Lab) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from urllib.parse import quote
 
@@ -147,6 +147,9 @@ class EtcdOfEither:
 
     def stored(self, public_ip: IPAddress | None) -> LeaseAttrs | None:
         return self._manager().stored(public_ip)
+
+    def read_leases(self) -> Iterable[Lease]:
+        return self._manager().read_leases()
 
     def acquire(
         self, config: Config, attrs: LeaseAttrs, previous: LeaseKey, local: LocalFacts = NO_FACTS

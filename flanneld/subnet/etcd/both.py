@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from msgspec.structs import replace
@@ -32,7 +32,7 @@ from flanneld.runtime import clock, threads, waits
 from flanneld.subnet.allocation import fits
 from flanneld.subnet.etcd.http import NoSuchApi
 from flanneld.subnet.etcd.keys import NoConfig, Position
-from flanneld.subnet.etcd.leases import Listing, is_as_written, node_address
+from flanneld.subnet.etcd.leases import Listing, is_as_written, node_address, say_kept
 from flanneld.subnet.etcd.manager import (
     SUBNET_TTL,
     TRIES,
@@ -40,7 +40,6 @@ from flanneld.subnet.etcd.manager import (
     LeaseTaken,
     say_allocated,
     say_found,
-    say_kept,
 )
 from flanneld.subnet.etcd.union import LeaseUnion, OwnInBoth
 from flanneld.subnet.manager import LONGEST_SILENCE, NO_FACTS, Deliver, IsSelf, LocalFacts
@@ -121,6 +120,10 @@ class EtcdOfBoth:
             for _, lease in listing.with_public_ip(public_ip):
                 return lease.attrs
         return None
+
+    def read_leases(self) -> Iterable[Lease]:
+        listings, _ = self._listings(fresh=False)
+        return [lease for each in listings.values() for lease in each.leases.values()]
 
     def acquire(
         self, config: Config, attrs: LeaseAttrs, previous: LeaseKey, local: LocalFacts = NO_FACTS

@@ -101,6 +101,16 @@ def node_address(attrs: LeaseAttrs) -> IPAddress | None:
     return attrs.public_ip or attrs.public_ipv6
 
 
+def say_kept(lease: Lease) -> None:
+    """Log that a lease with another public IP than ours was recognised as ours."""
+    log.info(
+        "Keeping the lease %s of our former public IP %s: its attributes are as we last wrote them, on this"
+        " hardware",
+        lease,
+        node_address(lease.attrs),
+    )
+
+
 class LeaseReader:
     """Reader of the directory ``path``, in which each key is a lease. Threads may share it."""
 

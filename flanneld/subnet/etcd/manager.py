@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import posixpath
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from ipaddress import IPv4Network, IPv6Network
 
 from msgspec.structs import replace
@@ -40,7 +40,7 @@ from flanneld.runtime.step_loop import StepLoop
 from flanneld.subnet.allocation import choose, fits, public_ips_in, unfollowed
 from flanneld.subnet.codec import format_attrs
 from flanneld.subnet.etcd.keys import Client, Conflict, NotFound, Position, Reply
-from flanneld.subnet.etcd.leases import LeaseReader, Listing, node_address
+from flanneld.subnet.etcd.leases import LeaseReader, Listing, node_address, say_kept
 from flanneld.subnet.etcd.watch import KeyWatchMachine
 from flanneld.subnet.manager import NO_FACTS, Deliver, IsSelf, LocalFacts
 
@@ -120,6 +120,9 @@ class EtcdManager:
 
     def stored(self, public_ip: IPAddress | None) -> LeaseAttrs | None:
         return next((lease.attrs for _, lease in self._list().with_public_ip(public_ip)), None)
+
+    def read_leases(self) -> Iterable[Lease]:
+        return self._list().leases.values()
 
     def acquire(
         self, config: Config, attrs: LeaseAttrs, previous: LeaseKey, local: LocalFacts = NO_FACTS
@@ -481,16 +484,6 @@ def say_found(lease: Lease) -> None:
 def say_allocated(lease: Lease) -> None:
     """Log that a new lease was written."""
     log.info("Allocated lease (%s) to current node (%s)", lease, node_address(lease.attrs))
-
-
-def say_kept(lease: Lease) -> None:
-    """Log that a lease with another public IP than ours was recognised as ours."""
-    log.info(
-        "Keeping the lease %s of our former public IP %s: its attributes are as we last wrote them, on this"
-        " hardware",
-        lease,
-        node_address(lease.attrs),
-    )
 
 
 def _differ(stored: object, ours: object) -> bool:

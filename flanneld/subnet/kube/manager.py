@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from ipaddress import IPv4Address, IPv6Address
 from pathlib import Path
@@ -25,13 +26,22 @@ from flanneld.runtime.backoff import Backoff
 from flanneld.runtime.sockets.host_addresses import HostAddresses
 from flanneld.runtime.step_loop import StepLoop
 from flanneld.subnet.kube.access import Access
-from flanneld.subnet.kube.api import Api, ApiTimeouts, Refusal
+from flanneld.subnet.kube.api import NODES, Api, ApiTimeouts, Refusal
 from flanneld.subnet.kube.node_cache import NodeCache, Saved
 from flanneld.subnet.kube.node_table import NodeTable
-from flanneld.subnet.kube.nodes import Node, NodeReader, announced, full_prefix, own_key, own_public_ip
+from flanneld.subnet.kube.nodes import (
+    Node,
+    NodeReader,
+    announced,
+    full_prefix,
+    items,
+    lease_of,
+    own_key,
+    own_public_ip,
+)
 from flanneld.subnet.kube.own_node import OwnNode
 from flanneld.subnet.kube.upkeep import Upkeep
-from flanneld.subnet.kube.watch import NodeWatchMachine
+from flanneld.subnet.kube.watch import NodeWatchMachine, pages
 from flanneld.subnet.manager import NO_FACTS, Deliver, LocalFacts
 
 __all__ = ["KubeManager", "KubeOptions"]
@@ -140,6 +150,23 @@ class KubeManager:
         except Refused as reason:
             self._once.warn(log, "stored", f"Ignoring our earlier annotation: {reason.problem}")
             return None
+
+    def read_leases(self) -> list[Lease]:
+        found: list[Lease] = []
+        own = self._own()
+        config = self._config or self.network_config()
+        nodes: Iterable[Node] = self._saved.peers if self._saved else self._listed()
+        for node in nodes:
+            with suppress(Refused):
+                if node.name != own.name and node.is_managed:
+                    found.append(lease_of(node, config))
+        return found
+
+    def _listed(self) -> Iterator[Node]:
+        for page in pages(partial(self._requests.get, NODES)):
+            for each in items(page):
+                with suppress(Refused):
+                    yield self._reader.read(each)
 
     def acquire(
         self, config: Config, attrs: LeaseAttrs, previous: LeaseKey, local: LocalFacts = NO_FACTS

@@ -95,6 +95,17 @@ def is_behind(now: str, known: str) -> bool:
     return now.isdecimal() and known.isdecimal() and int(now) < int(known)
 
 
+def pages(ask: Callable[..., dict[str, Any]], **selector: str) -> Iterator[dict[str, Any]]:
+    """Yield the pages of a list of nodes. ``ask`` gets the query of each."""
+    token = ""
+    while True:
+        page = ask(limit=str(PAGE), **selector, **({"continue": token} if token else {}))
+        yield page
+        token = str(child(page, "metadata").get("continue") or "")
+        if not token:
+            return
+
+
 class NodeWatchMachine:
     """State machine that lists and watches nodes over a connection of its own.
 
@@ -219,7 +230,6 @@ class NodeWatchMachine:
 
     def _list(self) -> str:
         nodes: list[Node] = []
-        token = ""
         late = clock.now() + _FIRST_LIST
 
         def alive() -> None:
@@ -227,16 +237,12 @@ class NodeWatchMachine:
             if clock.now() > late:
                 self._fall_back(Retryable(f"the list of all nodes takes longer than {_FIRST_LIST:g} s"))
 
-        while True:
-            more = {"continue": token} if token else {}
-            read = _FIRST_LIST if self.substitute else None
-            page = self._api.get(NODES, alive, read, limit=str(PAGE), **self._selector, **more)
+        def ask(**query: str) -> dict[str, Any]:
+            return self._api.get(NODES, alive, _FIRST_LIST if self.substitute else None, **query)
+
+        for page in pages(ask, **self._selector):
             alive()
             nodes += self._read(items(page))
-            meta = child(page, "metadata")
-            token = str(meta.get("continue") or "")
-            if not token:
-                break
         version = _version_of(page)
         del page
         events = self._handler.listed(nodes)

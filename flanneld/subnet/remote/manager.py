@@ -119,8 +119,13 @@ class RemoteManager:
         if public_ip is None:
             return None
         family = family_of(public_ip)
-        leases = _result(self._ask("GET", "/leases")).snapshot or ()
-        return next((each.attrs for each in leases if each.attrs.public(family) == public_ip), None)
+        return next(
+            (each.attrs for each in self.read_leases() if each.attrs.public(family) == public_ip), None
+        )
+
+    def read_leases(self) -> list[Lease]:
+        result = _result(self._ask("GET", "/leases"))
+        return [_lease(each, result) for each in result.snapshot or ()]
 
     def acquire(
         self, config: Config, attrs: LeaseAttrs, previous: LeaseKey, local: LocalFacts = NO_FACTS

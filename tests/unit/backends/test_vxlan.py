@@ -344,6 +344,26 @@ def test_the_mac_is_the_devices_else_the_stored_one_else_random(
     assert devices(made)[0].mac == mac
 
 
+@pytest.mark.parametrize(
+    ("others", "mac"),
+    [
+        ([], EXISTING),
+        ([announced(EXISTING)], STORED),
+        ([announced("0A-00-00-00-00-01")], STORED),
+        ([announced(EXISTING), announced(STORED)], RANDOM),
+        ([announced(PEER_MAC, EXISTING), announced("rubbish"), LeaseAttrs()], EXISTING),
+        ([announced(EXISTING, backend_type="host-gw")], EXISTING),
+    ],
+    ids=["none", "the device's", "in other words", "both", "of the other family", "other backend"],
+)
+def test_mac_of_another_nodes_lease_is_left_to_it(others: list[LeaseAttrs], mac: str) -> None:
+    made = replace(
+        host(mac_of={"flannel.1": EXISTING}.get, stored=announced(STORED)),
+        is_others=lambda announces: any(map(announces, others)),
+    )
+    assert devices(build(config(), made))[0].mac == mac
+
+
 def test_each_family_keeps_its_own_mac() -> None:
     made = build(config(DUAL), host(stored=announced(STORED, PEER_MAC_V6)))
     assert [device.mac for device in devices(made)] == [STORED, PEER_MAC_V6]

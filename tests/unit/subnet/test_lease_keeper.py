@@ -6,7 +6,7 @@ import itertools
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from ipaddress import IPv4Address, IPv4Network
 
 import pytest
@@ -97,6 +97,9 @@ class Store:
         raise NotImplementedError
 
     def stored(self, public_ip: IPAddress | None) -> LeaseAttrs | None:
+        raise NotImplementedError
+
+    def read_leases(self) -> Iterable[Lease]:
         raise NotImplementedError
 
     def acquire(

@@ -218,6 +218,7 @@ def test_subnets_leased_in_either_api_are_not_chosen(etcd: LocalEtcd) -> None:
         node.put("v2", 1, 11)
         node.put("v3", 3, 13)
         assert str(node.join()) == "10.5.2.0/24"
+        assert {"10.5.1.0/24", "10.5.3.0/24"} <= {str(lease) for lease in node.manager.read_leases()}
         node.manager = node.open("both")
         with pytest.raises(Retryable, match=r"no subnet .* is free"):
             node.join(2)

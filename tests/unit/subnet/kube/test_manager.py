@@ -87,6 +87,17 @@ def test_stored_attributes_and_address_of_our_node(cluster: Cluster) -> None:
     assert stored.backend_data == {"VtepMAC": "02:00:00:00:00:01"}
 
 
+def test_leases_of_the_other_nodes_are_read_in_pages(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flanneld.subnet.kube.watch.PAGE", 2)
+    for number in (1, 2, 3, 4, 5):
+        cluster.put_peer(number)
+    cluster.put_peer(6, public_ip="nowhere")
+    manager = cluster.open()
+    assert sorted(map(str, manager.read_leases())) == [f"10.5.{number}.0/24" for number in (2, 3, 4, 5)]
+
+
 def test_garbage_in_our_own_annotations_is_as_good_as_nothing(cluster: Cluster) -> None:
     cluster.put_peer(1, node_public_ip="here", backend_data="{no", public_ip_overwrite="there")
     manager = cluster.open()
