@@ -161,7 +161,7 @@ class CniConfTable(LastingTable):
     def read(self, scope: Scope) -> Iterator[Seen]:
         """Yield the file, without what others added."""
         self._stamp = stamp_of(self._path)
-        present = self._present()
+        present = _present(self._path)
         if present is None:
             return
         found = CniConf.of(self._path, present | {"plugins": _plugins(present)[: present.get(MARK)]})
@@ -183,7 +183,9 @@ class CniConfTable(LastingTable):
                 reason = f"another program changed or removed it more than {REPAIRS} times"
                 report.failed.append(Failure(put.want, reason, "find that program, then restart flanneld"))
             else:
-                self._write(put.want)
+                self._path.parent.mkdir(0o755, parents=True, exist_ok=True)
+                atomic_file.replace(self._path, f"{self._text(put.want)}\n".encode())
+                self._stamp = stamp_of(self._path)
                 report.made.append(put.want)
                 self._settle(put.want)
                 if is_repair:
@@ -208,15 +210,6 @@ class CniConfTable(LastingTable):
             self._settled = found
             self._repairs = 0
 
-    def _present(self) -> Conf | None:
-        """Return the file's content, {} for what is no configuration, None if there is no file."""
-        try:
-            return parsed(atomic_file.read(self._path, MAX_SIZE))
-        except FileNotFoundError:
-            return None
-        except (OSError, MsgspecError):
-            return {}
-
     def _needed(self, want: CniConf) -> Iterator[Path]:
         for plugin in _plugins(want.conf):
             for each in (plugin, plugin.get("ipam") or {}):
@@ -225,7 +218,7 @@ class CniConfTable(LastingTable):
 
     def _text(self, want: CniConf) -> str:
         """Return the content to write: ours, and what others added to the present file."""
-        conf, present = want.conf, self._present() or {}
+        conf, present = want.conf, _present(self._path) or {}
         added: list[Conf] = []
         if MARK in present:
             added = _plugins(present)[present[MARK] :]
@@ -233,12 +226,6 @@ class CniConfTable(LastingTable):
             ours = {"flannel", *(each.get("type") for each in conf["plugins"])}
             added = [each for each in _plugins(present) if each.get("type") not in ours]
         return json.dumps(conf | {"plugins": [*conf["plugins"], *added]}, indent=2)
-
-    def _write(self, want: CniConf) -> None:
-        text = self._text(want)
-        self._path.parent.mkdir(0o755, parents=True, exist_ok=True)
-        atomic_file.replace(self._path, f"{text}\n".encode())
-        self._stamp = stamp_of(self._path)
 
 
 def open_table(options: Options) -> CniConfTable:
@@ -249,10 +236,22 @@ def open_table(options: Options) -> CniConfTable:
 
 def is_flannelds(path: Path) -> bool:
     """Return True for a file that this daemon has written, whatever others added."""
+    return MARK in (_present(path) or {})
+
+
+def _present(path: Path) -> Conf | None:
+    """Return a file's content, {} for what is no configuration, None if there is no file.
+
+    A link is none: the file that it leads to belongs to others.
+    """
+    if path.is_symlink():
+        return {}
     try:
-        return MARK in parsed(atomic_file.read(path, MAX_SIZE))
+        return parsed(atomic_file.read(path, MAX_SIZE))
+    except FileNotFoundError:
+        return None
     except (OSError, MsgspecError):
-        return False
+        return {}
 
 
 def parsed(content: bytes) -> Conf:

@@ -11,6 +11,7 @@ from tests.lab.daemon import own_command
 from tests.lab.lab import NETWORK
 from tests.netns.cni_runtime import Runtime, documented
 from tests.netns.pair import DUAL_STACK
+from tests.netns.test_conditions import service_status
 
 VERSION = "1.0.0"  # has CHECK
 
@@ -97,3 +98,20 @@ def test_start_with_a_bad_template_ends_with_the_reason(lab: Lab) -> None:
     node.start(*words)
     assert node.daemon.wait(20).status == 1
     assert "-cni-template" in node.log()
+
+
+def test_directory_that_cannot_be_written_is_named_once_and_the_network_works(lab: Lab) -> None:
+    lab.etcd.put_config({"Network": NETWORK, "Backend": {"Type": "vxlan"}})
+    node, peer = lab.add_nodes(2)
+    conflist(node).parent.mkdir()
+    read_only = 'mount -t tmpfs -o ro none "$0"; exec "$@"'
+    command = ("unshare", "-m", "sh", "-ec", read_only, str(conflist(node).parent), *own_command())
+    node.start(*flags(node), command=command)
+    peer.start()
+    for each in (node, peer):
+        each.wait_ready()
+    problem = "Read-only file system"
+    wait_for(lambda: problem in service_status(node), 30, "STATUS= to tell it")
+    node.container().wait_for_reply(peer.container())
+    (line,) = (line for line in node.log().splitlines() if problem in line and line.startswith("W"))
+    assert f"The contents of {conflist(node)} are not in place: {problem}" in line

@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 import json
+import os
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from ipaddress import IPv4Network, IPv6Network
 from pathlib import Path
+from threading import Event, Thread
 from types import ModuleType
 from typing import Any
 
@@ -206,6 +208,101 @@ def test_garbage_in_place_of_the_file_is_replaced(host: Host, content: str) -> N
     host.path.write_text(content)
     host.look()
     assert host.kinds == ["bridge", "portmap"]
+
+
+@pytest.mark.parametrize(
+    "put",
+    [
+        pytest.param(lambda path: path.symlink_to("elsewhere"), id="link to a copy"),
+        pytest.param(lambda path: path.symlink_to(path), id="link to itself"),
+        pytest.param(os.mkfifo, id="FIFO"),
+        pytest.param(lambda path: path.write_bytes(b"[" * 10_000_000), id="10 MB"),
+    ],
+)
+def test_what_is_no_regular_file_or_too_large_is_replaced_and_never_followed(
+    host: Host, put: Callable[[Path], object]
+) -> None:
+    host.want()
+    written = host.path.read_bytes()
+    elsewhere = host.path.rename(host.path.with_name("elsewhere"))
+    put(host.path)
+    host.look()
+    assert not host.path.is_symlink()
+    assert host.path.read_bytes() == elsewhere.read_bytes() == written
+
+
+def test_directory_that_is_none_is_named_and_the_file_written_once_it_is_one(
+    host: Host, caplog: pytest.LogCaptureFixture
+) -> None:
+    host.path.parent.touch()
+    host.want()
+    host.look(600)
+    assert "File exists" in host.trouble
+    assert len([each for each in caplog.records if "10-flannel.conflist" in each.message]) == 1
+    host.path.parent.unlink()
+    host.look()
+    assert host.kinds == ["bridge", "portmap"]
+    assert host.trouble == ""
+
+
+def test_two_daemons_that_want_one_file_give_way(host: Host, tmp_path: Path) -> None:
+    other = Host(tmp_path)
+    for _ in range(20):
+        host.want(ENVS[0])
+        other.want(ENVS[1])
+        host.look(5)
+        other.look(5)
+    before = host.path.stat()
+    host.look()
+    other.look()
+    assert host.path.stat() == before
+    assert "another program changed or removed it" in host.trouble + other.trouble
+
+
+def test_template_that_changes_counts_from_the_next_start(tmp_path: Path) -> None:
+    path = tmp_path / "cni-conf.json"
+    path.write_text(json.dumps(TEMPLATE))
+    host = Host(tmp_path, read_template(path))
+    host.install(*BRIDGE)
+    host.want()
+    path.write_text("{}")
+    host.look()
+    host.want(ENVS[2])
+    assert host.kinds == ["bridge", "portmap"]
+    assert host.trouble == ""
+
+
+def test_plug_in_stays_that_a_program_appends_while_the_file_changes(host: Host) -> None:
+    """As istio-cni does it: it watches the file, and has its entry in a copy that it renames."""
+    added, ended = {"type": "istio-cni"}, Event()
+
+    def append() -> None:
+        with suppress(FileNotFoundError):
+            conf = host.conf
+            if added not in conf["plugins"]:
+                copy = host.path.with_name("istio")
+                copy.write_text(json.dumps({**conf, "plugins": [*conf["plugins"], added]}))
+                copy.rename(host.path)
+
+    def keep_appending() -> None:
+        while not ended.is_set():
+            append()
+
+    host.want()
+    thread = Thread(target=keep_appending)
+    thread.start()
+    try:
+        for number in range(200):
+            host.want(ENVS[number % 3])
+            host.look(1)
+    finally:
+        ended.set()
+        thread.join()
+    append()
+    host.look()
+    assert host.trouble == ""
+    assert host.kinds == ["bridge", "portmap", "istio-cni"]
+    assert len(host.conf["plugins"][0]["ipam"]["ranges"]) == len(ENVS[199 % 3].subnets)
 
 
 def test_program_that_keeps_replacing_the_file_is_given_way_and_named(host: Host) -> None:
