@@ -4,9 +4,9 @@ Fails if the tests kill less than 95 % of the mutants, or if survivors.toml does
 Works on copies, so the code itself is never changed.
 
 With --random the mutants are drawn from all of flanneld/. Each gets the unit tests that run its line, the
-quickest first: as many as took a quarter of 60 s when that was recorded. A line that no unit test runs gets
-tests in namespaces, as root; they are counted apart. Where no test runs the line, the mutant survives. Fails
-if less than 82 % of the mutants are killed.
+quickest first: as many as took a quarter of 60 s when that was recorded. One that survives these gets tests
+in namespaces in the same way, as root; they are counted apart. Where no test runs the line, it survives.
+Fails if less than 82 % of the mutants are killed.
 
 A mutant is undecided if its tests fail or take too long without it as well. These do not count, nor do the
 survivors that are named.
@@ -26,7 +26,7 @@ import tempfile
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,9 +62,9 @@ Key = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class Job:
-    """One run of tests, files or single ones; without a mutant, of the code as it is."""
+    """Runs of tests, files or single ones, until one fails; without a mutant, of the code as it is."""
 
-    tests: tuple[str, ...]
+    stages: tuple[tuple[str, ...], ...]
     mutant: Mutant | None = None
     limit: float = 600.0
 
@@ -92,12 +92,12 @@ def _jobs_of_modules(arguments: argparse.Namespace, pool: ProcessPoolExecutor) -
     modules: dict[str, list[str]] = tomllib.loads((HERE / "modules.toml").read_text())
     tests = {module: tuple(modules[module]) for module in arguments.modules or modules}
     limits = {}
-    for module, outcome in zip(tests, pool.map(_run, map(Job, tests.values())), strict=True):
+    for module, outcome in zip(tests, pool.map(_run, (Job((each,)) for each in tests.values())), strict=True):
         if outcome.verdict != "survived":
             sys.exit(f"{outcome.output}\nthe tests of {module} fail without a mutant")
         limits[module] = GRACE + 10 * outcome.seconds
     for each in sample(_sources(tests), arguments.count or COUNT, arguments.seed or SEED):
-        yield Job(tests[each.module], each, limits[each.module])
+        yield Job((tests[each.module],), each, limits[each.module])
 
 
 def _random_jobs(arguments: argparse.Namespace) -> Iterator[Job]:
@@ -106,13 +106,15 @@ def _random_jobs(arguments: argparse.Namespace) -> Iterator[Job]:
     record = contexts.Record(arguments.jobs)
     modules = [str(path.relative_to(ROOT)) for path in ROOT.glob("flanneld/**/*.py")]
     for mutant in sample(_sources(modules), arguments.count or RANDOM_COUNT, seed):
-        found = record.tests_of(mutant.module, mutant.line)
-        found.sort(key=lambda test: f"/test_{Path(mutant.module).stem}.py" not in test)
-        ends = itertools.accumulate(record.seconds[test] for test in found)
-        enough = tuple(
-            test for test, end in zip(found, ends, strict=True) if end < BUDGET or test == found[0]
-        )
-        yield Job(enough, mutant, LIMIT)
+        stages = record.tests_of(mutant.module, mutant.line)
+        yield Job(tuple(_affordable(mutant, each, record.seconds) for each in stages), mutant, LIMIT)
+
+
+def _affordable(mutant: Mutant, tests: list[str], seconds: Mapping[str, float]) -> tuple[str, ...]:
+    """Return the tests that are named like the module, then the quickest, at least one."""
+    tests.sort(key=lambda test: f"/test_{Path(mutant.module).stem}.py" not in test)
+    ends = itertools.accumulate(seconds[test] for test in tests)
+    return tuple(tests[: max(1, sum(end < BUDGET for end in ends))])
 
 
 def _sources(modules: Iterable[str]) -> dict[str, str]:
@@ -146,28 +148,36 @@ def _enter_copy(folder: str) -> None:
 
 
 def _run(job: Job) -> Outcome:
+    outcome = Outcome("no test runs the line")
+    for tests in filter(None, job.stages):
+        outcome = _run_stage(tests, job)
+        if outcome.verdict != "survived":
+            break
+    return outcome
+
+
+def _run_stage(tests: tuple[str, ...], job: Job) -> Outcome:
     begin = time.monotonic()
-    if not job.tests:
-        return Outcome("no test runs the line")
     if job.mutant is None:
-        killed, output = _fails(job.tests, job.limit)
+        killed, output = _fails(tests, job.limit)
     else:
         path = Path(job.mutant.module)
         source = path.read_text()
         try:
             path.write_text(job.mutant.text)
-            killed, output = _fails(job.tests, job.limit)
+            killed, output = _fails(tests, job.limit)
         finally:
             path.write_text(source)
     seconds = time.monotonic() - begin
     if not killed:
         return Outcome("survived", seconds, output)
     failed = json.loads(Path("results.json").read_text())["failed"]
-    again = job.tests if output == "timeout" else failed
+    again = tests if output == "timeout" else failed
     if job.mutant is not None and again and _fails(again, job.limit)[0]:
         return Outcome("undecided", seconds, output)
-    where = "in namespaces" if job.tests[0].startswith(contexts.NAMESPACES) else "by unit tests"
-    return Outcome(f"killed by the time limit {where}" if output == "timeout" else f"killed {where}", seconds)
+    where = "in namespaces" if tests[0].startswith(contexts.NAMESPACES) else "by unit tests"
+    how = "killed by the time limit" if output == "timeout" else "killed"
+    return Outcome(f"{how} {where}", seconds, output)
 
 
 def _fails(tests: Iterable[str], limit: float) -> tuple[bool, str]:

@@ -9,10 +9,11 @@ import ast
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -84,20 +85,27 @@ class Record:
         self._lines = CoverageData(str(folder / "lines"))
         self._lines.read()
 
-    def tests_of(self, module: str, line: int) -> list[str]:
-        """Return the unit tests that run a line, quickest first; those in namespaces if there are none.
+    def tests_of(self, module: str, line: int) -> tuple[list[str], list[str]]:
+        """Return the unit tests that run a line, and those in namespaces, quickest first.
 
-        What runs on import gets the tests that run anything in the module.
+        A line that runs on import gets the tests that run a line with its name, else any of the module.
         """
-        contexts = self._lines.contexts_by_lineno(str(ROOT / module))
-        nodes = ast.walk(ast.parse((ROOT / module).read_text()))
-        functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
-        is_inside = any(each.body[0].lineno <= line <= (each.end_lineno or 0) for each in functions)
-        lines = [line] if is_inside else contexts
+        source, contexts = (ROOT / module).read_text(), self._lines.contexts_by_lineno(str(ROOT / module))
+        nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.stmt)]
+        around = [node for node in nodes if node.lineno <= line <= (node.end_lineno or 0)]
+        lines: Iterable[int] = [line]
+        if not any(isinstance(node, ast.FunctionDef) and node.body[0].lineno <= line for node in around):
+            parts = [part for node in around if isinstance(node, ast.Assign) for part in node.targets]
+            names = re.findall(r"\w+", " ".join(map(ast.unparse, parts)))
+            named = re.compile("|".join(rf"\b{name}\b" for name in names) or "$^")
+            texts = enumerate(source.splitlines(), 1)
+            lines = [number for number, text in texts if named.search(text) and any(contexts.get(number, ()))]
+            lines = lines or contexts
         # A subprocess adds the phase: "tests/unit/test_x.py::test_y (call)".
         found = {context.partition(" (")[0] for number in lines for context in contexts.get(number, ())}
         tests = sorted(found & self.seconds.keys(), key=self.seconds.__getitem__)
-        return [test for test in tests if test.startswith(UNIT)] or tests
+        unit = [test for test in tests if test.startswith(UNIT)]
+        return unit, [test for test in tests if test.startswith(NAMESPACES)]
 
 
 def _make(folder: Path, results: Path, jobs: int) -> None:
