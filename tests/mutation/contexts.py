@@ -22,7 +22,7 @@ from coverage import Coverage, CoverageData
 from tests.lab.node import Node
 
 ROOT = Path(__file__).parents[2]
-UNIT, NAMESPACES = "tests/unit/", "tests/netns/"
+UNIT, NAMESPACES = ("tests/unit/", "tests/fuzz/"), ("tests/netns/", "tests/faults/")
 #: Variables for the plug-in: the file for the results, and the file with the tests to run.
 RESULTS, CHOSEN = "MUTATION_RESULTS", "MUTATION_CHOSEN"
 PLUGIN = f"-p {__name__} -p no:cacheprovider -p no:randomly"
@@ -113,7 +113,7 @@ def _make(folder: Path, results: Path, jobs: int) -> None:
     config = folder / "config"
     config.write_text(_CONFIG.format(root=ROOT, folder=folder))
     environment = os.environ | {"COVERAGE_PROCESS_START": str(config), RESULTS: str(results)}
-    folders = [UNIT, NAMESPACES] if os.geteuid() == 0 else [UNIT]
+    folders = [*UNIT, *NAMESPACES] if os.geteuid() == 0 else UNIT
     options = f"-q -n {jobs} --dist worksteal --needs-kernel without {PLUGIN}"
     python = [sys.executable, "-m"]
     subprocess.run([*python, "pytest", *options.split(), *folders], cwd=ROOT, env=environment)

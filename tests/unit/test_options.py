@@ -336,6 +336,24 @@ def test_two_commands_at_once_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["-token=x"], "-token is for -remote"),
+        (["-token-file=/x"], "-token-file is for -remote"),
+        (["-remote=192.0.2.1:8888", "-token=x", "-token-file=/x"], "are two tokens"),
+        (["-store=/x", "-kube-subnet-mgr"], "-store and -kube-subnet-mgr name two stores"),
+        (["-store=/x", "-remote=192.0.2.1:8888"], "-store and -remote name two stores"),
+        (["-network=n"], "-network is for the network in -store"),
+        (["-serve-only"], "-serve-only is for -listen with -store"),
+        (["-store=/x", "-require-token"], "-require-token is for -listen with -store"),
+    ],
+)
+def test_options_of_which_one_needs_or_excludes_another_are_refused(words: list[str], problem: str) -> None:
+    with pytest.raises(Fatal, match=problem):
+        read(words, {})
+
+
+@pytest.mark.parametrize(
     ("word", "remedy"),
     [
         ("-iptables-rules=mine", "give one of: own-chains, v0.12"),

@@ -49,6 +49,18 @@ def test_packets_stop_at_the_first_stage_that_explains_the_rest(found: list[Seri
     assert verdict(found).at == at
 
 
+@pytest.mark.parametrize(
+    ("found", "text"),
+    [
+        ([good(Stage.UNDERLAY)], "the node answers; its backend has no address in the overlay"),
+        ([good(Stage.UNDERLAY), good(Stage.TUNNEL)], "packets pass in both directions"),
+        ([good(Stage.UNDERLAY), good(Stage.CONTAINER)], "packets pass in both directions"),
+    ],
+)
+def test_packets_that_pass_prove_no_more_than_where_they_went(found: list[Series], text: str) -> None:
+    assert verdict(found).reason.startswith(text)
+
+
 ANSWER = Reply(0.001)
 
 

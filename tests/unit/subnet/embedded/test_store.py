@@ -332,6 +332,12 @@ def test_file_that_is_no_store_is_refused_and_left_alone(
     assert (path.read_bytes() if path.exists() else None) == content
 
 
+def test_new_store_gets_its_folders(tmp_path: Path) -> None:
+    path = tmp_path / "var" / "lib" / "leases.db"
+    Database(path, create=True).close()
+    assert path.is_file()
+
+
 def test_database_of_another_program_or_format_is_refused(path: Path) -> None:
     with sqlite3.connect(path) as connection:
         connection.execute("CREATE TABLE songs (title)")
