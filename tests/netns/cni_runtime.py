@@ -41,6 +41,7 @@ class Runtime:
         self.reservations = node.directory / "cni-networks"
         self._conflist = documented() | changes
         self._results: dict[int, dict[str, Any]] = {}
+        self._runtime_configs: dict[int, dict[str, Any]] = {}
 
     def use(self, conflist: dict[str, Any]) -> None:
         self._conflist = conflist
@@ -53,6 +54,7 @@ class Runtime:
             answer = self._call("ADD", plugin, number, prevResult=result, runtimeConfig=runtime_config)
             result = json.loads(answer)
         self._results[number] = result
+        self._runtime_configs[number] = runtime_config
         addresses = [ip_interface(given["address"]).ip for given in result["ips"]]
         return Container(
             inside, {address.version: str(address) for address in addresses}, self.node.directory
@@ -64,7 +66,8 @@ class Runtime:
 
     def delete(self, number: int) -> None:
         for plugin in reversed(self._conflist["plugins"]):
-            self._call("DEL", plugin, number, prevResult=self._results[number])
+            given = {"prevResult": self._results[number], "runtimeConfig": self._runtime_configs[number]}
+            self._call("DEL", plugin, number, **given)
         if self._namespace(number).exists():
             batch(f"netns del {self._namespace(number).name}")
 
