@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,20 @@ IMAGE = f"localhost/flanneld:{__version__.replace('+', '-')}"
 Object = dict[str, Any]
 Objects = Mapping[str, Object]
 
+#: What k3s v1.35 writes for its own flannel, from pkg/agent/flannel/setup_linux.go of its sources.
+K3S_CNI_CONF: Object = {
+    "name": "cbr0",
+    "cniVersion": "1.0.0",
+    "plugins": [
+        {
+            "type": "flannel",
+            "delegate": {"hairpinMode": True, "forceAddress": True, "isDefaultGateway": True},
+        },
+        {"type": "portmap", "capabilities": {"portMappings": True}},
+        {"type": "bandwidth", "capabilities": {"bandwidth": True}},
+    ],
+}
+
 
 def read(text: str) -> dict[str, Object]:
     """The objects of a YAML text by kind; there is one of each."""
@@ -32,6 +48,19 @@ def read(text: str) -> dict[str, Object]:
 
 def manifest() -> dict[str, Object]:
     return read(MANIFEST.read_text())
+
+
+def kustomize(folder: str, home: Path) -> dict[str, Object]:
+    """What kubectl makes of a kustomization, by kind. ``home`` is an empty directory."""
+    done = subprocess.run(
+        ["kubectl", "kustomize", ROOT / folder],
+        env={"PATH": os.environ["PATH"], "HOME": str(home)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return read(done.stdout)
 
 
 def render(values: Object, namespace: str = "kube-flannel") -> dict[str, Object]:
