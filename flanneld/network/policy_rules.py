@@ -14,7 +14,7 @@ RTM_GETRULE = 34
 #: struct fib_rule_hdr: family, lengths of destination and source, tos, table, two reserved, action, flags.
 _HEADER = struct.Struct("=BBBBBBBBI")
 _DST, _SRC, _IIF, _PRIORITY, _MARK, _TABLE, _OIF = 1, 2, 3, 6, 10, 15, 17
-_ACTIONS = {1: "lookup", 2: "goto", 6: "blackhole", 7: "unreachable", 8: "prohibit"}
+_ACTIONS = {2: "goto", 6: "blackhole", 7: "unreachable", 8: "prohibit"}
 _INVERT = 2
 #: Priorities of the rules that every host has.
 _DEFAULT = frozenset({0, 32766, 32767})

@@ -11,7 +11,7 @@ from flanneld.backends.ipsec.sessions import ConnectionSas
 from flanneld.ctl.evidence import flows
 from flanneld.ctl.evidence.encryption import sessions_of, with_associations
 from flanneld.ctl.evidence.filters import dropped
-from flanneld.ctl.evidence.lookups import chosen_of, questions
+from flanneld.ctl.evidence.lookups import Question, _before, chosen_of, questions
 from flanneld.ctl.path_mtu import sample
 from flanneld.diagnostics.status import describe
 from flanneld.network.firewall.verdicts.packet import DROP, Step, Test
@@ -195,3 +195,21 @@ def test_a_silent_peer_that_the_device_lacks_is_named() -> None:
     (found,) = sessions_of(told, [seen(handshake=0, subnet="10.9.0.0/24")], ["10.6.0.0/24"], 1000.0)
     assert found["sessions"][0]["problem"].startswith("flannel-wg has no peer with this subnet")
     assert list(sessions_of(told, [], ["10.6.0.0/24"], 1000.0)) == told["peers"]
+
+
+@pytest.mark.parametrize(
+    ("target", "rule", "commands"),
+    [
+        ("10.5.2.1", PolicyRule(4, 100, ""), ["ip rule add to 10.5.0.0/16 lookup main priority 99"]),
+        ("fd05:2::1", PolicyRule(6, 100, ""), ["ip -6 rule add to fd05::/16 lookup main priority 99"]),
+        ("10.5.2.1", PolicyRule(4, 0, ""), []),
+        ("10.6.2.1", PolicyRule(4, 100, ""), []),
+    ],
+)
+def test_rule_for_the_cluster_network_comes_just_before_a_foreign_one(
+    target: str, rule: PolicyRule, commands: list[str]
+) -> None:
+    ranges = [{"network": "10.5.0.0/16", "subnet_len": 24}, {"network": "fd05::/16", "subnet_len": 64}]
+    question = Question("packets to pods", ip_address(target), None, "", lambda _: True)
+    found = _before(rule, question, {"network": {"ranges": ranges}})
+    assert [" ".join(each) for each in found] == commands

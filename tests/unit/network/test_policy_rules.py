@@ -1,0 +1,78 @@
+"""Policy rules as the kernel dumps them (linux/fib_rules.h), and as ip-rule(8) takes them."""
+
+from __future__ import annotations
+
+import struct
+from ipaddress import ip_network
+
+import pytest
+
+from flanneld.network.policy_rules import PolicyRule, decode
+from flanneld.network.rtnetlink.netlink import MalformedNetlink, attribute, u32
+
+TO, FROM, IIF, PRIORITY, MARK, TABLE, OIF = 1, 2, 3, 6, 10, 15, 17
+LOOKUP, GOTO, BLACKHOLE, UNREACHABLE, PROHIBIT = 1, 2, 6, 7, 8
+INVERT = 2
+AF_INET, AF_INET6 = 2, 10
+
+
+def dumped(*attributes: bytes, family: int = AF_INET, lengths: tuple[int, int] = (0, 0), tos: int = 0,
+           table: int = 254, action: int = LOOKUP, flags: int = 0) -> PolicyRule:  # fmt: skip
+    head = struct.pack("=BBBBBBBBI", family, *lengths, tos, table, 0, 0, action, flags)
+    data = head + b"".join(attributes)
+    return decode(data, 0, len(data))
+
+
+@pytest.mark.parametrize(
+    ("found", "text"),
+    [
+        (dumped(), "from all lookup main"),
+        (dumped(table=255), "from all lookup local"),
+        (dumped(table=253), "from all lookup default"),
+        (dumped(u32(TABLE, 1000), table=252), "from all lookup 1000"),
+        (dumped(action=GOTO), "from all goto"),
+        (dumped(action=BLACKHOLE), "from all blackhole"),
+        (dumped(action=UNREACHABLE), "from all unreachable"),
+        (dumped(action=PROHIBIT), "from all prohibit"),
+        (dumped(u32(MARK, 0x200), table=100), "from all fwmark 0x200 lookup 100"),
+        (dumped(attribute(IIF, b"eth0\0")), "from all iif eth0 lookup main"),
+        (dumped(attribute(OIF, b"eth1\0")), "from all oif eth1 lookup main"),
+        (dumped(attribute(FROM, bytes([10, 5, 1, 0])), lengths=(0, 24)), "from 10.5.1.0/24 lookup main"),
+        (dumped(attribute(TO, bytes([10, 5, 0, 0])), lengths=(16, 0)), "from all to 10.5.0.0/16 lookup main"),
+    ],
+)
+def test_rule_is_written_as_ip_rule_takes_it(found: PolicyRule, text: str) -> None:
+    assert found.text == text
+
+
+def test_conditions_of_a_rule_are_read() -> None:
+    source = ip_network("fd00::/64")
+    data = attribute(FROM, source.network_address.packed)
+    rule = dumped(data, u32(PRIORITY, 99), attribute(IIF, b"eth0\0"), family=AF_INET6, lengths=(0, 64))
+    assert rule == PolicyRule(6, 99, "from fd00::/64 iif eth0 lookup main", source, None, "eth0")
+
+
+@pytest.mark.parametrize(
+    ("rule", "is_narrow"),
+    [
+        (dumped(), False),
+        (dumped(u32(MARK, 0)), False),
+        (dumped(u32(MARK, 1)), True),
+        (dumped(attribute(OIF, b"eth1\0")), True),
+        (dumped(tos=8), True),
+        (dumped(flags=INVERT), True),
+        (dumped(flags=1), False),
+    ],
+)
+def test_condition_that_is_not_looked_at_makes_a_rule_narrow(rule: PolicyRule, is_narrow: bool) -> None:
+    assert rule.is_narrow is is_narrow
+
+
+@pytest.mark.parametrize(("priority", "is_default"), [(0, True), (1, False), (32766, True), (32767, True)])
+def test_rules_that_every_host_has_are_known_by_their_priority(priority: int, is_default: bool) -> None:
+    assert dumped(u32(PRIORITY, priority)).is_default is is_default
+
+
+def test_rule_of_another_family_is_malformed() -> None:
+    with pytest.raises(MalformedNetlink):
+        dumped(family=7)
