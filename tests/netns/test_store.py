@@ -217,7 +217,7 @@ def test_an_etcd_that_lost_its_data_ends_the_daemons_and_not_the_traffic(lab: La
         lab.etcd.start()
         for node in (first, second):
             assert node.daemon.wait(20).status == 0
-            assert len(node.wait_for_log("Our lease")) == 1
+            assert len(node.wait_for_log("Lease has been revoked")) == 1
         ping.wait_for_replies()
         assert ping.lost() == 0
     lab.etcd.put_config({"Network": "10.5.0.0/16", "Backend": {"Type": "vxlan"}})
