@@ -62,29 +62,32 @@ def mac(node: Node, family: int) -> str:
     return f"02:42:00:00:{family:02x}:{node.number:02x}"
 
 
-def address(node: Node, family: int) -> str:
-    return node.address if family == 4 else node.ipv6_address
-
-
 class K3sNode:
-    """A node on which k3s's own flannel has run with vxlan, and then ended with its k3s."""
+    """A node on which k3s's own flannel has run with vxlan, and then ended with its k3s.
 
-    def __init__(self, lab: Lab, node: Node, families: tuple[int, ...]) -> None:
+    ``external`` is another address of the node, at which it is reached, as with ``flannel-external-ip``.
+    """
+
+    def __init__(self, lab: Lab, node: Node, families: tuple[int, ...], external: str = "") -> None:
         self.lab = lab
         self.node = node
         self.families = families
+        self.public = {4: external or node.address, 6: node.ipv6_address}
         self.own_conflist = node.directory / "agent/etc/cni/net.d/10-flannel.conflist"
         self.own_conflist.parent.mkdir(parents=True)
         self.own_conflist.write_text(json.dumps(K3S_CNI_CONF))
         self.runtime = Runtime(node)
         self.runtime.use(K3S_CNI_CONF)
         announced = {"kube-subnet-manager": "true", "backend-type": "vxlan"}
+        if external:
+            node.namespace.ip(f"address add {external}/24 dev eth0")
+            announced["public-ip-overwrite"] = external
         env = ""
         for family in families:
             self._make_device(family)
             self._make_rules(family)
             data, public, prefix = NAMES[family]
-            announced |= {data: f'{{"VNI":1,"VtepMAC":"{mac(node, family)}"}}', public: address(node, family)}
+            announced |= {data: f'{{"VNI":1,"VtepMAC":"{mac(node, family)}"}}', public: self.public[family]}
             own = ip_network(subnet(node, family))
             env += f"{prefix}NETWORK={NETWORKS[family]}\n{prefix}SUBNET={own[1]}/{own.prefixlen}\n"
         node.subnet_file.write_text(f"{env}FLANNEL_MTU=1450\nFLANNEL_IPMASQ=true\n")
@@ -96,7 +99,7 @@ class K3sNode:
         device = DEVICES[family]
         self.node.namespace.ip(
             f"link add {device} address {mac(self.node, family)} mtu 1450 type vxlan id 1 dev eth0"
-            f" local {address(self.node, family)} dstport 8472 nolearning",
+            f" local {self.node.address if family == 4 else self.node.ipv6_address} dstport 8472 nolearning",
             f"address add {base(self.node, family)} dev {device}",
             f"link set {device} up",
         )
@@ -110,15 +113,15 @@ class K3sNode:
         )
         self.node.namespace.run(f"{PROGRAMS[family]}-restore", "--noflush", stdin=rules)
 
-    def know(self, peer: Node) -> None:
+    def know(self, peer: K3sNode) -> None:
         """Make what leads to a peer."""
         for family in self.families:
-            device, gateway, vtep = DEVICES[family], base(peer, family), mac(peer, family)
+            device, gateway, vtep = DEVICES[family], base(peer.node, family), mac(peer.node, family)
             self.node.namespace.ip(
                 f"neighbor add {gateway} lladdr {vtep} dev {device} nud permanent",
-                f"route add {subnet(peer, family)} via {gateway} dev {device} onlink",
+                f"route add {subnet(peer.node, family)} via {gateway} dev {device} onlink",
             )
-            where = ("dev", device, "dst", address(peer, family), "self", "permanent")
+            where = ("dev", device, "dst", peer.public[family], "self", "permanent")
             self.node.run("bridge", "fdb", "add", vtep, *where)
 
     def start_daemon(self, flags: list[str]) -> dict[str, Any]:
@@ -169,9 +172,13 @@ def test_nodes_leave_the_flannel_of_k3s_and_return_without_loss(
 ) -> None:
     flags = arguments(kustomize("dist/k3s", tmp_path))
     write_net_conf(lab, families)
-    moved, other = nodes = [K3sNode(lab, node, families) for node in lab.add_nodes(2)]
-    moved.know(other.node)
-    other.know(moved.node)
+    first, second = lab.add_nodes(2)
+    moved, other = nodes = [
+        K3sNode(lab, first, families),
+        K3sNode(lab, second, families, external="198.18.0.102"),
+    ]
+    moved.know(other)
+    other.know(moved)
     runtime = moved.runtime
     old = runtime.add(1, portMappings=[HOST_PORT])
     kept, far = runtime.add(2), other.runtime.add(1)
