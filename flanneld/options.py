@@ -288,6 +288,13 @@ class Options(Struct, frozen=True):
     log_backtrace_at: str = _flag(
         "log_backtrace_at", "", "add a stack trace to the log lines of this `file:line`"
     )
+    #: Names of the flags that the command line or the environment sets, also to their defaults.
+    given: frozenset[str] = frozenset()
+
+    @property
+    def names_a_store(self) -> bool:
+        """Return True if a flag selects the store, so that etcd on this host is not just the default."""
+        return bool("etcd-endpoints" in self.given or self.kube_subnet_mgr or self.remote or self.store)
 
     @property
     def has_networks(self) -> bool:
@@ -415,7 +422,8 @@ def _checked(given: Mapping[str, FlagValue], sources: Mapping[str, str]) -> Opti
             name: entry.read(given[flag], sources[flag])
             for name, entry in _ENTRIES.items()
             if (flag := entry.flag.name) in given
-        }
+        },
+        given=frozenset(given),
     )
     if options.cleanup and options.migrate_etcd_v2_to_v3:
         raise Fatal("-cleanup and -migrate-etcd-v2-to-v3 are two things", "give one of them")

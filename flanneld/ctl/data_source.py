@@ -5,6 +5,7 @@ Each returns a document in the format of ``flanneld.diagnostics.status``; the la
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
@@ -25,8 +26,6 @@ from flanneld.subnet import subnet_file
 
 #: Seconds after which a silent daemon counts as not running.
 DAEMON_TIME = 5.0
-#: Options that select a store; without any of them the store is not asked.
-_STORE_FLAGS = ("etcd-endpoints", "kube-subnet-mgr")
 
 
 class SourcePart(StrEnum):
@@ -76,10 +75,7 @@ def find(words: Sequence[str], environ: Mapping[str, str], socket_path: str = ""
         reason = getattr(error, "strerror", None) or error
         hangs = isinstance(error, TimeoutError)
         silent = Unknown(SourcePart.DAEMON, f"no daemon answers at {path}: {reason}", hangs=hangs)
-    given = " ".join(words) + " " + " ".join(environ)
-    if not any(
-        flag in given or f"FLANNELD_{flag.upper().replace('-', '_')}" in given for flag in _STORE_FLAGS
-    ):
+    if not wanted.names_a_store:
         why = Unknown(SourcePart.STORE, "the store was not asked: give -etcd-endpoints", failed=False)
         return Source("host", _of_the_host(wanted), (silent, why), wanted)
     logging.getLogger().setLevel(logging.ERROR)
@@ -98,7 +94,10 @@ def _document(said: bytes) -> dict[str, Any]:
     try:
         document = msgspec.json.decode(said)
     except msgspec.DecodeError as error:
-        raise ValueError(f"what answers is no daemon: {error}") from None
+        try:
+            document = json.loads(said)  # takes half a surrogate pair, as in a path that is no UTF-8
+        except ValueError:
+            raise ValueError(f"what answers is no daemon: {error}") from None
     if not isinstance(document, dict):
         raise ValueError("what answers is no daemon")  # noqa: TRY004 - it is the value that is wrong
     return document

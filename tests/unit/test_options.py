@@ -96,7 +96,8 @@ def test_flags_and_defaults_are_go_flannelds() -> None:
 
 
 def test_each_field_is_named_as_its_flag() -> None:
-    assert [f.name for f in structs.fields(Options)] == [flag.name.replace("-", "_") for flag in FLAGS]
+    names = [flag.name.replace("-", "_") for flag in FLAGS]
+    assert [f.name for f in structs.fields(Options)] == [*names, "given"]
 
 
 def test_an_api_of_etcd_that_does_not_exist_is_refused() -> None:
@@ -270,7 +271,7 @@ def test_patterns_are_gos_and_stay_as_they_were_written() -> None:
 
 
 def test_an_empty_address_is_no_address() -> None:
-    assert read(["-public-ip=", "-public-ipv6="], {}) == Options()
+    assert repr(read(["-public-ip=", "-public-ipv6="], {})) == repr(Options())
 
 
 def test_only_what_differs_from_the_defaults_is_described() -> None:

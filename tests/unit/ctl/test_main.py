@@ -16,6 +16,7 @@ import pytest
 
 from flanneld.ctl.data_source import last_words
 from flanneld.ctl.main import COMMANDS, FINE, NO_DAEMON, PROBLEMS, USAGE, run
+from flanneld.diagnostics.status import encoded
 from flanneld.diagnostics.status_socket import StatusSocket
 
 DEADLINE = 20.0
@@ -129,6 +130,44 @@ def test_a_status_that_is_not_understood_is_said_to_be_so(
     with daemon(tmp_path, b"{}"):
         assert run(["status", *where, "--output=json"], {}) == PROBLEMS
     assert "use the flannelctl of its version" in told(capsys)["error"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "is_asked"),
+    [
+        ([], {}, False),
+        (["-iface=etcd-endpoints"], {}, False),
+        (["-kube-subnet-mgr=false"], {}, False),
+        ([], {"FLANNELD_ETCD_ENDPOINTS": ""}, False),
+        (["-etcd-endpoints=http://127.0.0.1:1"], {}, True),
+        ([], {"FLANNELD_ETCD_ENDPOINTS": "http://127.0.0.1:1"}, True),
+        (["-remote=127.0.0.1:1"], {}, True),
+        ([], {"FLANNELD_REMOTE": "127.0.0.1:1"}, True),
+        (["-store=/nonexistent/leases.db"], {}, True),
+        (["-kube-subnet-mgr", "-kube-api-url=http://127.0.0.1:1"], {}, True),
+    ],
+)
+def test_store_is_asked_if_a_flag_or_a_variable_names_it(
+    flags: list[str],
+    environ: dict[str, str],
+    is_asked: bool,
+    where: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run(["peers", *where, *flags, "--output=json"], environ)
+    why = told(capsys)["not_known"][1]
+    assert (why == "the store was not asked: give -etcd-endpoints") is not is_asked
+
+
+def test_daemon_answers_though_its_subnet_file_has_a_name_that_is_no_utf8(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / os.fsdecode(b"\xff")
+    folder.mkdir()
+    file = str(folder / "subnet.env")
+    with daemon(folder, encoded({"subnet_file": file, "events": []})):
+        assert run(["events", f"-subnet-file={file}", "--output=json"], {}) == FINE
+    assert told(capsys) == {"events": [], "not_known": []}
 
 
 def test_a_pipe_that_nobody_reads_is_no_error(where: list[str]) -> None:
