@@ -99,13 +99,14 @@ def at_a_glance(
 def _setting(document: Mapping[str, Any]) -> str:
     if (document.get("network") or {}).get("backend") in WITH_OPTION:
         return "Backend.MTU"
-    return f"the MTU of {(document.get('uplink') or {}).get('name')} on all nodes"
+    return f"the MTU of {(document.get('uplink') or {}).get('name', 'the external interface')} on all nodes"
 
 
 def _ends(peer: Mapping[str, Any], document: Mapping[str, Any]) -> Iterator[tuple[str, IPAddress, int]]:
     """Yield name, target and wanted size of each path to a peer."""
-    for text in peer["public_ips"]:
-        yield "underlay", ip_address(text), (document.get("uplink") or {})["mtu"]
+    uplink = document.get("uplink") or {}
+    for text in peer["public_ips"] if uplink else ():
+        yield "underlay", ip_address(text), uplink["mtu"]
     ours = {each.address for each in values(document.get("local")) if isinstance(each, Address)}
     own = {
         net.version

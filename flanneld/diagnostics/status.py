@@ -311,9 +311,8 @@ def _public_ips(of: Lease) -> list[str]:
 def _vnis(of: Lease) -> list[int]:
     """Return the VNIs in a lease; Go flannel before 0.20 writes none."""
     data = [of.attrs.data(family) for family in FAMILIES]
-    return sorted(
-        {each["VNI"] for each in data if isinstance(each, dict) and isinstance(each.get("VNI"), int)}
-    )
+    # By type: JSON's true is an int, too.
+    return sorted({each["VNI"] for each in data if isinstance(each, dict) and type(each.get("VNI")) is int})
 
 
 def _end(of: Lease) -> float | None:

@@ -200,11 +200,11 @@ def device_mtu(facts: Facts) -> Iterator[Finding]:
     room = _OVERHEAD.get((facts.document.get("network") or {}).get("backend") or "", {})
     for name in facts.devices if link and room else ():
         device = facts.link(name)
-        family = 6 if "-v6" in name else 4
-        if link and device and device.mtu + room.get(family, 0) > link.mtu:
+        headers = room.get(6 if "-v6" in name else 4)
+        if link and device and headers and device.mtu + headers > link.mtu:
             yield Finding(
                 f"{name} has the MTU {device.mtu}, too large for {link.name} with {link.mtu}",
-                f"the outer headers take {room[family]} bytes",
+                f"the outer headers take {headers} bytes",
                 "large packets are fragmented or lost between the nodes",
                 Advice(
                     f"raise the MTU of {link.name}, or "

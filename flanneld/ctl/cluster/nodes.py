@@ -202,7 +202,7 @@ def own_node(document: Mapping[str, Any]) -> Node:
             port=of_device["port"],
             mtu=document.get("mtu"),
             uplink_mtu=uplink.get("mtu"),
-            store=store_kind(str((document.get("store") or {}).get("name"))),
+            store=store_kind(name) if (name := (document.get("store") or {}).get("name")) else None,
             ready=health.get("ready", True),
             conditions=tuple(sorted({each["part"] for each in health.get("conditions") or ()})),
         ),

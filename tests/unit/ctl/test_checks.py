@@ -613,6 +613,15 @@ def test_a_device_too_large_gets_the_advice_that_fits_its_backend(backend: str, 
     assert words in remedy.text
 
 
+@pytest.mark.parametrize("backend", ["ipip", "udp", "ipsec"])
+def test_ipv6_device_of_a_backend_without_ipv6_is_not_judged_by_its_size(backend: str) -> None:
+    document = deepcopy(DOCUMENT)
+    document["network"]["backend"] = backend
+    document["devices"] = ["flannel-v6.1"]
+    facts = replace(WELL, document=document, links=(link("eth0", 1450), link("flannel-v6.1", 1500)))
+    assert remedies("device", facts) == []
+
+
 def test_an_uplink_that_loses_its_ipv6_addresses_when_it_is_down_takes_more_than_a_command() -> None:
     down = with_links(link("eth0", up=False), flannel())
     assert remedies("uplink", down) == [Fix((("ip", "link", "set", "dev", "eth0", "up"),))]

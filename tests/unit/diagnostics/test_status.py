@@ -25,3 +25,10 @@ def test_a_peer_has_words_for_programs_beside_the_text() -> None:
     (peer,) = peers_of(view, {}, [Session(subnet, is_established=False, protocol="ipsec")])
     assert (peer["reason"], peer["code"]) == ("a text", "cloned key")
     assert [each["protocol"] for each in peer["sessions"]] == ["ipsec"]
+
+
+@pytest.mark.parametrize(("vni", "vnis"), [(7, [7]), (True, []), ("7", []), (7.5, [])])
+def test_vni_of_a_lease_is_told_if_it_is_a_number(vni: object, vnis: list[int]) -> None:
+    lease = Lease(LeaseAttrs(backend_data={"VNI": vni}), IPv4Network("10.5.2.0/24"))
+    (peer,) = peers_of(View([lease], {}, {}, {}, {}, synced=True), {})
+    assert peer["vnis"] == vnis

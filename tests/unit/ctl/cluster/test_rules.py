@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from flanneld.ctl.cluster import commands
-from flanneld.ctl.cluster.nodes import Cluster, Node, Probes, Told, gather, told
+from flanneld.ctl.cluster.nodes import Cluster, Node, Probes, Told, gather, own_node, told
 from flanneld.ctl.cluster.rules import RULES, Rule, findings, remarks
 from flanneld.ctl.data_source import Source
 from flanneld.ctl.findings import Advice, Severity
@@ -179,6 +179,11 @@ def test_facts_of_another_type_are_left_out(value: Any) -> None:
         assert text is None or len(text) <= 100
     for number in (found.vni, found.port, found.mtu, found.uplink_mtu):
         assert number is None or isinstance(number, int)
+
+
+@pytest.mark.parametrize("store", [{}, {"store": None}, {"store": {"name": None}}])
+def test_node_without_a_store_tells_none(store: dict[str, Any]) -> None:
+    assert own_node(store).told == Told()
 
 
 def test_silent_nodes_alone_are_asked_by_icmp_at_both_places() -> None:

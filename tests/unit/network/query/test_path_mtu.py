@@ -89,6 +89,13 @@ def test_a_setting_is_named_that_the_backend_takes_its_mtu_from(name: str) -> No
     assert (inner(1500, MTU=1400) == lowered) == ("set Backend.MTU" in note)
 
 
+@pytest.mark.parametrize("uplink", [None, {}])
+def test_document_without_an_uplink_has_only_paths_through_the_tunnel(uplink: dict[str, Any] | None) -> None:
+    document = {**DOCUMENT, "network": {"backend": "ipip"}, "uplink": uplink}
+    (path,) = paths(PEER, document, asked)
+    assert (path.name, path.setting) == ("tunnel", "the MTU of the external interface on all nodes")
+
+
 def test_peers_that_were_silent_when_probed_are_asked_first() -> None:
     peers = [
         {**PEER, "subnets": [f"10.5.{n}.0/24"], "probe": {"rtt": None if n == 50 else 0.1}} for n in range(60)
