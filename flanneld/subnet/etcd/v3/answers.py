@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from base64 import b64encode
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -92,6 +92,9 @@ class GatewayMessage(Struct, frozen=True, gc=False):
             raise _foreign()
         return Position(self.header.revision, str(self.header.cluster_id))
 
+
+#: Function that calls one server, given the gateway's path, the body, and a token or "". Raises ``Useless``.
+CallServer = Callable[[str, Mapping[str, object], str], GatewayMessage]
 
 _DECODER = msgspec.json.Decoder(GatewayMessage, strict=False)  # numbers may be strings
 

@@ -12,14 +12,12 @@ from flanneld.errors import Fatal, Retryable, install_command
 from flanneld.subnet.etcd.endpoints import Server
 from flanneld.subnet.etcd.http import NoSuchApi
 from flanneld.subnet.etcd.transport import Transport
-from flanneld.subnet.etcd.v3.answers import GatewayMessage, GatewayRefused
+from flanneld.subnet.etcd.v3.answers import CallServer, GatewayMessage, GatewayRefused
 from flanneld.subnet.etcd.v3.gateway import Gateway
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-#: Function that calls one server, given the gateway's path, the body, and a token or "". Raises ``Useless``.
-CallServer = Callable[[str, Mapping[str, object], str], GatewayMessage]
 
 _INSTALL = install_command("grpc", "python3-grpcio")
 

@@ -16,8 +16,8 @@ from flanneld.subnet.etcd.http import ServerFailed
 from flanneld.subnet.etcd.keys import Conflict, NoConfig, NotFound, Position, Reply, StoredKey
 from flanneld.subnet.etcd.transport import EtcdTimeouts, Transport
 from flanneld.subnet.etcd.v3 import answers
-from flanneld.subnet.etcd.v3.answers import AccessRefused, GatewayMessage, LeaseGone, LoginNeeded
-from flanneld.subnet.etcd.v3.carrier import CallServer, Stream, open_carrier
+from flanneld.subnet.etcd.v3.answers import AccessRefused, CallServer, GatewayMessage, LeaseGone, LoginNeeded
+from flanneld.subnet.etcd.v3.carrier import Stream, open_carrier
 from flanneld.subnet.etcd.v3.watch import V3Watcher
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from http.client import HTTPException
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from urllib3 import Timeout
 from urllib3.exceptions import HTTPError
@@ -27,9 +27,7 @@ from flanneld.subnet.etcd.transport import (
     unreachable,
 )
 from flanneld.subnet.etcd.v3 import answers
-
-if TYPE_CHECKING:
-    from flanneld.subnet.etcd.v3.carrier import CallServer
+from flanneld.subnet.etcd.v3.answers import CallServer
 
 T = TypeVar("T")
 

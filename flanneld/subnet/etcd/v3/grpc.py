@@ -11,7 +11,7 @@ import threading
 from base64 import b64encode
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -23,10 +23,8 @@ from flanneld.subnet.etcd.endpoints import EtcdOptions, Server, Servers
 from flanneld.subnet.etcd.http import NoSuchApi, ServerFailed
 from flanneld.subnet.etcd.transport import NO_SERVER, NO_TLS, EtcdTimeouts, Failover, server_failed
 from flanneld.subnet.etcd.v3 import answers
+from flanneld.subnet.etcd.v3.answers import CallServer
 from flanneld.subnet.etcd.v3.protobuf import METHODS, MalformedProtobuf, decode, encode
-
-if TYPE_CHECKING:
-    from flanneld.subnet.etcd.v3.carrier import CallServer
 
 # Set before the import: grpc would write to our log in its own format, and install fork handlers.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")

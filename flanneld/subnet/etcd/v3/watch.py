@@ -5,29 +5,50 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from flanneld.errors import Cancelled, Retryable
 from flanneld.runtime import clock
-from flanneld.subnet.etcd.endpoints import Server
+from flanneld.subnet.etcd.endpoints import Server, Servers
 from flanneld.subnet.etcd.http import ServerFailed
-from flanneld.subnet.etcd.keys import KeyChanges, Position, PossibleGap, RelistNeeded, Reply, check_reread
-from flanneld.subnet.etcd.transport import no_answer, server_failed
+from flanneld.subnet.etcd.keys import (
+    Client,
+    KeyChanges,
+    Position,
+    PossibleGap,
+    RelistNeeded,
+    Reply,
+    StoredKey,
+    check_reread,
+)
+from flanneld.subnet.etcd.transport import EtcdTimeouts, no_answer, server_failed
 from flanneld.subnet.etcd.v3 import answers
 from flanneld.subnet.etcd.v3.carrier import Stream
-
-if TYPE_CHECKING:
-    from flanneld.subnet.etcd.v3.client import V3Client
-
 
 #: Seconds between two restarts of a watch because the store's revision is ahead of the watch's.
 TRUST = 600.0
 
 
+class WatchClient(Client, Protocol):
+    """``V3Client``, with the requests that it makes for watches."""
+
+    servers: Servers
+    timeouts: EtcdTimeouts
+
+    def timed(self, found: answers.KeyValue) -> StoredKey: ...
+    def prove(self, key: str) -> tuple[Position, answers.KeyValue | None]: ...
+    def server_and_token(self, key: str) -> tuple[Server, str]: ...
+    def stream(self) -> Stream: ...
+    def distrust(self) -> None: ...
+    def forget_login(self) -> None: ...
+
+
 class V3Watcher:
     """``keys.Watcher`` on v3. ``contact`` is called once the watch has started."""
 
-    def __init__(self, client: V3Client, key: str, *, recursive: bool, contact: Callable[[], object]) -> None:
+    def __init__(
+        self, client: WatchClient, key: str, *, recursive: bool, contact: Callable[[], object]
+    ) -> None:
         self.client = client
         self._key = key
         self._recursive = recursive
