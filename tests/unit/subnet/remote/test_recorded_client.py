@@ -6,7 +6,7 @@ import json
 import re
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from http import HTTPStatus
 from ipaddress import IPv4Address, IPv4Network, IPv6Address
@@ -81,15 +81,23 @@ def manager_of(*urls: str) -> RemoteManager:
 
 
 @contextmanager
-def following(manager: RemoteManager, lease: Lease | None = None) -> Iterator[SimpleQueue[list[Event]]]:
+def following(
+    manager: RemoteManager, lease: Lease | None = None, then: Iterable[Callable[[], None]] = ()
+) -> Iterator[SimpleQueue[list[Event]]]:
+    """Watch in a thread; with each delivery one of ``then`` is called."""
     events: SimpleQueue[list[Event]] = SimpleQueue()
+    deeds = iter(then)
+
+    def deliver(told: list[Event]) -> None:
+        events.put(told)
+        next(deeds, lambda: None)()
 
     def run() -> None:
         with suppress(Cancelled):
             if lease is None:
-                manager.watch(events.put, lambda: None)
+                manager.watch(deliver, lambda: None)
             else:
-                manager.watch_own(lease, events.put, lambda: None)
+                manager.watch_own(lease, deliver, lambda: None)
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -156,6 +164,22 @@ def test_watch_of_our_own_lease_is_as_recorded() -> None:
         assert [type(events.get(timeout=10)[0]) for _ in range(2)] == [Added, Added]
     same_request(script.asked[0], 603)
     same_request(script.asked[1], 605)
+
+
+def test_reread_between_two_requests_lists_again_from_a_server_that_closes_connections() -> None:
+    leases = wire(exchange(604)).replace(b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\nConnection: close\r\n")
+
+    def answer(connection: socket.socket) -> None:
+        if b"?next=" in connection.recv(1 << 16):
+            connection.recv(1)  # a poll: until the client goes
+        else:
+            connection.sendall(leases)
+
+    with server(answer) as url:
+        manager = manager_of(url)
+        # While a list is delivered no request is under way, and no connection is there to cut.
+        with following(manager, then=[manager.reread]) as events:
+            assert [type(events.get(timeout=10)[0]) for _ in range(2)] == [Snapshot, Snapshot]
 
 
 def test_revoked_lease_is_told_once() -> None:
