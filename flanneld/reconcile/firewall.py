@@ -190,10 +190,10 @@ class Firewall:
         """
         if self._settings.purpose or self._settings.former:
             self._set_up()
-        self._warn_of_dropping()
 
     def run(self) -> None:
         try:
+            self._warn_of_dropping()
             self._loop.run()
         finally:
             self.reconciler.close()

@@ -100,15 +100,16 @@ class Loops:
         start(controller.NAME, self.reconciler.run, self.reconciler.cancel)
         for worker in self.reconciler.workers:
             start(worker.name, worker.run, worker.cancel)
+        if self.firewall:
+            # Not earlier: it begins with all chains of the host, and containers wait for subnet.env.
+            start(_FIREWALL, self.firewall.run, self.firewall.cancel)
         watch_own = partial(member.manager.watch_own, member.lease, self.lease_keeper.deliver)
         self._watch("own lease watch", watch_own)
         start("lease keeper", self.lease_keeper.run, self.lease_keeper.cancel)
 
     def masquerade(self) -> None:
         """Set the masquerading rules before the first packet, so that no container's address leaves."""
-        firewall = self._make_firewall()
-        firewall.start()
-        self._supervisor.start(_FIREWALL, firewall.run, firewall.cancel)
+        self._make_firewall().start()
 
     def forward_after(self, wait_for_peers: Callable[[], bool]) -> None:
         """Set the accept rules after the routes, unless the wait returns False."""

@@ -78,6 +78,14 @@ def test_containers_talk_where_the_policy_is_to_drop(lab: Lab, way: str) -> None
     assert talk(second.container(), first.container()) == second.container().address
 
 
+def test_chains_of_others_are_searched_for_drops_after_subnet_env_is_written(lab: Lab) -> None:
+    chain = "{ type filter hook forward priority 5; policy drop; }"
+    node, *_ = cluster(lab, "nft", nodes=1, before=f"nft add table inet x; nft add chain inet x y '{chain}'")
+    node.wait_for_log("chain y of table inet x drops the network's packets")
+    lines = [line for line in node.log().splitlines() if "Running backend." in line or "drops the" in line]
+    assert ["drops the" in line for line in lines] == [False, True]
+
+
 def test_forwarding_is_left_to_others_on_demand(lab: Lab) -> None:
     lab.etcd.put_config({"Network": NETWORK, "Backend": VXLAN})
     node, *_ = lab.add_nodes(1)
