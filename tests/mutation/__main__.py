@@ -26,7 +26,7 @@ import tempfile
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,10 +48,11 @@ LIMIT, BUDGET = 60.0, 15.0
 #: Bytes of memory for each process of the tests: a mutant may ask for all there is. Not of address space, as
 #: etcd maps 10 GiB of its file.
 MEMORY = 4 << 30
-#: A mutant may signal every process or remove every device: as root it gets namespaces of its own.
+#: A mutant may signal every process or remove every device: as root it gets namespaces of its own. The shell
+#: is their process 1, since a daemon that is one itself behaves like the only program of a container.
 SANDBOX = (
     "unshare --net --mount --pid --fork --kill-child --mount-proc sh -c"
-    " 'mount -t tmpfs none /run && ip link set lo up && exec \"$@\"' sh "
+    " 'mount -t tmpfs none /run && ip link set lo up && \"$@\"; exit $?' sh "
 )
 
 HERE = Path(__file__).parent
@@ -196,7 +197,7 @@ def _fails(tests: Iterable[str], limit: float) -> tuple[bool, str]:
 # ---- the report ----------------------------------------------------------------------------------
 
 
-def _report(jobs: Iterable[Job], outcomes: Iterable[Outcome], *, is_random: bool) -> int:
+def _report(jobs: Sequence[Job], outcomes: Iterable[Outcome], *, is_random: bool) -> int:
     """Print each survivor without a reason as it is found, then the figures."""
     accepted = _accepted()
     verdicts, total, killed = Counter[str](), Counter[str](), Counter[str]()
@@ -207,7 +208,7 @@ def _report(jobs: Iterable[Job], outcomes: Iterable[Outcome], *, is_random: bool
         if not is_killed and (mutant.module, mutant.was, mutant.now) in accepted:
             verdict = "named in survivors.toml"
         elif not is_killed:
-            print(_as_entry(mutant, verdict), flush=True)
+            print(_as_entry(mutant, f"{verdict}, {verdicts.total() + 1} of {len(jobs)}"), flush=True)
         verdicts[verdict] += 1
         total[mutant.module] += 1
         killed[mutant.module] += is_killed
