@@ -18,7 +18,7 @@ from flanneld.network.firewall.verdicts.packet import DROP, Step, Test
 from flanneld.network.firewall.verdicts.ruleset import BaseChain
 from flanneld.network.genetlink.wireguard import SeenDevice, SeenPeer
 from flanneld.network.policy_rules import PolicyRule
-from flanneld.state.resources import Address, Route, Vxlan
+from flanneld.state.resources import Address, Ipip, Route, Tun, Vxlan
 
 VXLAN = Vxlan("flannel.1", 1, 2, ip_address("192.0.2.1"), 8472, "02:00:00:00:00:01", 1450)
 
@@ -135,6 +135,21 @@ def test_carriers_are_the_packets_that_encrypting_backends_send(
 ) -> None:
     found = flows.carriers(told, told["peers"][0])
     assert [(each.protocol, each.port, each.peer_port) for each in found] == carriers
+
+
+@pytest.mark.parametrize(
+    ("device", "port", "carriers"),
+    [
+        (Tun("flannel0", 1472), None, [flows.Carrier(4, "udp", 8285, 8285)]),
+        (Tun("flannel0", 1472), 8286, [flows.Carrier(4, "udp", 8286, 8286)]),
+        (Ipip("flannel.ipip", ip_address("198.18.0.1"), 1480), None, [flows.Carrier(4, "ipencap")]),
+    ],
+)
+def test_carriers_are_the_packets_that_tunnels_send(
+    device: Tun | Ipip, port: int | None, carriers: list[flows.Carrier]
+) -> None:
+    told = {"local": [describe(device, {})], "network": {"port": port}}
+    assert list(flows.carriers(told, {})) == carriers
 
 
 def test_packets_from_a_peer_go_to_our_port_and_those_to_it_to_its_port() -> None:

@@ -171,6 +171,11 @@ def test_finding_names_few_of_many_nodes() -> None:
     assert finding.severity is Severity.PROBLEM
 
 
+def test_long_texts_of_facts_are_cut() -> None:
+    found = told({"version": "x" * 101, "network": ["x" * 101, "y"]})
+    assert (found.version, found.network) == ("x" * 100, ("x" * 100, "y"))
+
+
 @pytest.mark.parametrize("value", [None, 7, [1], {"a": 1}, "x" * 1000])
 def test_facts_of_another_type_are_left_out(value: Any) -> None:
     """Whoever can answer in the place of a node can say anything."""

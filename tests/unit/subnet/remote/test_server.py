@@ -412,6 +412,15 @@ def test_new_lease_avoids_address_of_the_server(tmp_path: Path) -> None:
     assert json.loads(answer.body)["Subnet"] == "127.0.1.0/24"
 
 
+@pytest.mark.parametrize("api", ["v2", "v3"])
+def test_server_finds_the_network_in_the_api_that_has_it(api: str, etcd: LocalEtcd) -> None:
+    prefix = f"/found-in-{api}"
+    etcd.keys(api).put(f"{prefix}/config", CONFIG)
+    store = over_etcd(EtcdOptions((etcd.url,), prefix), "auto")
+    assert store.config("_").backend_type == "host-gw"
+    store.close()
+
+
 def test_new_lease_of_a_server_avoids_address_of_etcd(etcd: LocalEtcd) -> None:
     etcd.put(f"{ROOT}/loop/config", ON_LOOPBACK)
     store = over_etcd(EtcdOptions((etcd.url,)), "v2")
