@@ -32,6 +32,7 @@ data_file = {folder}/lines
 context = ${{PYTEST_CURRENT_TEST-}}
 parallel = true
 patch = _exit
+sigterm = true
 """
 _seconds: defaultdict[str, float] = defaultdict(float)
 _failed: list[str] = []
@@ -39,7 +40,9 @@ _failed: list[str] = []
 
 def pytest_configure() -> None:
     if Coverage.current():
-        Node.kill = Node.stop  # type: ignore[method-assign]  # a killed daemon records nothing
+        # A process that is killed records nothing.
+        Node.kill = Node.stop  # type: ignore[method-assign]
+        subprocess.Popen.kill = subprocess.Popen.terminate  # type: ignore[method-assign]
 
 
 @pytest.hookimpl(trylast=True)
