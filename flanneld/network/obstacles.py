@@ -38,7 +38,8 @@ class HostRoute(Struct, frozen=True, gc=False):
 class Obstacle(Struct, frozen=True, gc=False):
     """A connected network, an address or a gateway of the host, or an address of the store.
 
-    A ``route`` that leads there takes precedence over the route to a subnet around its destination.
+    A ``route`` that leads there takes precedence over the route to a subnet around its destination. That of a
+    gateway is the smallest network around it and all destinations behind it, None with a default route.
     """
 
     net: IPNetwork
@@ -92,6 +93,8 @@ def host_networks(
     obstacles = {Obstacle(net, device, "address") for net, device in local if device} | {*store}
     broadcasts = set(broadcast)
     detours: set[HostRoute] = set()
+    #: Prefix lengths of the networks around each gateway and what is behind it.
+    gateways: dict[tuple[str, IPAddress], int] = {}
     for route in routes:
         if _is_connected(route, homes):
             assert route.destination is not None
@@ -101,7 +104,11 @@ def host_networks(
             detours.add(route)
         for device, gateway in route.hops:
             if gateway is not None:
-                obstacles.add(Obstacle(single(gateway), device, "gateway"))
+                reach = _common_length(gateway, route.destination)
+                gateways[device, gateway] = min(gateways.get((device, gateway), reach), reach)
+    for (device, gateway), reach in gateways.items():
+        around = network_around(gateway, reach) if reach else None
+        obstacles.add(Obstacle(single(gateway), device, "gateway", around))
     relevant = (each for each in obstacles if concerns(each.net, networks, own))
     # Loopback addresses are left to the backend: they are no host's public IP.
     addresses = frozenset(net for net, _ in local if not net.is_loopback)
@@ -118,6 +125,14 @@ def concerns(net: IPNetwork, networks: Iterable[IPNetwork], own: Iterable[IPNetw
 def single(address: IPAddress) -> IPNetwork:
     """Return the network of a single address."""
     return network_around(address, address.max_prefixlen)
+
+
+def _common_length(gateway: IPAddress, destination: IPNetwork | None) -> int:
+    """Return the prefix length of the smallest network around both, 0 if they have different families."""
+    if destination is None or destination.version != gateway.version:
+        return 0  # a default route, or IPv4 through an IPv6 gateway
+    different = int(gateway) ^ int(destination.network_address)
+    return min(destination.prefixlen, gateway.max_prefixlen - different.bit_length())
 
 
 def _is_connected(route: HostRoute, homes: dict[str, list[IPNetwork]]) -> bool:

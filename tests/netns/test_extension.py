@@ -11,8 +11,15 @@ import pytest
 from tests.lab import Lab, Node, wait_for
 from tests.lab.daemon import own_command
 from tests.netns.test_cluster import connect
+from tests.netns.test_seeing import findings, flannelctl
 
 SOON = 20
+
+
+def without_remove(backend: dict[str, str]) -> dict[str, str]:
+    return {key: command for key, command in backend.items() if key != "SubnetRemoveCommand"}
+
+
 #: Upstream's sample configs, word for word.
 HOST_GW = {
     "Type": "extension",
@@ -51,6 +58,20 @@ WIREGUARD = {
         "read PUBLICKEY; wg set flannel-wg peer $PUBLICKEY endpoint $PUBLIC_IP:51820 allowed-ips $SUBNET"
     ),
     "SubnetRemoveCommand": "read PUBLICKEY; wg set flannel-wg peer $PUBLICKEY remove",
+}
+VXLAN_REMOVE = (
+    "export SUBNET_IP=`echo $SUBNET | cut -d'/' -f 1`; export IF_NAME=flannel-vxlan; read VTEP;"
+    " ip route del $SUBNET via $SUBNET_IP dev $IF_NAME; arp -i $IF_NAME -d $SUBNET_IP;"
+    " bridge fdb del $VTEP dev $IF_NAME self dst $PUBLIC_IP"
+)
+#: Each sample with a SubnetRemoveCommand and without.
+SAMPLES = {
+    "host-gw": HOST_GW,
+    "host-gw, no remove": without_remove(HOST_GW),
+    "vxlan": VXLAN,
+    "vxlan, remove": {**VXLAN, "SubnetRemoveCommand": VXLAN_REMOVE},
+    "wireguard": WIREGUARD,
+    "wireguard, no remove": without_remove(WIREGUARD),
 }
 NETWORK = "10.50.0.0/16"
 #: A node takes one of the first hundred free subnets, so this one and the next are never its own.
@@ -127,6 +148,68 @@ def test_commands_of_the_wireguard_sample_connect_nodes_also_after_a_restart(
         end()
         start_again(nodes[0])
         connect(nodes)
+
+
+def sample(name: str) -> Any:
+    needs = [pytest.mark.needs_kernel("wireguard")] if name.startswith("wireguard") else []
+    return pytest.param(SAMPLES[name], id=name, marks=needs)
+
+
+@pytest.mark.parametrize("backend", map(sample, SAMPLES))
+def test_sample_loses_no_packet_while_host_is_read_and_peers_come_and_go(
+    lab: Lab, backend: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab.etcd.put_config({"Network": NETWORK, "Backend": backend})
+    nodes = first, second, third = lab.add_nodes(3)
+
+    def start(node: Node) -> None:
+        monkeypatch.chdir(node.directory)  # the sample of wireguard keeps its key in the daemon's directory
+        node.start()
+        node.wait_ready()
+
+    for node in (first, second):
+        start(node)
+    connect([first, second])
+    with first.container().ping(second.container()) as ping:
+        start(third)
+        connect([first, third])
+        for node in nodes:
+            wait_for_reading_of_host(lab, node)
+        assert third.stop().status == 0
+        lab.etcd.delete_lease(third.subnet())
+        first.wait_for_log(f"Subnet removed: {third.subnet()}")
+        wait_for_reading_of_host(lab, first)
+        ping.wait_for_replies()
+        assert ping.lost() == 0
+    for node in (first, second):
+        assert [line for line in node.log().splitlines() if "Unsafe" in line and PEER not in line] == []
+        wait_until_the_doctor_finds_nothing(node)
+    if backend.keys() >= {"ShutdownCommand"} and "SubnetRemoveCommand" not in backend:
+        # The device gets another MAC, and the peers' `ip route add` fails: so it does with Go's daemon.
+        return
+    monkeypatch.chdir(first.directory)
+    for end in (first.stop, first.kill):
+        end()
+        start(first)
+        connect([first, second])
+        wait_for_reading_of_host(lab, first)
+        connect([first, second])
+
+
+def wait_until_the_doctor_finds_nothing(node: Node) -> None:
+    wait_for(lambda: flannelctl(node, "status").returncode == 0, 60, "a healthy node")
+    assert findings(node) == {}
+
+
+def wait_for_reading_of_host(lab: Lab, node: Node) -> None:
+    """Wait until a daemon has read the host's routes and addresses, and has decided by them."""
+    said = node.log().count(f"Unsafe lease {PEER}")
+    node.namespace.ip("address add 10.50.177.9/32 dev lo")
+    add_peer(lab)
+    wait_for(lambda: node.log().count(f"Unsafe lease {PEER}") > said, SOON, "the address to be an obstacle")
+    lab.etcd.delete_lease(PEER)
+    node.wait_for_log(f"Subnet removed: {PEER}")
+    node.namespace.ip("address del 10.50.177.9/32 dev lo")
 
 
 def test_a_cleanup_removes_what_commands_have_set_up(lab: Lab, tmp_path: Path) -> None:

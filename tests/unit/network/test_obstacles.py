@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
+from itertools import permutations
 
 import pytest
 from hypothesis import given
@@ -126,6 +127,48 @@ def test_gateways_and_addresses_count_and_their_routes_do_not() -> None:
         Obstacle(IPv4Network("10.5.8.1/32"), "eth0", "gateway"),
         Obstacle(IPv4Network("10.5.9.1/32"), "lo", "address"),
     }
+
+
+INSIDE: dict[int, IPNetwork] = {4: IPv4Network("10.5.7.64/26"), 6: IPv6Network("fc00:5:0:7:8000::/65")}
+BEYOND: dict[int, IPNetwork] = {4: IPv4Network("10.5.6.0/23"), 6: IPv6Network("fc00:5:0:6::/63")}
+GATEWAYS = {4: "10.5.7.0", 6: "fc00:5:0:7::"}
+
+
+def stands_in_the_way(subnet: IPNetwork, *routes: HostRoute) -> bool:
+    answers = {Obstacles(told(*order)).in_subnet(subnet) is not None for order in permutations(routes)}
+    (answer,) = answers
+    return answer
+
+
+@pytest.mark.parametrize("family", [4, 6])
+def test_gateway_counts_if_a_route_through_it_leads_out_of_the_subnet(family: int) -> None:
+    subnet, gateway = SUBNETS[family], GATEWAYS[family]
+    same, part, more, default = (
+        route(net, BOOT, gateway) for net in (subnet, INSIDE[family], BEYOND[family], None)
+    )
+    for within in [(same,), (part,), (same, part)]:
+        assert not stands_in_the_way(subnet, *within)
+        assert not stands_in_the_way(BEYOND[family], *within)
+        for outside in (more, default):
+            assert stands_in_the_way(subnet, *within, outside)
+    (half, _) = subnet.subnets()
+    assert stands_in_the_way(half, same), "the route leads out of half of its destination"
+
+
+def test_every_hop_of_a_route_into_a_subnet_is_judged_by_itself() -> None:
+    hops = (("br7", ip_address("10.5.7.1")), ("eth0", ip_address("10.5.8.1")))
+    both = HostRoute(SUBNETS[4], BOOT, hops)
+    assert not stands_in_the_way(SUBNETS[4], both)
+    assert stands_in_the_way(IPv4Network("10.5.8.0/24"), both), "10.5.7.0/24 would be lost with its gateway"
+
+
+def test_gateway_of_one_device_does_not_excuse_that_of_another() -> None:
+    here, there = (route(net, BOOT, "10.5.7.1", dev) for net, dev in ((SUBNETS[4], "br7"), (None, "eth0")))
+    assert stands_in_the_way(SUBNETS[4], here, there)
+
+
+def test_ipv6_gateway_of_an_ipv4_route_counts() -> None:
+    assert stands_in_the_way(SUBNETS[6], route(SUBNETS[4], BOOT, GATEWAYS[6]))
 
 
 def test_each_gateway_of_a_route_with_several_counts() -> None:
