@@ -183,6 +183,14 @@ def encrypts(backend: Backend) -> bool:
     return bool(getattr(backend, "encrypts", False))
 
 
+def makes_routes(backend: Backend) -> bool:
+    """Return True for a backend whose commands make devices and routes, as ``makes_routes`` declares.
+
+    Then no device or route counts as flannel's for its name.
+    """
+    return bool(getattr(backend, "makes_routes", False))
+
+
 def stands_alone(backend: Backend) -> bool:
     """Return True for a backend that cannot run beside another, as ``stands_alone`` declares.
 

@@ -105,7 +105,12 @@ def read(document: Mapping[str, Any], desired: Sequence[DesiredObject]) -> Actua
     kernel = Kernel()
     should = {value.name: value for value in values(document.get("local")) if isinstance(value, Link)}
     present = tuple(_completed(link, should.get(link.name)) for link in kernel.links())
-    devices = document.get("devices") or [link.name for link in present if is_flannels(link)]
+    devices = document.get("devices") or [
+        link.name
+        for link in present
+        # With the backend extension its commands make the devices, whatever their names.
+        if is_flannels(link) and (document.get("network") or {}).get("backend") != "extension"
+    ]
     ours = {link.name: link.make for link in present if link.name in devices}
     uplink = (document.get("uplink") or {}).get("name", "")
     bridging = frozenset(name for name, make in ours.items() if isinstance(make, Vxlan))

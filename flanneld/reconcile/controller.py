@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
 
-from flanneld.backends.contract import encrypts
+from flanneld.backends.contract import encrypts, makes_routes
 from flanneld.errors import Fatal, Retryable, cause_of
 from flanneld.model import Cached, Event
 from flanneld.network.rtnetlink.domain import Domain
@@ -270,4 +270,5 @@ def _first_domain(node: LocalNode) -> Domain:
         node.former,
         unmarked=node.adopts,
         adopted=node.adopted,
+        by_name=not makes_routes(node.uplink_manager.backend),
     )

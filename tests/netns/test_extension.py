@@ -155,7 +155,7 @@ def sample(name: str) -> Any:
     return pytest.param(SAMPLES[name], id=name, marks=needs)
 
 
-@pytest.mark.parametrize("backend", map(sample, SAMPLES))
+@pytest.mark.parametrize("backend", [sample(name) for name in SAMPLES])
 def test_sample_loses_no_packet_while_host_is_read_and_peers_come_and_go(
     lab: Lab, backend: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

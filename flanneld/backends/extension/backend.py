@@ -32,7 +32,7 @@ class Extension:
     """Backend with the options of ``Backend``: the commands, ``Shell`` and ``TimeLimitSeconds``."""
 
     #: Commands make routes of their own, and the data in its lease may be any text.
-    stands_alone = True
+    stands_alone = makes_routes = True
 
     def __init__(self, config: Config, host: Host) -> None:
         self._config = config

@@ -26,6 +26,7 @@ class Domain(Struct, frozen=True, gc=False):
     - ``ranges`` are the cluster networks, each with its subnet length.
     - ``former`` are the networks of an earlier run.
     - ``unmarked`` is True if another flanneld ran here, whose routes have no protocol number.
+    - ``by_name`` is False if commands of an operator make devices and routes, under whatever names.
 
     Adoption at startup also claims marked routes to ``former``, the routes on flannel's devices, and unmarked
     routes to ``adopted`` destinations, or to any if ``unmarked``.
@@ -38,6 +39,7 @@ class Domain(Struct, frozen=True, gc=False):
     bridging: frozenset[str] = frozenset()
     unmarked: bool = False
     adopted: frozenset[IPNetwork] = frozenset()
+    by_name: bool = True
 
     @property
     def families(self) -> tuple[Family, ...]:
@@ -54,7 +56,7 @@ class Domain(Struct, frozen=True, gc=False):
         if not adopt or not self._is_peer_route(route):
             return False
         if route.device.startswith(_DEVICES_OF_FLANNEL):
-            return seen.protocol in ON_OUR_DEVICES
+            return self.by_name and seen.protocol in ON_OUR_DEVICES
         return seen.protocol == PROTO_BOOT and (self.unmarked or route.destination in self.adopted)
 
     def is_connected(self, seen: rtnl.SeenRoute) -> bool:

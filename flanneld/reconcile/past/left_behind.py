@@ -74,7 +74,8 @@ class LeftBehind:
         unclaimed = [
             seen.name
             for seen in self._kernel.links()
-            if is_flannels(seen)
+            if domain.by_name
+            and is_flannels(seen)
             and seen.name not in domain.links
             and any(
                 each.address in network

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ipaddress import ip_address, ip_network
 
 import pytest
+from msgspec.structs import replace
 
 from flanneld.network.rtnetlink.domain import Domain
 from flanneld.network.rtnetlink.messages import SeenRoute
@@ -89,3 +90,11 @@ def test_route_to_whole_network_is_stale_on_a_device_of_flannel_only(
 ) -> None:
     route = Route(ip_network(destination), device, ip_address("192.0.2.1") if device == "eth0" else None)
     assert DOMAIN.owns_route(SeenRoute(route, PROTO_BOOT), adopt=True) is is_ours
+
+
+def test_no_name_makes_a_route_stale_where_commands_make_routes() -> None:
+    domain = replace(DOMAIN, by_name=False)
+    for destination in ("10.0.0.0/8", "10.5.7.0/24"):
+        route = Route(ip_network(destination), "flannel-wg", None)
+        assert DOMAIN.owns_route(SeenRoute(route, PROTO_BOOT), adopt=True)
+        assert not domain.owns_route(SeenRoute(route, PROTO_BOOT), adopt=True)
