@@ -83,7 +83,9 @@ def test_nothing_is_removed_while_the_store_does_not_answer(lab: Lab, backend: d
     lab.etcd.stop()
     with node.container().ping(stays.container()) as ping, node.changes() as changes:
         node.start()
-        wait_for(lambda: "Couldn't fetch network config" in node.log(), what="the daemon to find that etcd is away")
+        wait_for(
+            lambda: "Couldn't fetch network config" in node.log(), what="the daemon to find that etcd is away"
+        )
         assert changes.during(1) == []
         assert node.kernel_state("flannel.1", "eth0") == before
         lab.etcd.start()

@@ -284,10 +284,10 @@ def test_same_seed_gives_the_same_log(store: str, tmp_path: Path) -> None:
     assert first != other
 
 
-def test_same_seed_gives_the_same_log_in_another_process(tmp_path: Path) -> None:
+def test_same_seed_gives_the_same_log_in_another_process() -> None:
     logs = [
         subprocess.run(
-            [sys.executable, "-m", "tests.unit.simulation", "v3", "7", str(tmp_path)],
+            [sys.executable, "-m", "tests.unit.simulation", "log", "v3", "7"],
             env={"PYTHONHASHSEED": seed},
             cwd=Path(__file__).parents[3],
             capture_output=True,
