@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from ipaddress import ip_interface
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,19 @@ from tests.lab.daemon import ROOT
 from tests.lab.namespace import batch
 
 CNI_PATH = f"{ROOT}/dist/cni:/usr/lib/cni"  # the latter is Debian's containernetworking-plugins
+#: The network that containerd adds to each pod before those of net.d.
+LOOPBACK = {"name": "cni-loopback", "cniVersion": "0.3.1"}
+#: Runs a program in another root, which has some directories of this one. ``ip netns exec`` hides the mounts.
+IN_ROOT = """
+for place in $1; do
+    mkdir -p "$0/$place"
+    mount --rbind "/$place" "$0/$place"
+done
+shift
+exec chroot "$0" "$@"
+"""
+#: The kernel's file systems, and the pods' namespaces.
+KERNEL = ("proc", "sys", "dev", "run/netns")
 
 
 def documented() -> dict[str, Any]:
@@ -29,19 +43,29 @@ class Runtime:
     Each raises ``CommandError`` with what the plug-in answered when a command fails.
     """
 
-    def __init__(self, node: Node, programs: str = CNI_PATH, **changes: Any) -> None:
+    def __init__(
+        self,
+        node: Node,
+        programs: str = CNI_PATH,
+        root: Path = Path("/"),
+        shared: Sequence[str] = (),
+        **changes: Any,
+    ) -> None:
         """``changes`` replace parts of the documented configuration, such as ``cniVersion``.
 
         ``use`` takes another one later, as a runtime does when the file in net.d changes. ``programs`` are
-        the directories of the plug-ins.
+        the directories of the plug-ins. They run in the file system ``root``, which has this machine's
+        directories ``shared``.
         """
         self.node = node
         self._programs = programs
+        self._root = root
+        has_own = root != Path("/")
+        self._elsewhere = ("sh", "-ec", IN_ROOT, str(root), " ".join((*KERNEL, *shared))) if has_own else ()
         self.data_dir = node.directory / "cni-flannel"
-        self.reservations = node.directory / "cni-networks"
+        self.reservations = root / "var/lib/cni/networks" if has_own else node.directory / "cni-networks"
         self._conflist = documented() | changes
-        self._results: dict[int, dict[str, Any]] = {}
-        self._runtime_configs: dict[int, dict[str, Any]] = {}
+        self._cached: dict[int, dict[str, Any]] = {}
 
     def use(self, conflist: dict[str, Any]) -> None:
         self._conflist = conflist
@@ -49,12 +73,14 @@ class Runtime:
     def add(self, number: int, **runtime_config: Any) -> Container:
         inside = self._namespace(number)
         batch(f"netns add {inside.name}")
+        self._call("ADD", LOOPBACK, {"type": "loopback"}, number, CNI_IFNAME="lo")
         result: dict[str, Any] = {}
         for plugin in self._conflist["plugins"]:
-            answer = self._call("ADD", plugin, number, prevResult=result, runtimeConfig=runtime_config)
-            result = json.loads(answer)
-        self._results[number] = result
-        self._runtime_configs[number] = runtime_config
+            more = {"prevResult": result, "runtimeConfig": runtime_config}
+            result = json.loads(self._call("ADD", self._conflist, plugin | more, number))
+        # libcni caches both. Plug-ins before 0.4.0 get no result but at ADD.
+        cached = {"prevResult": result if self._conflist["cniVersion"] >= "0.4.0" else {}}
+        self._cached[number] = cached | {"runtimeConfig": runtime_config}
         addresses = [ip_interface(given["address"]).ip for given in result["ips"]]
         return Container(
             inside, {address.version: str(address) for address in addresses}, self.node.directory
@@ -62,12 +88,12 @@ class Runtime:
 
     def check(self, number: int) -> None:
         for plugin in self._conflist["plugins"]:
-            self._call("CHECK", plugin, number, prevResult=self._results[number])
+            self._call("CHECK", self._conflist, plugin | self._cached[number], number)
 
     def delete(self, number: int) -> None:
+        self._call("DEL", LOOPBACK, {"type": "loopback"}, number, CNI_IFNAME="lo")
         for plugin in reversed(self._conflist["plugins"]):
-            given = {"prevResult": self._results[number], "runtimeConfig": self._runtime_configs[number]}
-            self._call("DEL", plugin, number, **given)
+            self._call("DEL", self._conflist, plugin | self._cached[number], number)
         if self._namespace(number).exists():
             batch(f"netns del {self._namespace(number).name}")
 
@@ -83,13 +109,15 @@ class Runtime:
     def _namespace(self, number: int) -> Namespace:
         return Namespace(f"{self.node.namespace.name}c{number}")
 
-    def _call(self, command: str, plugin: dict[str, Any], number: int, **more: Any) -> str:
-        conf = {"name": self._conflist["name"], "cniVersion": self._conflist["cniVersion"], **plugin}
+    def _call(
+        self, command: str, network: dict[str, Any], plugin: dict[str, Any], number: int, **more: str
+    ) -> str:
+        conf = {key: value for key, value in plugin.items() if value}
+        conf |= {key: network[key] for key in ("name", "cniVersion")}
         if plugin["type"] == "flannel":
             conf["subnetFile"] = str(self.node.subnet_file)
             conf["dataDir"] = str(self.data_dir)
             conf["ipam"] = {"dataDir": str(self.reservations)}
-        conf |= {key: value for key, value in more.items() if value}
         variables = {
             "CNI_COMMAND": command,
             "CNI_CONTAINERID": self._namespace(number).name,
@@ -97,10 +125,11 @@ class Runtime:
             "CNI_IFNAME": "eth0",
             "CNI_PATH": self._programs,
         }
-        words = (f"{name}={value}" for name, value in variables.items())
+        words = (f"{name}={value}" for name, value in (variables | more).items())
         places = (Path(part, plugin["type"]) for part in self._programs.split(":"))
-        program = next(str(path) for path in places if path.exists())
-        return self.node.namespace.run("env", *words, program, stdin=json.dumps(conf)).stdout
+        program = next(str(path) for path in places if (self._root / str(path).lstrip("/")).exists())
+        inside = ("env", *words, *self._elsewhere, program)
+        return self.node.namespace.run(*inside, stdin=json.dumps(conf)).stdout
 
 
 def _names(directory: Path) -> list[str]:
