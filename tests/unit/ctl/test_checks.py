@@ -639,6 +639,17 @@ def test_no_remedy_removes_an_interface_that_is_inside_the_network() -> None:
     assert "delete" not in found.remedy.text
 
 
+@pytest.mark.parametrize(
+    ("left", "problem"),
+    [(-1.0, "the lease has expired"), (0.0, "the lease has expired"), (1.0, "the lease ends in 1 s")],
+)
+def test_lease_has_expired_once_no_second_is_left(left: float, problem: str) -> None:
+    document = deepcopy(DOCUMENT)
+    document["lease"]["expires"] = NOW + left
+    (found,) = [each for check, each in examine(replace(WELL, document=document)) if check.name == "lease"]
+    assert found.problem == problem
+
+
 @pytest.mark.parametrize("name", ["docker0", "cni0"])
 def test_a_bridge_without_ports_is_no_finding(name: str) -> None:
     facts = with_address(name, link("eth0"), flannel(), bridge(name, 9000))

@@ -82,6 +82,21 @@ REMOVALS = [
 ]
 
 
+@pytest.mark.parametrize(("family", "number"), [(4, 2), (6, 10)])
+@pytest.mark.parametrize(
+    ("kind", "name", "chain"), [(2, 3, ""), (5, 3, "FLANNEL-FWD"), (8, 2, "FLANNEL-FWD")]
+)
+def test_removal_of_a_table_a_chain_and_a_rule_is_read_with_its_author(
+    kind: int, name: int, chain: str, family: Family, number: int
+) -> None:
+    """linux/netfilter/nf_tables.h: DELTABLE, DELCHAIN, DELRULE; NFTA_CHAIN_NAME is 3, NFTA_RULE_CHAIN 2."""
+    body = bytes([number, 0, 0, 0]) + attribute(1, b"nat\0") + attribute(name, b"FLANNEL-FWD\0")
+    data = message(0x0A00 | kind, 0, body)
+    assert netlink._fold(set(), data) == {netlink.Removal(family, "nat", chain)}
+    done = message(0x0A0F, 0, b"\0\0\0\0" + attribute(3, b"nft\0"))
+    assert netlink._fold(set(), data + done) == {netlink.Removal(family, "nat", chain, "nft")}
+
+
 @given(tampered_bytes(REMOVALS))
 def test_a_tampered_removal_is_one_or_none(data: bytes) -> None:
     found = netlink._fold(set(), data)
