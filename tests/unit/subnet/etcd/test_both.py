@@ -241,6 +241,25 @@ def test_record_that_no_node_follows_blocks_no_join_and_costs_no_lease(
         assert node.owners("v2" if api == "v3" else "v3") == own
 
 
+def test_loser_of_a_race_lists_the_leases_again_and_takes_another_subnet(node: Node) -> None:
+    slow, quick = node.manager, node.open("both")
+    for manager in (slow, quick):
+        config = manager.network_config()
+        assert manager.stored(IPv4Address("192.0.2.1")) is None
+    wanted = (IPv4Network("10.5.6.0/24"), None)
+    assert quick.acquire(config, attrs(2), wanted).key == wanted
+    lease = slow.acquire(config, attrs(1), wanted)
+    assert lease.key != wanted
+    assert (
+        node.owners("v2")
+        == node.owners("v3")
+        == {
+            "10.5.6.0-24": "192.0.2.2",
+            format_key(lease.key): "192.0.2.1",
+        }
+    )
+
+
 def test_of_two_new_leases_with_one_subnet_in_common_the_later_is_given_back(etcd: LocalEtcd) -> None:
     common = IPv6Network("fc00:5:0:6::/64")
     with Node(etcd) as node:
