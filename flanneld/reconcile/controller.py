@@ -187,6 +187,7 @@ class Controller:
     def step(self, now: float) -> float:
         """Do the due work. Return the time of the next step."""
         self._take_events([event for events in self.event_queue.drain() for event in events], now)
+        self.peers.log_changes(now)
         self._news.take(now)
         if now >= self._host.next_look:
             self._host.look(now)
@@ -226,7 +227,6 @@ class Controller:
             self.tables.work.applied(self.event_queue.since)
         if events and self._sweep.is_unfinished():
             self._sweep.due = min(self._sweep.due, now + LOOK_SPACING)
-        self.peers.log_changes(now)
 
     def _use_cache(self, now: float) -> None:
         """Create the objects for cached peers. Nothing is removed or replaced."""

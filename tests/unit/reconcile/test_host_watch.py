@@ -77,10 +77,11 @@ class Node:
             yield table
 
     def step(self) -> None:
-        """Let some seconds pass, in which the controller does what is due."""
+        """Let some seconds pass, in which the controller does what is due, and then waits for the next."""
         for _ in range(3):
             self._world.time += 1.0
-            self.controller.step(self._world.time)
+            due = self.controller.step(self._world.time)
+        assert due > self._world.time
 
     def device(self, name: str) -> Device | None:
         seen = self.kernel.link(name)
