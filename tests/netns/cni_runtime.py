@@ -9,7 +9,7 @@ from ipaddress import ip_interface
 from pathlib import Path
 from typing import Any
 
-from tests.lab import Container, Namespace, Node
+from tests.lab import Container, Namespace, Node, wait_for
 from tests.lab.daemon import ROOT
 from tests.lab.namespace import batch
 
@@ -35,6 +35,27 @@ def documented() -> dict[str, Any]:
     assert found
     conflist: dict[str, Any] = json.loads(found[1])
     return conflist
+
+
+def kept_conf_flags(node: Node, version: str = "0.3.1") -> list[str]:
+    """Write a template beside the node's files. Return the flags for the daemon to keep a configuration."""
+    flannel, *others = documented()["plugins"]
+    ipam = {"ipam": {"dataDir": str(node.directory / "cni-networks")}}
+    conf = documented() | {"cniVersion": version, "plugins": [flannel | ipam, *others]}
+    template = node.directory / "cni-conf.json"
+    template.write_text(json.dumps(conf))
+    return [f"-cni-conf={kept_conf_file(node)}", f"-cni-template={template}", "-cni-bin=/usr/lib/cni"]
+
+
+def kept_conf_file(node: Node) -> Path:
+    return node.directory / "net.d/10-flannel.conflist"
+
+
+def kept_conf(node: Node) -> dict[str, Any]:
+    """Wait for the configuration that the daemon writes, and return it."""
+    wait_for(kept_conf_file(node).exists, 20, "the CNI configuration")
+    conf: dict[str, Any] = json.loads(kept_conf_file(node).read_text())
+    return conf
 
 
 class Runtime:

@@ -2,47 +2,25 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 from tests.lab import Lab, Node, wait_for
 from tests.lab.daemon import own_command
 from tests.lab.lab import NETWORK
-from tests.netns.cni_runtime import Runtime, documented
+from tests.netns.cni_runtime import Runtime, documented, kept_conf, kept_conf_file, kept_conf_flags
 from tests.netns.pair import DUAL_STACK
 from tests.netns.test_conditions import service_status
 
 VERSION = "1.0.0"  # has CHECK
 
 
-def flags(node: Node) -> list[str]:
-    """Write a template beside the node's files, and return the daemon's flags for it."""
-    flannel, *others = documented()["plugins"]
-    ipam = {"ipam": {"dataDir": str(node.directory / "cni-networks")}}
-    conf = documented() | {"cniVersion": VERSION, "plugins": [flannel | ipam, *others]}
-    template = node.directory / "cni-conf.json"
-    template.write_text(json.dumps(conf))
-    return [f"-cni-conf={conflist(node)}", f"-cni-template={template}", "-cni-bin=/usr/lib/cni"]
-
-
-def conflist(node: Node) -> Path:
-    return node.directory / "net.d/10-flannel.conflist"
-
-
-def written(node: Node) -> dict[str, Any]:
-    wait_for(conflist(node).exists, 20, "the CNI configuration")
-    conf: dict[str, Any] = json.loads(conflist(node).read_text())
-    return conf
-
-
 def daemon_with_conf(node: Node) -> dict[str, Any]:
     """Restart the daemon with -cni-conf and return what it writes."""
     if node.running:
         node.stop()
-    node.start("-ip-masq", *flags(node))
+    node.start("-ip-masq", *kept_conf_flags(node, VERSION))
     node.wait_ready()
-    return written(node)
+    return kept_conf(node)
 
 
 def test_pods_of_the_plug_in_live_on_and_end_under_the_daemons_file_and_back(lab: Lab) -> None:
@@ -83,17 +61,17 @@ def test_removed_file_is_back_and_gone_after_cleanup(lab: Lab) -> None:
     lab.etcd.put_config({"Network": NETWORK, "Backend": {"Type": "vxlan"}})
     (node,) = lab.add_nodes(1)
     conf = daemon_with_conf(node)
-    conflist(node).unlink()
-    assert written(node) == conf
+    kept_conf_file(node).unlink()
+    assert kept_conf(node) == conf
     node.stop()
-    words = [f"--subnet-file={node.subnet_file}", "--cleanup", *flags(node)]
-    assert f"removed {conflist(node)}" in node.run(*own_command(), *words).stdout
-    assert not conflist(node).exists()
+    words = [f"--subnet-file={node.subnet_file}", "--cleanup", *kept_conf_flags(node, VERSION)]
+    assert f"removed {kept_conf_file(node)}" in node.run(*own_command(), *words).stdout
+    assert not kept_conf_file(node).exists()
 
 
 def test_start_with_a_bad_template_ends_with_the_reason(lab: Lab) -> None:
     (node,) = lab.add_nodes(1)
-    words = flags(node)
+    words = kept_conf_flags(node, VERSION)
     (node.directory / "cni-conf.json").write_text("{}")
     node.start(*words)
     assert node.daemon.wait(20).status == 1
@@ -103,10 +81,10 @@ def test_start_with_a_bad_template_ends_with_the_reason(lab: Lab) -> None:
 def test_directory_that_cannot_be_written_is_named_once_and_the_network_works(lab: Lab) -> None:
     lab.etcd.put_config({"Network": NETWORK, "Backend": {"Type": "vxlan"}})
     node, peer = lab.add_nodes(2)
-    conflist(node).parent.mkdir()
+    kept_conf_file(node).parent.mkdir()
     read_only = 'mount -t tmpfs -o ro none "$0"; exec "$@"'
-    command = ("unshare", "-m", "sh", "-ec", read_only, str(conflist(node).parent), *own_command())
-    node.start(*flags(node), command=command)
+    command = ("unshare", "-m", "sh", "-ec", read_only, str(kept_conf_file(node).parent), *own_command())
+    node.start(*kept_conf_flags(node, VERSION), command=command)
     peer.start()
     for each in (node, peer):
         each.wait_ready()
@@ -114,4 +92,4 @@ def test_directory_that_cannot_be_written_is_named_once_and_the_network_works(la
     wait_for(lambda: problem in service_status(node), 30, "STATUS= to tell it")
     node.container().wait_for_reply(peer.container())
     (line,) = (line for line in node.log().splitlines() if problem in line and line.startswith("W"))
-    assert f"The contents of {conflist(node)} are not in place: {problem}" in line
+    assert f"The contents of {kept_conf_file(node)} are not in place: {problem}" in line
