@@ -120,6 +120,7 @@ def load(
 ) -> Loaded:
     """Read the record of the last run and the network config. ``services`` are the backends' services."""
     path = Path(options.subnet_file)
+    manager.addresses  # noqa: B018 - starts the lookup of names, which a new lease needs
     previous, last_run = subnet_file.read(path), LastRun(path, is_dry_run=is_dry_run)
     reach: Reach = _ask_once if is_dry_run else partial(_ask_or_try, manager, previous, last_run)
     config = waiting.ask("the network config", partial(reach, manager.network_config))

@@ -84,8 +84,8 @@ def host_networks(
     """Return the host's networks. ``routes`` must not contain hops through flannel's devices.
 
     ``local`` are all local addresses, with an empty device if it is flannel's. ``store`` are the addresses of
-    the store that are obstacles. Only obstacles that overlap
-    ``networks``, the cluster's, and are outside ``own``, this node's subnets, are kept.
+    the store that are obstacles. Only obstacles that overlap ``networks``, the cluster's, and are outside
+    ``own``, this node's subnets, are kept.
     """
     homes: dict[str, list[IPNetwork]] = {}
     for net, device in local:
@@ -195,7 +195,8 @@ class Obstacles:
             number, _, obstacle = found[place]
             if (number ^ first) >> host_bits:
                 break
-            if obstacle.route is None or not lies_in(obstacle.route, subnet):
+            # Of two routes to one destination the metric decides, and ours may have the lower one.
+            if obstacle.route in (None, subnet) or not lies_in(obstacle.route, subnet):
                 return obstacle
         return None
 

@@ -97,8 +97,7 @@ def read_host_networks(
     """Read the host's own addresses, networks and gateways. Raises ``OSError``.
 
     ``networks`` are the cluster's, ``own`` this node's subnets, ``links`` our devices and ``store`` the
-    addresses of the store that are obstacles. Devices of other
-    flanneld instances on this host are ignored, too.
+    addresses of the store that are obstacles. Devices of other flanneld instances on this host are ignored.
     """
     name_of = _namer(kernel, links)
     routes: list[HostRoute] = []

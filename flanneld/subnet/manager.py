@@ -27,10 +27,9 @@ class LocalFacts(Struct, frozen=True, gc=False):
     """Local facts for acquiring a lease, besides ``subnet.env``.
 
     - ``written`` is our last lease as we wrote it, if this host can prove that it is ours. It stays ours
-      under another
-    public IP.
+      under another public IP.
     - ``connected`` are networks of this host's interfaces and addresses of the store, which a new subnet
-    avoids.
+      avoids.
     - ``is_self`` is the backend's test for our own leases, also used in renewals.
     """
 

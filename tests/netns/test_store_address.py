@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -133,6 +134,20 @@ def test_new_lease_avoids_addresses_of_store(lab: Lab) -> None:
     assert node.subnet() == "10.5.140.0/24"
 
 
+def test_new_lease_avoids_addresses_of_stores_named_by_host(lab: Lab) -> None:
+    """The first request takes as long as the lookup of the names does."""
+    lookup = "lambda host, *_, **__: [(2, 1, 6, '', (host.decode().partition('.')[2], 2379))]"
+    code = f"import socket; socket.getaddrinfo = {lookup}; from flanneld.__main__ import main; main()"
+    names = ",".join(f"http://store.10.5.{number}.9:2379" for number in range(100, 140))
+    lab.etcd.put_config(
+        {**CONFIG, "SubnetMin": "10.5.100.0", "SubnetMax": "10.5.140.0", "Backend": {"Type": "vxlan"}}
+    )
+    (node,) = lab.add_nodes()
+    node.start(f"--etcd-endpoints={url(lab.etcd.address)},{names}", command=[sys.executable, "-c", code])
+    node.wait_ready(60)
+    assert node.subnet() == "10.5.140.0/24"
+
+
 def test_route_of_host_to_store_keeps_lease_around_it(lab: Lab) -> None:
     """Its route has precedence over the lease's, so nothing is lost."""
     move_into_network(lab)
@@ -193,6 +208,19 @@ def test_trial_without_answer_restores_the_route_and_is_not_repeated(lab: Lab) -
     node.wait_for_log("etcd does not answer")
     assert "trying without that route" not in node.log()
     assert led_to(node, AROUND[4]) == before
+
+
+def test_route_of_host_to_the_same_subnet_as_a_lease_keeps_the_store_reached(lab: Lab) -> None:
+    """The metric of ours would be lower than that of the host's."""
+    move_into_network(lab)
+    lab.etcd.put_config({**CONFIG, "Backend": {"Type": "vxlan"}})
+    (node,) = lab.add_nodes()
+    node.namespace.ip(f"route add {AROUND[4]} via 198.18.0.254 metric 100")
+    start_again(node, STORE[4])
+    lab.etcd.put_lease(AROUND[4], lease("vxlan"))
+    node.wait_for_log(f"{STORE[4]} is an address of the store; move")
+    hears_of_changes(lab, node)
+    assert not any(route["dev"] == "flannel.1" for route in led_to(node, AROUND[4]))
 
 
 def test_saved_address_of_store_withdraws_route_of_another_daemon(lab: Lab) -> None:

@@ -41,8 +41,10 @@ class StoreTrial:
 
         The routes are restored if the store does not answer.
         """
+        if not is_due(self._last_run.store_tried):
+            raise failure
         kernel = Kernel()
-        routes = self._routes(kernel) if is_due(self._last_run.store_tried) else {}
+        routes = self._routes(kernel)
         if not routes:
             raise failure
         self._last_run.store_tried = int(clock.wall())

@@ -248,12 +248,13 @@ def test_obstacle_says_what_it_is() -> None:
         (None, "10.5.7.0/24", True),
         ("10.5.0.0/16", "10.5.7.0/24", True),
         ("10.5.7.0/24", "10.5.7.0/25", True),
-        ("10.5.7.0/24", "10.5.7.0/24", False),
+        ("10.5.7.0/24", "10.5.7.0/24", True),
+        ("10.5.7.0/25", "10.5.7.0/24", False),
         ("10.5.7.9/32", "10.5.7.0/24", False),
         (None, "10.5.8.0/24", False),
     ],
 )
-def test_address_of_store_is_obstacle_unless_its_route_lies_in_the_subnet(
+def test_address_of_store_is_obstacle_unless_its_route_is_longer_than_the_subnets(
     route: str | None, subnet: str, is_hit: bool
 ) -> None:
     obstacle = Obstacle(
