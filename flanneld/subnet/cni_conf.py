@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from msgspec import Meta, MsgspecError, Struct, convert
+from msgspec import DecodeError, Meta, MsgspecError, Struct, convert, field
 from msgspec.json import decode
 
 from flanneld.errors import Fatal, cause_of
@@ -42,17 +42,27 @@ REPAIRS = 2
 Conf = dict[str, Any]
 
 
-class _Shape(Struct):
-    """What this module takes apart of any configuration."""
+class _Ipam(Struct):
+    type: str = ""
+    routes: list[Any] | None = None
 
-    plugins: list[dict[str, Any]] = []
+
+class _Plugin(Struct):
+    type: str = ""
+    ipam: _Ipam | None = None
+
+
+class _Shape(Struct):
+    """Parts of a configuration that this module reads."""
+
+    plugins: list[_Plugin] = []
     flanneld: int = 0
 
 
 class _Flannel(Struct):
     type: Literal["flannel"]
-    delegate: dict[str, Any] = {}
-    ipam: dict[str, Any] = {}
+    delegate: _Plugin = field(default_factory=_Plugin)
+    ipam: _Ipam = field(default_factory=_Ipam)
 
 
 class _Template(Struct):
@@ -66,8 +76,9 @@ def read_template(path: Path) -> Conf:
     """Return the configuration for flannel's plug-in from which ours is made. Raises ``Fatal``."""
     try:
         conf = parsed(atomic_file.read(path, MAX_SIZE))
-        flannel = convert(convert(conf, _Template).plugins[0], _Flannel)
-        problem = "its delegate has a name or ipam" if flannel.delegate.keys() & {"name", "ipam"} else ""
+        first = convert(conf, _Template).plugins[0]
+        convert(first, _Flannel)
+        problem = "its delegate has a name or ipam" if {"name", "ipam"} & {*first.get("delegate", ())} else ""
     except (OSError, MsgspecError) as error:
         problem = cause_of(error)
     if problem:
@@ -256,7 +267,10 @@ def _present(path: Path) -> Conf | None:
 
 def parsed(content: bytes) -> Conf:
     """Return a configuration. Raises ``MsgspecError`` for what is none."""
-    conf: Conf = decode(content, type=dict[str, Any])
+    try:
+        conf: Conf = decode(content, type=dict[str, Any])
+    except RecursionError as error:
+        raise DecodeError(str(error)) from None
     convert(conf, _Shape)
     return conf
 

@@ -338,6 +338,14 @@ def test_file_of_ours_is_known_by_its_mark(host: Host, tmp_path: Path) -> None:
             '{"name": "cbr0", "plugins": [{"type": "flannel", "delegate": {"ipam": {}}}]}',
             "has a name or ipam",
         ),
+        ('{"name": "cbr0", "plugins": [{"type": "flannel", "delegate": {"type": 7}}]}', "Expected `str`"),
+        ('{"name": "cbr0", "plugins": [{"type": "flannel", "ipam": {"routes": 5}}]}', "Expected `array"),
+        ('{"name": "cbr0", "plugins": [{"type": "flannel"}, {"type": 5}]}', "Expected `str`"),
+        (
+            '{"name": "cbr0", "plugins": [{"type": "flannel"}, {"type": "x", "ipam": "y"}]}',
+            "Expected `object",
+        ),
+        ('{"a":' * 20_000, "recursion"),
     ],
 )
 def test_template_that_cannot_be_used_is_refused(tmp_path: Path, text: str | None, problem: str) -> None:
@@ -347,6 +355,22 @@ def test_template_that_cannot_be_used_is_refused(tmp_path: Path, text: str | Non
     with pytest.raises(Fatal, match="-cni-template") as caught:
         read_template(path)
     assert problem in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"a":' * 20_000,
+        '{"name": "cbr0", "plugins": [{"type": {}}]}',
+        '{"flanneld": -1, "plugins": [{"type": []}]}',
+    ],
+)
+def test_file_that_is_no_configuration_is_replaced(host: Host, text: str) -> None:
+    host.install(*BRIDGE)
+    host.path.parent.mkdir()
+    host.path.write_text(text)
+    host.want()
+    assert is_flannelds(host.path)
 
 
 def test_plan_has_the_command_that_writes_the_file(host: Host, tmp_path: Path) -> None:
