@@ -46,7 +46,16 @@ class StateFile:
             found = _parse(atomic_file.read(self._path, _MAX_SIZE))
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, Refused) as error:
+        except (
+            OSError,
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            RecursionError,
+            Refused,
+            TypeError,
+            ValueError,
+        ) as error:
             problem = f"{type(error).__name__} {error}".strip()
             self._once.warn(log, "load", f"Ignoring the state file {self._path}: {problem}")
             return None

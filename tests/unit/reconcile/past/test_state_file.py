@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
 from pathlib import Path
@@ -108,6 +109,12 @@ def test_garbage_counts_as_none_and_is_logged_once(
     assert line.startswith(f"Ignoring the state file {path}: ")
     file.update(boot_id="new")
     assert StateFile(path).load() == RunRecord(boot_id="new")
+
+
+def test_infinite_number_counts_as_garbage(path: Path) -> None:
+    save(path, STATE)
+    path.write_text(json.dumps({**json.loads(path.read_text()), "store_tried": math.inf}))
+    assert StateFile(path).load() is None
 
 
 @given(
