@@ -38,6 +38,8 @@ MAX_HEAD, MAX_BODY = 64 << 10, 64 << 10
 SEATS, SEATS_OF_ONE_SOURCE = 2048, 1024
 #: Bytes before a record of TLS: its type, version and size.
 _RECORD_HEAD = 5
+#: Type of the record with which a client begins (RFC 8446, 5.1).
+_HANDSHAKE = b"\x16"
 #: Connections with one, a thread each. A client of Go flannel has three, two of them waiting.
 CONNECTIONS = 8192
 #: Events by which a TLS socket says what it waits for.
@@ -135,7 +137,8 @@ def _first_record(connection: socket.socket) -> Generator[int, None, None]:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _RECORD_HEAD)
     yield READABLE
     head = connection.recv(_RECORD_HEAD, socket.MSG_PEEK)
-    size = _RECORD_HEAD + int.from_bytes(head[3:], "big")
+    # OpenSSL refuses all that is no handshake at its first bytes, such as plain HTTP.
+    size = _RECORD_HEAD + (int.from_bytes(head[3:], "big") if head[:1] == _HANDSHAKE else 0)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size)
     if len(connection.recv(size, socket.MSG_PEEK)) < size:
         yield READABLE

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Collection, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
 from pathlib import Path
 from urllib.parse import quote
@@ -293,6 +293,20 @@ def test_only_clients_with_a_certificate_are_answered(etcd: LocalEtcd, tls: Path
         with pytest.raises((OSError, http.client.HTTPException)):
             server.ask("GET", "/v1/_/config")
         assert ask(server.port, client_context(files(tls, "client"))) == 200
+
+
+def test_client_without_tls_is_left_at_once(
+    etcd: LocalEtcd, tls: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first bytes are no size of a record to wait for."""
+    monkeypatch.setattr(http_server, "FIRST_TIME", 1000.0)
+    with (
+        running_server(etcd, "v2", files(tls, "server")) as server,
+        socket.create_connection(("127.0.0.1", server.port), timeout=10) as client,
+    ):
+        client.sendall(b"GET /v1/_/config HTTP/1.1\r\n\r\n")
+        with suppress(ConnectionResetError):
+            assert b"200" not in client.recv(100)
 
 
 def test_authority_without_a_certificate_is_fatal_for_a_server(tls: Path) -> None:
