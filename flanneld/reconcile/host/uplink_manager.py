@@ -24,7 +24,6 @@ from flanneld.errors import Fatal
 from flanneld.model import IPAddress, IPNetwork, LeaseAttrs, Uplink, is_same_node
 from flanneld.network.host_kernel import HostKernel
 from flanneld.network.rtnetlink.messages import RTN_UNICAST
-from flanneld.network.tun_choice import tun_for
 from flanneld.network.uplink_election import InterfaceChoice, elect, keep
 from flanneld.network.uplink_facts import route_to, survey
 from flanneld.runtime.randomness import random_bytes
@@ -130,10 +129,15 @@ class UplinkManager:
             mac_of=self._mac_of,
             link_to=self._link_to,
             random_bytes=random_bytes,
-            tun_for=lambda network: tun_for(self._kernel, (network, *self._former)),
+            tun_for=self._tun_for,
             identity=self._identity,
             **structs.asdict(self._services),
         )
+
+    def _tun_for(self, network: IPNetwork) -> str:
+        from flanneld.network.tun_choice import tun_for  # for the backend udp only
+
+        return tun_for(self._kernel, (network, *self._former))
 
     def _mac_of(self, name: str) -> str | None:
         link = self._kernel.link(name)
