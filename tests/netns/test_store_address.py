@@ -135,16 +135,17 @@ def test_new_lease_avoids_addresses_of_store(lab: Lab) -> None:
 
 
 def test_new_lease_avoids_addresses_of_stores_named_by_host(lab: Lab) -> None:
-    """The first request takes as long as the lookup of the names does."""
-    lookup = "lambda host, *_, **__: [(2, 1, 6, '', (host.decode().partition('.')[2], 2379))]"
+    """The names are looked up while the first requests are under way."""
+    lookup = "lambda host, *_, **__: [(2, 1, 6, '', (str(host).strip(\"b'\").partition('.')[2], 2379))]"
     code = f"import socket; socket.getaddrinfo = {lookup}; from flanneld.__main__ import main; main()"
-    names = ",".join(f"http://store.10.5.{number}.9:2379" for number in range(100, 140))
-    lab.etcd.put_config(
-        {**CONFIG, "SubnetMin": "10.5.100.0", "SubnetMax": "10.5.140.0", "Backend": {"Type": "vxlan"}}
-    )
+    hosts = [f"10.5.{number}.9" for number in range(100, 140)]
+    lab.switch.ip(*(f"address add {each}/32 dev lo" for each in hosts))
+    ends = {"SubnetMin": "10.5.100.0", "SubnetMax": "10.5.140.0"}
+    lab.etcd.put_config({**CONFIG, **ends, "Backend": {"Type": "vxlan"}})
     (node,) = lab.add_nodes()
-    node.start(f"--etcd-endpoints={url(lab.etcd.address)},{names}", command=[sys.executable, "-c", code])
-    node.wait_ready(60)
+    endpoints = ",".join(f"http://store.{each}:{PORT}" for each in (lab.etcd.address, *hosts))
+    node.start(f"--etcd-endpoints={endpoints}", command=[sys.executable, "-c", code])
+    node.wait_ready()
     assert node.subnet() == "10.5.140.0/24"
 
 
