@@ -195,8 +195,11 @@ class Obstacles:
             number, _, obstacle = found[place]
             if (number ^ first) >> host_bits:
                 break
-            # Of two routes to one destination the metric decides, and ours may have the lower one.
-            if obstacle.route in (None, subnet) or not lies_in(obstacle.route, subnet):
+            if obstacle.route is None or not lies_in(obstacle.route, subnet):
+                return obstacle
+            # Of two routes to one destination the metric decides, and ours may have the lower one. A gateway
+            # is needed then for that destination only, which the lease takes over on purpose.
+            if obstacle.what == "store" and obstacle.route == subnet:
                 return obstacle
         return None
 
