@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench import page
+from tests.bench import page, pods
 from tests.bench.__main__ import main
 from tests.bench.cluster import Peer
 from tests.bench.figures import Figure, Goal, Samples, Subject, percentile
@@ -82,6 +82,13 @@ def test_a_run_with_wireguard_yields_its_figures(tmp_path: Path, monkeypatch: py
     assert {row["backend"] for row in rows} == {"wireguard", "wireguard, peer by hand"}
     assert Figure.BULK in {row["figure"] for row in rows}
     assert all(row["peer"] for row in rows if row["backend"] != "wireguard")
+
+
+@pytest.mark.long
+def test_pods_of_both_ways_yield_a_table() -> None:
+    columns, *rows = page.cells(pods.table(pods.measure(1), "a test"))
+    assert columns == ["", *pods.WAYS, "Ratio"]
+    assert all(float(each) > 0 for _, *figures in rows for each in figures)
 
 
 @pytest.mark.long
