@@ -107,6 +107,7 @@ def test_peers_are_split_into_messages_and_none_is_lost(sizes: list[int], more: 
     messages = list(wireguard.set_peers("flannel-wg", peers))
     assert sum(number for _, number in messages) == len(peers)
     assert all(len(body) < 16 * 1024 for body, _ in messages)
+    assert len(messages) <= 1 + sum(map(len, peers)) // (11 * 1024), "no more messages than needed"
     if peers:
         found = decode([*DUMP, *(body for body, _ in messages)]).peers
         assert [int.from_bytes(peer.public_key) for peer in found[3:]] == [

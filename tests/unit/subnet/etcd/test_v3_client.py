@@ -237,6 +237,18 @@ def test_forbidden_write_leaves_no_etcd_lease(guarded: LocalEtcd) -> None:
     assert len(relay.asked("/lease/grant")) == len(relay.asked("/kv/lease/revoke")) > 0
 
 
+def test_only_the_write_that_is_still_there_is_kept_alive(etcd: LocalEtcd, keys: V3Keys) -> None:
+    """A key from a backup, or of another's write, has another etcd lease than the one we know."""
+    asker = client(etcd.url)
+    created = asker.create("/alive", "1", 3600).node
+    assert created is not None
+    assert asker.prolong("/alive", created.modified) is not None
+    for other in (created.modified - 1, created.modified + 1):
+        assert asker.prolong("/alive", other) is None
+    assert asker.prolong("/unknown", created.modified) is None
+    keys.delete("/alive")
+
+
 def test_a_key_without_a_lease_stays(etcd: LocalEtcd) -> None:
     asker = client(etcd.url)
     made = asker.create("/stays", "1", None)

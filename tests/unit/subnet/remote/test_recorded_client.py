@@ -48,6 +48,10 @@ class Script:
         self._recorded = {(each["method"], each["target"]): each for each in map(exchange, numbers)}
         self.asked: list[dict[str, Any]] = []
 
+    def add(self, method: str, target: str, number: int) -> None:
+        """Answer another request as that one."""
+        self._recorded[method, target] = exchange(number)
+
     def __call__(self, connection: socket.socket) -> None:
         with connection.makefile("rb") as reader:
             while line := reader.readline():
@@ -164,6 +168,15 @@ def test_watch_of_our_own_lease_is_as_recorded() -> None:
         assert [type(events.get(timeout=10)[0]) for _ in range(2)] == [Added, Added]
     same_request(script.asked[0], 603)
     same_request(script.asked[1], 605)
+
+
+def test_other_leases_are_no_news_of_our_own() -> None:
+    script = Script(603)
+    for cursor, number in (("10", 606), ("11", 605)):
+        script.add("GET", f"/v1/_/leases/10.5.12.0-24?next={cursor}", number)
+    with server(script) as url, following(manager_of(url), Lease(ATTRS, SUBNET)) as events:
+        told = [event for _ in range(2) for event in events.get(timeout=10)]
+    assert [isinstance(each, Added) and each.lease.subnet for each in told] == [SUBNET, SUBNET]
 
 
 def test_reread_between_two_requests_lists_again_from_a_server_that_closes_connections() -> None:
