@@ -140,6 +140,11 @@ def network_around(address: IPAddress, length: int) -> IPNetwork:
     return kind((int(address), length), strict=False)
 
 
+def single(address: IPAddress) -> IPNetwork:
+    """Return the network of a single address."""
+    return network_around(address, address.max_prefixlen)
+
+
 def overlap(one: IPNetwork, other: IPNetwork) -> bool:
     """Return True if two networks of one family share addresses; faster than ``ipaddress``'s method."""
     if one.version != other.version:

@@ -21,9 +21,8 @@ from flanneld.backends.contract import NO_SERVICES, Backend, Factory, HostServic
 from flanneld.compat.glog import OneTimeWarnings
 from flanneld.config import Config
 from flanneld.errors import NoAnswer, Retryable, prefixed
-from flanneld.model import Family, IPAddress, Lease, LeaseAttrs, LeaseKey, Uplink, overlap
+from flanneld.model import Family, IPAddress, Lease, LeaseAttrs, LeaseKey, Uplink, overlap, single
 from flanneld.network import ipsec_traces
-from flanneld.network.obstacles import single
 from flanneld.network.rtnetlink.kernel import Kernel
 from flanneld.network.rtnetlink.monitor import Monitor
 from flanneld.network.rtnetlink.tables import tables

@@ -13,7 +13,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from flanneld.model import Family, IPAddress, IPNetwork, lies_in, network_around, overlap
+from flanneld.model import Family, IPAddress, IPNetwork, lies_in, network_around, overlap, single
 
 #: linux/rtnetlink.h RTPROT_*: creators of connected routes: the kernel, router advertisements, DHCP.
 _ON_LINK_PROTOCOLS = frozenset({2, 9, 16})
@@ -54,8 +54,8 @@ class Obstacle(Struct, frozen=True, gc=False):
             return f"{self.net.network_address} is a gateway of this host through {self.device}"
         if self.what == "store":
             return f"{self.net.network_address} is an address of the store"
-        single = self.net.prefixlen == self.net.max_prefixlen
-        return f"{self.device} has {self.net.network_address if single else self.net}"
+        is_single = self.net.prefixlen == self.net.max_prefixlen
+        return f"{self.device} has {self.net.network_address if is_single else self.net}"
 
 
 class HostNetworks(Struct, frozen=True, gc=False):
@@ -120,11 +120,6 @@ def concerns(net: IPNetwork, networks: Iterable[IPNetwork], own: Iterable[IPNetw
     if any(overlap(net, ours) and net.prefixlen >= ours.prefixlen for ours in own):
         return False
     return any(overlap(net, network) for network in networks)
-
-
-def single(address: IPAddress) -> IPNetwork:
-    """Return the network of a single address."""
-    return network_around(address, address.max_prefixlen)
 
 
 def _common_length(gateway: IPAddress, destination: IPNetwork | None) -> int:

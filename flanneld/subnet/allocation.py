@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator
 
 from flanneld.config import Config, SubnetRange
-from flanneld.model import FAMILIES, IPNetwork, Lease, LeaseKey, lies_in, network_around
+from flanneld.model import FAMILIES, IPNetwork, Lease, LeaseKey, lies_in, single
 
 
 def free_subnets(pool: SubnetRange, taken: Iterable[IPNetwork], limit: int = 100) -> list[IPNetwork]:
@@ -75,7 +75,7 @@ def public_ips_in(config: Config, leases: Iterable[Lease]) -> Iterator[IPNetwork
     for lease in leases:
         for public_ip in (lease.attrs.public_ip, lease.attrs.public_ipv6):
             if public_ip is not None and any(first <= int(public_ip) < after for first, after in spans):
-                yield network_around(public_ip, public_ip.max_prefixlen)
+                yield single(public_ip)
 
 
 def fits(config: Config, key: LeaseKey) -> bool:

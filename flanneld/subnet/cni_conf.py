@@ -12,7 +12,7 @@ import logging
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import DecodeError, Meta, MsgspecError, Struct, convert, field
 from msgspec.json import decode
@@ -23,10 +23,9 @@ from flanneld.options import Options
 from flanneld.runtime.files import atomic_file
 from flanneld.state.lasting_table import LastingTable
 from flanneld.state.report import Failure, Report
-from flanneld.state.resources import Key, Kind
 from flanneld.state.table import Put, Scope, Seen
 from flanneld.subnet import subnet_file
-from flanneld.subnet.subnet_file import Stamp, SubnetEnv, stamp_of
+from flanneld.subnet.subnet_file import KeptFile, Stamp, SubnetEnv, stamp_of
 
 log = logging.getLogger(__name__)
 
@@ -118,12 +117,10 @@ def _ordered(nets: Sequence[IPNetwork]) -> Iterator[IPNetwork]:
     return (net for family in FAMILIES for net in nets if net.version == family)
 
 
-class CniConf(Struct, frozen=True, gc=False):
+class CniConf(KeptFile, frozen=True, gc=False):
     """The file with the part of its content that is ours, as JSON."""
 
-    kind: ClassVar[Kind] = Kind.FILE
-    path: Path
-    content: bytes
+    table = TABLE
 
     @classmethod
     def of(cls, path: Path, conf: Conf) -> CniConf:
@@ -132,13 +129,6 @@ class CniConf(Struct, frozen=True, gc=False):
     @property
     def conf(self) -> Conf:
         return parsed(self.content)
-
-    @property
-    def key(self) -> Key:
-        return (TABLE, str(self.path))
-
-    def __str__(self) -> str:
-        return str(self.path)
 
 
 class CniConfTable(LastingTable):

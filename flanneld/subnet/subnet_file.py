@@ -110,23 +110,30 @@ def _write(file: SubnetEnvFile) -> None:
         ) from error
 
 
-class SubnetEnvFile(Struct, frozen=True, gc=False):
-    """The file with its content."""
+class KeptFile(Struct, frozen=True, gc=False):
+    """File with its content, the only one of the ``table``."""
 
     kind: ClassVar[Kind] = Kind.FILE
+    table: ClassVar[str]
     path: Path
     content: bytes
+
+    @property
+    def key(self) -> Key:
+        return (self.table, str(self.path))
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+
+class SubnetEnvFile(KeptFile, frozen=True, gc=False):
+    """The file with its content."""
+
+    table = TABLE
 
     @classmethod
     def of(cls, path: Path, env: SubnetEnv) -> SubnetEnvFile:
         return cls(path, render(env).encode())
-
-    @property
-    def key(self) -> Key:
-        return (TABLE, str(self.path))
-
-    def __str__(self) -> str:
-        return str(self.path)
 
 
 class SubnetFileTable(LastingTable):

@@ -6,9 +6,8 @@ import logging
 from collections.abc import Collection
 
 from flanneld.compat.glog import V
-from flanneld.model import IPAddress, IPNetwork
+from flanneld.model import IPAddress, IPNetwork, single
 from flanneld.network.change_origin import ChangeOrigins
-from flanneld.network.obstacles import single
 from flanneld.network.rtnetlink.monitor import (
     HostRouteChanged,
     InterfaceChanged,

@@ -15,8 +15,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from msgspec.structs import replace
 
 from flanneld.errors import NoAnswer
-from flanneld.model import IPAddress, IPNetwork
-from flanneld.network.obstacles import Obstacle, concerns, single
+from flanneld.model import IPAddress, IPNetwork, single
+from flanneld.network.obstacles import Obstacle, concerns
 from flanneld.network.uplink_facts import Way, way_to
 from flanneld.reconcile.local_node import LocalNode
 from flanneld.reconcile.past.ownership import StoreAddress

@@ -22,8 +22,8 @@ from flanneld.model import (
     is_same_node,
     lies_in,
     name_of,
-    network_around,
     overlap,
+    single,
 )
 from flanneld.runtime import clock
 from flanneld.subnet.codec import format_attrs, format_key, parse_attrs
@@ -153,9 +153,7 @@ class LeaseStore:
                 if all(each.attrs != wanted.attrs for each in leases):
                     raise
             addresses = self._addresses().union([server] if server else ())
-            facts = LocalFacts(
-                connected=tuple(network_around(each, each.max_prefixlen) for each in addresses)
-            )
+            facts = LocalFacts(connected=tuple(map(single, addresses)))
             if wanted.strangers or not may_join:
                 leases = manager.listing(fresh=True).leases.values()
                 strangers = [each.attrs for each in leases if each.key in wanted.strangers]

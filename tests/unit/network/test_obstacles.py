@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flanneld.model import IPAddress, IPNetwork
+from flanneld.model import IPAddress, IPNetwork, single
 from flanneld.network.obstacles import (
     HostNetworks,
     HostRoute,
@@ -17,7 +17,6 @@ from flanneld.network.obstacles import (
     Obstacles,
     concerns,
     host_networks,
-    single,
 )
 
 NETWORKS = (IPv4Network("10.5.0.0/16"), IPv6Network("fc00:5::/48"))

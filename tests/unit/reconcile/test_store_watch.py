@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flanneld.errors import NoAnswer, Retryable
-from flanneld.model import IPAddress, IPNetwork, network_around
-from flanneld.network.obstacles import Obstacle, single
+from flanneld.model import IPAddress, IPNetwork, network_around, single
+from flanneld.network.obstacles import Obstacle
 from flanneld.network.rtnetlink.domain import Domain
 from flanneld.reconcile.host.store_watch import StoreWatch, answered, remembered
 from flanneld.reconcile.local_node import LocalNode

@@ -14,7 +14,7 @@ from typing import TypeVar
 from msgspec import Struct
 from msgspec.structs import replace
 
-from flanneld.model import Family, IPAddress, IPNetwork, network_around
+from flanneld.model import Family, IPAddress, IPNetwork, network_around, single
 from flanneld.network.route_lookup import RTN_BROADCAST, RTN_LOCAL, LookupResult, SeenHostRoute
 from flanneld.network.rtnetlink.domain import NOTHING, Domain
 from flanneld.network.rtnetlink.links import SeenLink
@@ -330,7 +330,7 @@ class Kernel:
         for name, address, length in self.addresses_held.values():
             if address.version != family:
                 continue
-            yield RTN_LOCAL, network_around(address, address.max_prefixlen), self.indexes[name]
+            yield RTN_LOCAL, single(address), self.indexes[name]
             if family == 4 and length < 31:
                 last = ip_network((address, length), strict=False).broadcast_address
                 yield RTN_BROADCAST, network_around(last, 32), self.indexes[name]

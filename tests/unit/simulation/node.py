@@ -19,8 +19,7 @@ from flanneld.backends.host_gw import HostGw
 from flanneld.backends.vxlan import build as build_vxlan
 from flanneld.config import Config
 from flanneld.errors import Cancelled, Fatal, Retryable
-from flanneld.model import Event, IPAddress, Lease, LeaseKey, network_around
-from flanneld.network.obstacles import single
+from flanneld.model import Event, IPAddress, Lease, LeaseKey, network_around, single
 from flanneld.network.rtnetlink.monitor import InterfaceChanged, Notification
 from flanneld.network.uplink_election import InterfaceChoice
 from flanneld.network.uplink_facts import connected_networks
