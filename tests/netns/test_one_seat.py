@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import socket
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -121,22 +122,27 @@ def test_dead_nodes_and_nodes_that_answer_no_queries_are_told_apart(lab: Lab) ->
     told = seen(node)
     assert told[mute.subnet()]["answers"] == "kernel"
     assert told["10.5.240.0/24"]["answers"] == "nothing"
+    # Side by side: each waits for the node that does not answer.
+    with ThreadPoolExecutor(16) as pool:
+        findings, edges = pool.submit(cluster_findings, node), pool.submit(answer, node, "graph")
+        pictures = ["graph", "graph --format=dot", "graph --format=html"]
+        commands = ["nodes", "doctor --cluster", f"ping {mute.subnet()}", *pictures]
+        done = pool.map(lambda words: flannelctl(node, *words.split()), commands)
+        nodes, doctor, ping, tree, dot, page = done
     remedy = "of 1 node; start flanneld there with -answer-port=8470"
-    assert remedy in flannelctl(node, "nodes").stdout.splitlines()[-1]
-    assert remedy in flannelctl(node, "doctor", "--cluster").stdout
-    assert "-answer-port=8470" in flannelctl(node, "ping", mute.subnet()).stdout.splitlines()[-1]
-    assert "10.5.240.0/24: no answer" in cluster_findings(node)["silent nodes"]
-    assert flannelctl(node, "nodes").returncode == 1
-    tree = flannelctl(node, "graph")
+    assert remedy in nodes.stdout.splitlines()[-1]
+    assert remedy in doctor.stdout
+    assert "-answer-port=8470" in ping.stdout.splitlines()[-1]
+    assert "10.5.240.0/24: no answer" in findings.result()["silent nodes"]
+    assert nodes.returncode == 1
     assert (
         "PROBLEM: 1 node\n|   `-- 10.5.240.0/24  198.18.0.240  -  no answer\n`-- ok: 2 nodes" in tree.stdout
     )
     assert tree.returncode == 1
-    assert f'"{node.subnet()}" -- "{peer.subnet()}"' in flannelctl(node, "graph", "--format=dot").stdout
-    page = flannelctl(node, "graph", "--format=html").stdout
-    assert page.startswith("<!DOCTYPE html>")
-    assert all(each in page for each in told)
-    assert {each["to"] for each in answer(node, "graph")["edges"]} == told.keys() - {node.subnet()}
+    assert f'"{node.subnet()}" -- "{peer.subnet()}"' in dot.stdout
+    assert page.stdout.startswith("<!DOCTYPE html>")
+    assert all(each in page.stdout for each in told)
+    assert {each["to"] for each in edges.result()["edges"]} == told.keys() - {node.subnet()}
 
 
 def test_node_that_drops_icmp_is_no_silent_node(lab: Lab) -> None:
@@ -188,14 +194,7 @@ def mend(node: Node) -> None:
 
 
 def test_ping_says_where_packets_stop(lab: Lab) -> None:
-    node, peer = settled(lab, {"Type": "vxlan"})
-    container = peer.container().address
-    wait_for(lambda: stops(node, container)[0] is None, PATIENCE, "a way that is open")
-    at, stages = stops(node, container)
-    assert (at, stages) == (None, {"underlay", "port", "tunnel", "udp", "there", "back", "container"})
-    assert flannelctl(node, "ping", peer.subnet()).returncode == 0
-
-    for hook, rule, expected in (
+    faults = (
         ("input", "udp dport 8472 drop", "tunnel"),
         ("input", "udp dport 8472 reject with icmpx admin-prohibited", "port"),
         ("input", "ip saddr 198.18.0.0/16 drop", "underlay"),
@@ -203,19 +202,27 @@ def test_ping_says_where_packets_stop(lab: Lab) -> None:
         ("input", "udp dport 8470 drop", "udp"),
         ("output", "udp sport 8470 ip length > 1400 drop", "tunnel"),
         ("forward", "drop", "forward"),
-    ):
-        drop(peer, hook, rule)
-        assert stops(node, container)[0] == expected, rule
-        mend(peer)
-    absent = peer.subnet().replace(".0/24", ".250")
-    assert stops(node, absent)[0] == "container"
+    )
+    # A node for each, since where no answer comes all that takes time is to wait for it.
+    node, peer, gone, *ill = settled(lab, {"Type": "vxlan"}, nodes=3 + len(faults))
+    container, absent = peer.container().address, peer.subnet().replace(".0/24", ".250")
+    wait_for(lambda: stops(node, container)[0] is None, PATIENCE, "a way that is open")
+    at, stages = stops(node, container)
+    assert (at, stages) == (None, {"underlay", "port", "tunnel", "udp", "there", "back", "container"})
+    assert flannelctl(node, "ping", peer.subnet()).returncode == 0
+    targets = [each.container().address for each in (*ill, gone)]
+    with ThreadPoolExecutor(16) as pool:
+        assert set(pool.map(lambda to: stops(node, to)[0], targets)) == {None}
+        for each, (hook, rule, _) in zip(ill, faults, strict=True):
+            drop(each, hook, rule)
+        gone.stop()
+        gone.run("ip", "link", "delete", "flannel.1")
+        found = list(pool.map(lambda to: stops(node, to)[0], [*targets, absent]))
+    assert found == [*(expected for _, _, expected in faults), "port", "container"]
     # By the socket for which the kernel sorts answers; so far it was a raw one.
     node.run("sysctl", "-qw", "net.ipv4.ping_group_range=0 2147483647")
     assert stops(node, absent)[0] == "container"
     assert stops(node, container)[0] is None
-    peer.stop()
-    peer.run("ip", "link", "delete", "flannel.1")
-    assert stops(node, container)[0] == "port"
 
 
 def test_ping_works_without_an_address_in_the_overlay_and_over_ipv6(lab: Lab) -> None:
