@@ -67,6 +67,8 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Namespace]:
     """A namespace in which the test runs, in a process to which the kind is known."""
     monkeypatch.setitem(links._codecs, "bridge", BridgeCodec())
     links.register(BridgeCodec())
+    for cached in (resource_json._types, resource_json._shape):
+        cached.cache_clear()  # which was filled before this file was read
     namespace = Namespace(f"flb{os.getpid()}")
     batch(f"netns add {namespace.name}")
     try:
