@@ -22,9 +22,9 @@ from tests.vm.machine import lacks
 
 PYTHON = ".venv/bin/python"
 PYTEST = (PYTHON, "-m", "pytest")
-#: All wait for a part of their time, so more processes than cores.
-WORKERS = (os.cpu_count() or 1) + 2
-MACHINES = 2
+#: Tests wait for three quarters of their time, so more processes than cores.
+WORKERS = 2 * (os.cpu_count() or 1) + 1
+MACHINES = 2  # with one CPU each
 UNIT = ("tests/unit", "tests/fuzz", "tests/browser", "docs")
 NAMESPACES = ("tests/netns", "tests/interop", "tests/faults")
 #: Unit tests that run servers and programs. The others are of what decides.
