@@ -7,6 +7,7 @@ instance was terminated is a blackhole.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,6 +25,8 @@ from werkzeug.test import Client
 from flanneld.backends.cloud.contract import ErrorKind
 from tests.lab.clouds.service import VPC_NETWORK, Answer, Asked, Request, Service
 
+# Some 1,300 images, which moto makes anew for each cloud and no test asks for.
+os.environ["MOTO_EC2_LOAD_DEFAULT_AMIS"] = "false"
 REGION = "us-east-1"
 _RIGHTS = (
     "CreateRoute",
