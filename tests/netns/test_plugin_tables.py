@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import stat
 from pathlib import Path
 
 import pytest
 
 from tests.lab import Lab, Node, wait_for
+from tests.netns.test_networks import BLUE, PREFIX, directory, put, subnet
 
 CONFIG = {"Network": "10.5.0.0/16", "Backend": {"Type": "lamp"}}
 SOON = 20
@@ -16,6 +18,7 @@ PACKAGE = """
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 
 from msgspec.structs import replace
 
@@ -58,6 +61,9 @@ class Table:
         self.reads += 1
         if str(self.reads) == os.environ.get("LAMP_BREAKS_AT"):
             raise RuntimeError("the lamp is broken")
+        if str(self.reads) == os.environ.get("LAMP_HANGS_AT"):
+            self.note("hangs")
+            Event().wait()
         return () if self.lit is None else (Seen(self.lit),)
 
     def put(self, puts):
@@ -118,10 +124,10 @@ def start(lab: Lab, package: Path, **variables: str) -> Node:
     return node
 
 
-def launch(node: Node, package: Path, **variables: str) -> None:
+def launch(node: Node, package: Path, *flags: str, **variables: str) -> None:
     environment = {"PYTHONPATH": str(package), "LAMP_NOTES": str(package / "notes")}
     environment |= {"LAMP_KEY_FILE": str(package / "keys" / "lamp.key"), **variables}
-    node.start("--iface=eth0", environment=environment)
+    node.start("--iface=eth0", *flags, environment=environment)
 
 
 def notes(package: Path) -> list[str]:
@@ -139,6 +145,33 @@ def test_a_stop_closes_the_table(lab: Lab, package: Path, worker: str) -> None:
     awaited(package, f"lit {node.address}")
     assert node.stop().status == 0
     assert notes(package) == [f"{deed} {node.address}" for deed in ("opened", "lit", "closed")]
+
+
+@pytest.mark.parametrize("worker", ["kernel", "lamps"])
+def test_table_of_a_thread_that_does_not_stop_in_time_stays_open(
+    lab: Lab, package: Path, worker: str
+) -> None:
+    node = start(lab, package, LAMP_WORKER=worker, LAMP_HANGS_AT="3")
+    node.wait_ready()
+    awaited(package, f"hangs {node.address}")
+    assert node.stop().status == 0
+    assert f"{'reconciler' if worker == 'kernel' else worker} did not stop in time" in node.log()
+    assert notes(package) == [f"{deed} {node.address}" for deed in ("opened", "lit", "hangs")]
+
+
+def test_table_that_hangs_in_one_network_holds_back_no_other(package: Path) -> None:
+    with Lab(api="v3") as lab:
+        put(lab, "dim", CONFIG)
+        put(lab, "blue", BLUE)
+        (node,) = lab.add_nodes(1)
+        flags = (f"--subnet-dir={directory(node)}", "--networks=dim,blue")
+        launch(node, package, *flags, LAMP_HANGS_AT="3")
+        for name in ("dim", "blue"):
+            subnet(node, name)
+        awaited(package, f"hangs {node.address}")
+        lease = {"PublicIP": "198.18.0.9", "BackendType": "host-gw"}
+        lab.etcd.set(f"{PREFIX}/blue/subnets/10.6.9.0-24", json.dumps(lease))
+        node.wait_for_route("10.6.9.0/24")
 
 
 @pytest.mark.parametrize("worker", ["kernel", "lamps"])

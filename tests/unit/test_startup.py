@@ -5,24 +5,31 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
+from http.client import HTTPConnection
 from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
 
 import pytest
 
 from flanneld import startup
+from flanneld.diagnostics.counted_manager import counted
 from flanneld.diagnostics.readiness import Readiness
 from flanneld.errors import Fatal, Retryable
+from flanneld.main import Daemon
 from flanneld.model import Lease, LeaseAttrs
 from flanneld.options import Options, read
 from flanneld.reconcile.past.last_run import LastRun
 from flanneld.reconcile.past.ownership import Machine
+from flanneld.runtime.logs import event_log
 from flanneld.runtime.sd_notify import Notifier
+from flanneld.runtime.supervisor import Supervisor
 from flanneld.startup import SingleAttempts
+from flanneld.subnet.embedded.opening import manager_of, open_store
 from flanneld.subnet.manager import SubnetManager
 from flanneld.subnet.stores import open_manager
 from tests.lab.etcd_v3 import V3Keys
-from tests.local_etcd import LocalEtcd
+from tests.lab.wait import wait_for
+from tests.local_etcd import LocalEtcd, free_port
 
 MACHINE = Machine("02:18:00:00:00:01", "4c4c4544-0042-3510-8051-b7c04f4d3232")
 LEASE = Lease(LeaseAttrs(IPv4Address("192.0.2.1")), IPv4Network("10.5.7.0/24"))
@@ -69,6 +76,39 @@ def test_the_same_stage_waits_for_the_daemon(
     assert loaded.config.backend_type == "host-gw"
     assert "Couldn't fetch network config: etcd answers, but has no network config" in caplog.text
     assert "Got the network config" in caplog.text
+
+
+def test_store_is_closed_while_the_tasks_still_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(str(tmp_path / "leases.db"), create=True)
+    store.create("/coreos.com/network/config", '{"Network": "10.5.0.0/16", "Backend": {"Type": "x"}}', None)
+    manager, port = counted(manager_of(store)), free_port()
+    wanted = read([f"-subnet-file={tmp_path}/subnet.env", f"-healthz-port={port}"], {})
+    answers: list[int] = []
+    close = manager.close
+
+    def closed() -> None:
+        if threading.current_thread() is threading.main_thread():  # another thread closes it on a stop, too
+            answers.append(wait_for(lambda: health(port), 2, "the health server"))
+        close()
+
+    monkeypatch.setattr(manager, "close", closed)
+    daemon = Daemon(wanted, {}, Supervisor(), Notifier(), manager, event_log.remember())
+    with pytest.raises(Fatal, match="backend"):
+        daemon.serve()
+    assert answers == [200]
+    assert not health(port)
+
+
+def health(port: int) -> int:
+    """Return the health server's status; 0 if nothing answers."""
+    connection = HTTPConnection("127.0.0.1", port, timeout=20)
+    try:
+        connection.request("GET", "/healthz")
+        return connection.getresponse().status
+    except OSError:
+        return 0
+    finally:
+        connection.close()
 
 
 def test_an_unknown_backend_ends_the_load(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -318,6 +320,66 @@ def test_foreign_writes_do_not_restart_the_watch(
             assert watcher.read(at) == KeyChanges((), at)
         assert watcher.read(at) == KeyChanges((), at)
         assert len(relay.asked("/watch")) == watches
+
+
+def test_relist_leaves_a_watch_trusted_that_was_restarted_over_foreign_writes(
+    etcd: LocalEtcd, keys: V3Keys
+) -> None:
+    keys.put("/trusted/a", "1")
+    with watched(etcd, "/trusted", recursive=True) as (relay, watcher, at):
+        keys.put("/others", "x")
+        wait_for(lambda: watcher.read(at) and len(relay.asked("/watch")) == 2, DEADLINE, "the restart")
+        watcher.reread()
+        with pytest.raises(RelistNeeded):
+            watcher.read(at)
+        at = watcher.client.fetch("/trusted", recursive=True).at
+        for _ in range(3):
+            assert watcher.read(at) == KeyChanges((), at)
+            keys.put("/others", "x")
+        assert len(relay.asked("/watch")) == 3
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_events_that_come_with_the_begin_of_a_watch_are_read(scheme: str, tmp_path: Path) -> None:
+    header = {"cluster_id": "1", "revision": "5"}
+    event = {"kv": {"key": "L2E=", "value": "MQ==", "mod_revision": "6"}}
+    begun = chunk({"result": {"header": header, "created": True}})
+    told = chunk({"result": {"header": header | {"revision": "6"}, "events": [event]}})
+    head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+    def answer(connection: socket.socket) -> None:
+        while asked := connection.recv(65536):
+            is_watch = b"/watch" in asked
+            connection.sendall(
+                head + begun + told if is_watch else http("200 OK", json.dumps({"header": header}))
+            )
+
+    serve = answer
+    if scheme == "https":
+        make_certificates(tmp_path)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(tmp_path / "server.crt", tmp_path / "server.key")
+
+        def serve(connection: socket.socket) -> None:
+            with context.wrap_socket(connection, server_side=True) as encrypted:
+                answer(encrypted)
+
+    with server(serve) as url:
+        files = {"cafile": str(tmp_path / "ca.crt")} if scheme == "https" else {}
+        asker = client(url.replace("http:", f"{scheme}:"), timeouts=PATIENT, **files)
+        watcher = watch(asker, "/a")
+        changes: list[KeyChanges] = []
+        thread = threading.Thread(target=lambda: changes.append(watcher.read(Position(5, "1"))), daemon=True)
+        thread.start()
+        thread.join(DEADLINE)
+        watcher.cancel()
+    assert [each.node.value for change in changes for each in change.replies if each.node] == ["1"]
+
+
+def chunk(message: object) -> bytes:
+    """Return a message of a stream, as a chunk of HTTP."""
+    line = f"{json.dumps(message)}\n"
+    return f"{len(line):x}\r\n{line}\r\n".encode()
 
 
 def test_a_thousand_keys_in_one_transaction_are_one_batch(etcd: LocalEtcd, keys: V3Keys) -> None:
