@@ -287,6 +287,7 @@ def passed(steps: Collection[Step]) -> bool:
 def shuffles(more: Sequence[str], times: int, *, machine: bool) -> list[list[Step]]:
     """Return runs of the tests on this host, each in an order of its own, three of them while it is busy."""
     command = next(step.command for step in plan(more, machine=machine)[0] if step.name == "tests")
+    command = (*command, "-p", "randomly")
     busy = ("bash", "-c", BUSY, "busy")
     return [
         [

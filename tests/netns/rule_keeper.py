@@ -1,6 +1,7 @@
 """The firewall task of the daemon alone: ``python -m tests.netns.rule_keeper '{"masquerade": true, ...}'``.
 
-It runs until SIGTERM. On stdout it says when the rules have been set first, and when a step begins.
+It runs until SIGTERM. On stdout it says when a step begins. With the first step it says that the rules have been set
+and the chains of others read.
 """
 
 from __future__ import annotations
@@ -30,19 +31,21 @@ def main(given: dict[str, Any]) -> int:
         sys.modules["iptc"] = None  # type: ignore[assignment]  # as if it were not installed
     nets, former = read_nets(given.pop("nets")), read_nets(given.pop("former", []))
     purpose = Purpose(given.pop("masquerade", True), given.pop("forward", True), given.pop("random", True))
-    stop = threading.Event()
-    firewall = Firewall(
-        FirewallSettings(nets, former, purpose, **given),
-        stop=stop,
-        heartbeat=lambda _: print(STEP, flush=True),
-    )
+    stop, has_begun = threading.Event(), threading.Event()
+
+    def step(_: float) -> None:
+        if not has_begun.is_set():
+            has_begun.set()
+            print(STARTED, flush=True)
+        print(STEP, flush=True)
+
+    firewall = Firewall(FirewallSettings(nets, former, purpose, **given), stop=stop, heartbeat=step)
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     try:
         firewall.start()
     except Fatal as failure:
         print(failure, flush=True)
         return 1
-    print(STARTED, flush=True)
     thread = threading.Thread(target=firewall.run)
     thread.start()
     stop.wait()
