@@ -49,6 +49,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="with",
         help="run the tests marked needs_kernel with all others, leave them out, or run no others",
     )
+    parser.addoption(
+        "--lacks", metavar="FEATURES", help="what needs_kernel is about, if not any feature: ipip,esp"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -62,7 +65,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     elsewhere = {"with": None, "without": True, "only": False}[config.getoption("--needs-kernel")]
-    here = [item for item in items if bool(item.get_closest_marker("needs_kernel")) is not elsewhere]
+    lacks_here = (config.getoption("--lacks") or "").split(",")
+
+    def needs_other_kernel(item: pytest.Item) -> bool:
+        needs = [mark.args[0] for mark in item.iter_markers("needs_kernel")]
+        return any(feature in lacks_here for feature in needs) if config.getoption("--lacks") else bool(needs)
+
+    here = [item for item in items if needs_other_kernel(item) is not elsewhere]
     wanted = [item for item in here if config.getoption("--long") or not item.get_closest_marker("long")]
     report.not_run(config, "tests marked long; add --long", len(here) - len(wanted))
     by_name = {item.nodeid: item for item in wanted}

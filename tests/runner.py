@@ -39,8 +39,8 @@ EFFECTS = (
     "subnet/kube",
     "subnet/remote",
 )
-#: Without one of these, the tests marked ``needs_kernel`` run in the machine.
-FEATURES = ("ipip", "wireguard", "own-clock")
+#: Tests marked ``needs_kernel`` run in the machine if this kernel lacks what they need.
+FEATURES = ("ipip", "wireguard", "esp", "own-clock")
 LONG = {
     "the image": (*PYTEST, "--long", "tests/image"),
     "recipes": (*PYTEST, "--long", "tests/recipes"),
@@ -102,11 +102,11 @@ def plan(
     fast: bool = False,
     long: bool = False,
     is_root: bool = True,
-    machine: bool = False,
+    lacking: Sequence[str] = (),
 ) -> list[list[Step]]:
     """Return the steps in lanes: those of a lane run one after the other, the lanes beside each other.
 
-    ``more`` are arguments for pytest; ``machine`` is true if this kernel lacks what some tests need.
+    ``more`` are arguments for pytest; ``lacking`` are the features that this kernel lacks.
     """
     lanes = [
         [
@@ -122,30 +122,23 @@ def plan(
         deciding = (f"--ignore=tests/unit/{folder}" for folder in EFFECTS)
         lanes[0].append(Step("unit tests of what decides", (*tests, *deciding, "tests/unit", "docs")))
         return lanes
-    here = (*tests, "--needs-kernel", "without" if machine else "with")
+    elsewhere = ("--lacks", ",".join(lacking)) if lacking else ()
+    here = (*tests, "--needs-kernel", "without" if lacking else "with", *elsewhere)
     if is_root:
         lanes[0].append(Step("tests", (*here, *UNIT, *NAMESPACES)))
     else:
         reason = "they make network namespaces; run tests/run as root"
         lanes[0] += [Step("unit tests", (*here, *UNIT)), Step("tests in namespaces", reason=reason)]
-    if machine:
+    if lacking:
         kernel = Step("kernel of the machine", ("tests/vm/build",))
         limit = ("--limit", "10800" if long else "3600")
-        inside = (
-            "nice",
-            "-n",
-            "19",
-            PYTHON,
-            "-m",
-            "tests.vm.machine",
-            *limit,
-            *PYTEST,
-            "--needs-kernel",
-            "only",
-        )
+        inside = ("nice", "-n", "19", PYTHON, "-m", "tests.vm.machine", *limit)
+        only = (*PYTEST, "--needs-kernel", "only", *elsewhere)
+        # One for the clock alone, which belongs to no host.
+        parts = min(MACHINES, len(lacking))
         lanes.append([kernel])
-        for number in range(1, MACHINES + 1):
-            command = (*inside, "--part", f"{number}/{MACHINES}", *more, *NAMESPACES)
+        for number in range(1, parts + 1):
+            command = (*inside, *only, "--part", f"{number}/{parts}", *more, *NAMESPACES)
             lanes.append([Step(f"tests in machine {number}", command, after=kernel)])
     for name, command in LONG.items():
         if long:
@@ -284,9 +277,9 @@ def passed(steps: Collection[Step]) -> bool:
     return tests_ran and not any(step.failed for step in steps)
 
 
-def shuffles(more: Sequence[str], times: int, *, machine: bool) -> list[list[Step]]:
+def shuffles(more: Sequence[str], times: int, lacking: Sequence[str]) -> list[list[Step]]:
     """Return runs of the tests on this host, each in an order of its own, three of them while it is busy."""
-    command = next(step.command for step in plan(more, machine=machine)[0] if step.name == "tests")
+    command = next(step.command for step in plan(more, lacking=lacking)[0] if step.name == "tests")
     command = (*command, "-p", "randomly")
     busy = ("bash", "-c", BUSY, "busy")
     return [
@@ -307,11 +300,11 @@ def main() -> int:
     chosen, more = parser.parse_known_args()
     more += ["--long"] * chosen.long
     is_root = os.geteuid() == 0
-    machine = is_root and any(map(lacks, FEATURES))
+    lacking = [feature for feature in FEATURES if is_root and lacks(feature)]
     if chosen.shuffles:
-        lanes = shuffles(more, chosen.shuffles, machine=machine)
+        lanes = shuffles(more, chosen.shuffles, lacking)
     else:
-        lanes = plan(more, fast=chosen.fast, long=chosen.long, is_root=is_root, machine=machine)
+        lanes = plan(more, fast=chosen.fast, long=chosen.long, is_root=is_root, lacking=lacking)
     steps = [step for lane in lanes for step in lane]
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="flanneld-tests-") as folder:

@@ -1,7 +1,7 @@
 """The firewall task of the daemon alone: ``python -m tests.netns.rule_keeper '{"masquerade": true, ...}'``.
 
-It runs until SIGTERM. On stdout it says when a step begins. With the first step it says that the rules have been set
-and the chains of others read.
+It runs until SIGTERM. On stdout it says when a step begins. With the first step it says that the rules have
+been set and the chains of others read.
 """
 
 from __future__ import annotations

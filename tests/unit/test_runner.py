@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.lab.daemon import ROOT
-from tests.runner import PYTEST, Run, Step, activity, passed, plan, shuffles, summary
+from tests.runner import FEATURES, PYTEST, Run, Step, activity, passed, plan, shuffles, summary
 
 #: Stands in for a step of tests: pytest's name is its last argument.
 TESTS = ("sh", "-c", "echo '.. [100%]'", "pytest")
@@ -86,8 +86,8 @@ def test_progress_shows_what_a_step_does(text: str, shown: str) -> None:
 
 
 def test_plan_leaves_out_no_step_in_silence() -> None:
-    names = {step.name for lane in plan([], long=True, machine=True) for step in lane}
-    short = [step for lane in plan([], machine=True) for step in lane]
+    names = {step.name for lane in plan([], long=True, lacking=FEATURES) for step in lane}
+    short = [step for lane in plan([], lacking=FEATURES) for step in lane]
     assert {step.name for step in short} == names
     assert {step.name for step in short if step.reason} == {
         "the image",
@@ -101,10 +101,12 @@ def test_plan_leaves_out_no_step_in_silence() -> None:
 
 
 def test_each_test_is_in_one_step() -> None:
-    here, _, *machines = plan([], machine=True)
+    here, _, *machines = plan([], lacking=FEATURES)
     steps = (here[4], *(machine[0] for machine in machines))
     assert [word_after("--needs-kernel", step) for step in steps] == ["without", "only", "only"]
     assert [word_after("--part", step) for step in steps[1:]] == ["1/2", "2/2"]
+    assert {word_after("--lacks", step) for step in steps} == {",".join(FEATURES)}
+    assert [word_after("--part", lane[0]) for lane in plan([], lacking=["own-clock"])[2:]] == ["1/1"]
     (everywhere, *rest) = plan([])
     assert word_after("--needs-kernel", everywhere[4]) == "with"
     assert not rest
@@ -126,7 +128,7 @@ def test_fast_plan_runs_lints_and_leaves_out_folders_that_exist() -> None:
 
 
 def test_shuffles_are_as_many_runs_of_the_same_tests() -> None:
-    (steps,) = shuffles([], 10, machine=True)
+    (steps,) = shuffles([], 10, FEATURES)
     assert len(steps) == 10
     (command,) = {step.command for step in steps[3:]}
     assert command[:3] == PYTEST
