@@ -263,8 +263,9 @@ def test_store_inside_network_stays_reached(lab: Lab, backend: dict[str, Any]) -
             wait_until_led(other, HARMLESS[4])
             lab.etcd.delete_lease(HARMLESS[4])
             other.wait_for_no_route(HARMLESS[4])
+        # On a busy machine a late answer calls for a trial, which must not change what is followed.
         assert "Unsafe" not in other.logs()
-        assert "trying without" not in other.logs()
+        assert "is outside the network" not in other.logs()
 
 
 # ---- other stores, several networks, and the plan ---------------------------------------------------
