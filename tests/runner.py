@@ -22,8 +22,9 @@ from tests.vm.machine import lacks
 
 PYTHON = ".venv/bin/python"
 PYTEST = (PYTHON, "-m", "pytest")
-#: Tests wait for three quarters of their time, so more processes than cores.
-WORKERS = 2 * (os.cpu_count() or 1) + 1
+CORES = os.cpu_count() or 1
+#: Tests wait for three quarters of their time, those of what decides never.
+WORKERS = 2 * CORES + 1
 MACHINES = 2  # with one CPU each
 UNIT = ("tests/unit", "tests/fuzz", "tests/browser", "docs")
 NAMESPACES = ("tests/netns", "tests/interop", "tests/faults")
@@ -117,7 +118,7 @@ def plan(
         ]
     ]
     # Each process takes neighbours, so that fewer of them make the same fixture of a module.
-    tests = (*PYTEST, "-n", str(WORKERS), "--dist", "worksteal", *more)
+    tests = (*PYTEST, "-n", str(CORES if fast else WORKERS), "--dist", "worksteal", *more)
     if fast:
         deciding = (f"--ignore=tests/unit/{folder}" for folder in EFFECTS)
         lanes[0].append(Step("unit tests of what decides", (*tests, *deciding, "tests/unit", "docs")))
@@ -132,7 +133,7 @@ def plan(
     if lacking:
         kernel = Step("kernel of the machine", ("tests/vm/build",))
         limit = ("--limit", "10800" if long else "3600")
-        inside = ("nice", "-n", "19", PYTHON, "-m", "tests.vm.machine", *limit)
+        inside = ("nice", "-n", "10", PYTHON, "-m", "tests.vm.machine", *limit)
         only = (*PYTEST, "--needs-kernel", "only", *elsewhere)
         # One for the clock alone, which belongs to no host.
         parts = min(MACHINES, len(lacking))
