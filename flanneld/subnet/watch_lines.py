@@ -5,7 +5,7 @@ from __future__ import annotations
 from flanneld.errors import Retryable
 
 #: Bytes of a line, at most. The history of a large cluster in one object takes some MB.
-_LONGEST_LINE = 64 << 20
+LONGEST_LINE = 64 << 20
 
 
 class Lines:
@@ -20,7 +20,7 @@ class Lines:
         if b"\n" not in piece:
             self._rest.append(piece)
             self._size += len(piece)
-            if self._size > _LONGEST_LINE:
+            if self._size > LONGEST_LINE:
                 raise Retryable("the watch sends a line without end", "see what it is that answers there")
             return []
         *lines, rest = b"".join([*self._rest, piece]).split(b"\n")

@@ -33,7 +33,7 @@ from flanneld.state.resources import Key, Resource
 from flanneld.state.table import Claim, Put, Scope, Seen
 
 #: Seconds until a read must show an own write, and seconds between two reads meanwhile.
-_VISIBLE_WITHIN, _LOOK_AGAIN = 60.0, 5.0
+VISIBLE_WITHIN, _LOOK_AGAIN = 60.0, 5.0
 #: Seconds for the cloud to finish a pending route.
 _MADE_WITHIN = 100.0
 #: Errors that cause a backoff; other failures cost the cloud nothing.
@@ -241,7 +241,7 @@ class CloudRoutes:
         calls = self._cloud.put_calls(place, entry, was)
         for call in calls:
             self._cloud.ask(call)
-        self._written[want.key] = Written(want, clock.now() + _VISIBLE_WITHIN)
+        self._written[want.key] = Written(want, clock.now() + VISIBLE_WITHIN)
         self._look_again()
         return ", ".join(call.action for call in calls) + (f", it led to {was.hop}" if was else "")
 
@@ -272,7 +272,7 @@ class CloudRoutes:
             for call in calls:
                 self._cloud.ask(call)
         self._record.remove(entry)
-        self._written[key] = Written(None, clock.now() + _VISIBLE_WITHIN)
+        self._written[key] = Written(None, clock.now() + VISIBLE_WITHIN)
         return f"{', '.join(call.action for call in calls)}, {entry.hop} is gone"
 
     def close(self, *, remove: bool) -> None:

@@ -29,9 +29,9 @@ _WORKER = "extension"
 #: Seconds between two reads if there is a CheckCommand.
 _AUDIT_PERIOD = 30.0
 #: Seconds between two checks of one peer: less than an audit period, so that each audit includes it.
-_CHECK_PERIOD = 20.0
+CHECK_PERIOD = 20.0
 #: Seconds of commands per read, put or drop; the rest follows later.
-_ROUND = 5.0
+ROUND = 5.0
 #: Pause after an incomplete round of checks, as a multiple of the round's duration.
 _REST = 3.0
 #: Seconds after a failure of SubnetAddCommand in which rounds for other peers do not repeat it. The
@@ -148,10 +148,10 @@ class PeerSetupTable:
         began = clock.now()
         for name, entry in list(entries.items()) if self._check else ():
             is_wanted = desired.get(entry.setup.key) == entry.setup and entry.stage is Stage.DONE
-            if not is_wanted or began - self._checked.get(name, -math.inf) < _CHECK_PERIOD:
+            if not is_wanted or began - self._checked.get(name, -math.inf) < CHECK_PERIOD:
                 continue
             spent = clock.now() - began
-            if spent > _ROUND:
+            if spent > ROUND:
                 self._come_back(clock.now() + _REST * spent)
                 return
             self._look_at(entry, began)
@@ -177,7 +177,7 @@ class PeerSetupTable:
     def put(self, puts: Sequence[Put]) -> Report:
         """Run SubnetAddCommand. Peers with failures come last, the least recent failure first."""
         report = Report()
-        end = clock.now() + _ROUND
+        end = clock.now() + ROUND
         wants = [put.want for put in puts if isinstance(put.want, PeerSetup)]
         for want in sorted(wants, key=self._last_failure):
             known, now = self._failures.get(want.name), clock.now()
@@ -238,7 +238,7 @@ class PeerSetupTable:
             failures, earliest = self._removals.get(setup.name, (0, 0.0))
             if earliest > began:
                 self._come_back(earliest)
-            elif clock.now() > began + _ROUND:
+            elif clock.now() > began + ROUND:
                 self._come_back(clock.now())
             elif entry is None or self._is_removed(entry, failures):
                 self._forget(setup.name)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 READY = "ready"
 #: Seconds. An answer takes milliseconds, a process start 0.1 s; both take longer on a busy machine.
-_ANSWER_PATIENCE, _START_PATIENCE = 3.0, 10.0
+ANSWER_PATIENCE, _START_PATIENCE = 3.0, 10.0
 _NEEDED = ("PATH", "LANG", "LD_LIBRARY_PATH")
 
 
@@ -198,7 +198,7 @@ class ProxyClient:
     def _connect_to(self, address: str, *, of_anybody: bool) -> tuple[int, bool]:
         connection = control.new_socket()
         try:
-            control.connect(connection, address, _ANSWER_PATIENCE)
+            control.connect(connection, address, ANSWER_PATIENCE)
             pid, trusted = control.other_end(connection)
         except OSError as failure:
             connection.close()

@@ -26,7 +26,7 @@ from flanneld.state.resources import ROUTES, Link, Vxlan
 log = logging.getLogger(__name__)
 
 #: Seconds between two checks of the uplink and the host's networks without notifications.
-_LOOK_PERIOD = 30.0
+LOOK_PERIOD = 30.0
 #: Minimum seconds between two checks because of notifications.
 LOOK_SPACING = 0.2
 #: Seconds until a failed read of the kernel is tried again.
@@ -63,7 +63,7 @@ class HostWatch:
 
     def postpone(self, now: float) -> None:
         """Schedule the next check as if one had just been made."""
-        self._next_look = now + _LOOK_PERIOD
+        self._next_look = now + LOOK_PERIOD
 
     def look(self, now: float) -> None:
         """Follow the uplink, and decide again about leases that the host's networks affect."""

@@ -34,7 +34,7 @@ _PAUSE = 0.1
 #: Seconds between two calls of ``HostClaims.drain``, at most.
 DRAIN = 1.0
 #: Beginning of the abstract names of claims.
-_PREFIX = "flanneld/"
+CLAIM_PREFIX = "flanneld/"
 #: linux/net.h, __SO_ACCEPTCON: flags of a listening socket in /proc/net/unix.
 _LISTENS = "00010000"
 #: linux/socket.h, struct ucred: pid, uid, gid.
@@ -169,7 +169,7 @@ class HostClaims:
         has = f"has had {holder.claim} for {self._within:g} s" if is_over else f"has {holder.claim}"
         raise (Fatal if is_over else Retryable)(
             f"another flanneld, {holder}, {has}",
-            f"stop it (find it with: ss -xlp | grep {_PREFIX}), or give this one a network of its own",
+            f"stop it (find it with: ss -xlp | grep {CLAIM_PREFIX}), or give this one a network of its own",
         )
 
     def drain(self) -> None:
@@ -187,7 +187,7 @@ class HostClaims:
 
     def _bind(self, claim: str) -> Holder | None:
         """Bind the name of a claim. Return its holder instead if that counts. Raises ``OSError``."""
-        own, name = socket.socket(socket.AF_UNIX), _PREFIX + claim
+        own, name = socket.socket(socket.AF_UNIX), CLAIM_PREFIX + claim
         own.setblocking(False)
         try:
             own.bind(f"\0{name}")
@@ -223,14 +223,14 @@ def holders(concerns: Callable[[str, str], bool] = lambda _name, _claim: True) -
         # num, reference count, protocol, flags, type, state, inode, name; connections have the name, too.
         columns = line.split(maxsplit=7)
         name = columns[-1].removeprefix("@") if columns[3:4] == [_LISTENS] else ""
-        if name.startswith(_PREFIX) and concerns(name, _claim_of(name)):
+        if name.startswith(CLAIM_PREFIX) and concerns(name, _claim_of(name)):
             holder = _holder(name)
             if holder is not None and holder.counts:
                 yield holder
 
 
 def _claim_of(name: str) -> str:
-    return name.removeprefix(_PREFIX).partition("#")[0]
+    return name.removeprefix(CLAIM_PREFIX).partition("#")[0]
 
 
 def _holder(name: str) -> Holder | None:

@@ -20,7 +20,7 @@ from flanneld.runtime.sockets.interruptible_socket import InterruptibleSocket
 from flanneld.runtime.sockets.paced_reader import PacedReader, TooSlow, no_heartbeat
 
 #: Bytes of a response, at most. etcd's list of a large cluster's leases takes some MB.
-_LONGEST_ANSWER = 64 << 20
+LONGEST_ANSWER = 64 << 20
 _PIECE = 256 << 10
 #: Bytes of a connection's buffer. A node of Kubernetes in JSON takes some 16 KiB.
 _BUFFER = 32 << 10
@@ -72,7 +72,7 @@ def body_of(
     ``alive`` is called for each part received, also from a slow server.
     """
     pieces, size = [], 0
-    longest = _LONGEST_ANSWER if longest is None else longest
+    longest = LONGEST_ANSWER if longest is None else longest
     if isinstance(response.connection, _Connection) and response.connection.beneath:
         response.connection.beneath[2].expect_body(alive)
     try:

@@ -19,7 +19,7 @@ from flanneld.runtime import clock
 #: Bytes that a running answer brings within so many seconds, at least.
 LEAST, WITHIN = 4 << 10, 10.0
 #: Seconds of silence after which a reader that waits for a change sends a heartbeat.
-_SILENCE = 60.0
+LONGEST_SILENCE = 60.0
 
 
 class TooSlow(TimeoutError):
@@ -87,7 +87,7 @@ class PacedReader(io.RawIOBase):
 
     def _first(self, buffer: Any, waiting: Callable[[], None]) -> int:
         while True:
-            self._sock.settimeout(_SILENCE)
+            self._sock.settimeout(LONGEST_SILENCE)
             try:
                 size = self._sock.recv_into(buffer)
             except TimeoutError:

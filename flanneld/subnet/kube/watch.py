@@ -31,7 +31,7 @@ _SHORTEST, _LONGEST = 300, 600
 _VERY_SHORT = 1.0
 #: Seconds without contact after which the API server may have lost its history. Restoring its store from a
 #: backup takes longer, because the server must be stopped and started.
-_GAP = 2.0
+LONGEST_SILENCE = 2.0
 #: Seconds for the first list of all nodes, after which the saved ones serve until it is there.
 _FIRST_LIST = 5.0
 #: Longest pause in seconds while no connection can be made; jitter adds up to as much. Attempts put no load
@@ -222,7 +222,7 @@ class NodeWatchMachine:
         if self._reread.is_set():
             self._reread.clear()
             self._version = None
-        if self._version is None or clock.now() - self._heard_at > _GAP:
+        if self._version is None or clock.now() - self._heard_at > LONGEST_SILENCE:
             self._version = self._list()
         else:
             self._compare(self._version)

@@ -54,7 +54,7 @@ class PumpProcess(OnHost):
         devices.put(Tun(_WANTED_PROXY.tun, _WANTED_PROXY.mtu), None)
         self._made: list[ProxyTable] = []
         # A silent one is one that is slow, and this one is not.
-        self._patience = patch.object(proxy_client, "_ANSWER_PATIENCE", 0.5)
+        self._patience = patch.object(proxy_client, "ANSWER_PATIENCE", 0.5)
 
     def make(self) -> ProxyTable:
         self._made.append(ProxyTable(ProxyClient(_WANTED_PROXY.tun)))
@@ -161,7 +161,7 @@ class ExtensionPeers(OnHost):
         self.foreign = (f"touch {self._peers}192.0.2.66",)
         self.shows_foreign = f"ls {self._peers}192.0.2.66"
         # Each reading checks all peers.
-        self._checks = patch.object(extension, "_CHECK_PERIOD", 0.0)
+        self._checks = patch.object(extension, "CHECK_PERIOD", 0.0)
         self._checks.start()
 
     def make(self) -> extension.PeerSetupTable:

@@ -32,7 +32,7 @@ class Routes(OnHost):
         room = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="conformance-")))
         environment = self._stack.enter_context(pytest.MonkeyPatch.context())
         # This cloud shows at once what was written.
-        environment.setattr(routes, "_VISIBLE_WITHIN", 0.0)
+        environment.setattr(routes, "VISIBLE_WITHIN", 0.0)
         self._bench = self._stack.enter_context(bench("tencent-vpc", Clock(), room, environment))
         self._cloud = self._bench.cloud
         self.resources = self._bench.node().desired

@@ -62,7 +62,7 @@ def test_backend_says_what_only_one_network_can_have(
 @pytest.fixture
 def claims(monkeypatch: pytest.MonkeyPatch) -> Iterator[Claims]:
     """Claims under names of their own: other tests run in this network namespace."""
-    monkeypatch.setattr(instance_lock, "_PREFIX", f"flanneld-test-{os.getpid()}/")
+    monkeypatch.setattr(instance_lock, "CLAIM_PREFIX", f"flanneld-test-{os.getpid()}/")
     claims = Claims()
     yield claims
     for name in ("red", "pink", "green"):

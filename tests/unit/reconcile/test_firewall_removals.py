@@ -24,16 +24,20 @@ NAMELESS = Removal(4, "nat", "POSTROUTING")
 NAMED = Removal(4, "nat", "POSTROUTING", "iptables")
 
 
+class Notifications(NetlinkSocket):
+    """Notifications that a test sends."""
+
+    def __init__(self, ours: socket.socket) -> None:
+        self._socket = ours
+
+
 @pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Removals, socket.socket]]:
+def kernel() -> Iterator[tuple[Removals, socket.socket]]:
     """A listener, and what stands for the kernel's end."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
-    listener, stand_in = object.__new__(Removals), object.__new__(NetlinkSocket)
-    monkeypatch.setattr(stand_in, "_socket", ours, raising=False)
-    monkeypatch.setattr(listener, "_socket", stand_in, raising=False)
     with ours, theirs:
-        yield listener, theirs
+        yield Removals(Notifications(ours)), theirs
 
 
 def test_remover_is_named_by_the_end_of_its_transaction(
@@ -50,7 +54,7 @@ def test_the_end_of_a_transaction_that_comes_a_moment_later_is_waited_for(
     kernel: tuple[Removals, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     listener, end = kernel
-    monkeypatch.setattr(netlink, "_SAME_BREATH", 60.0)
+    monkeypatch.setattr(netlink, "SAME_BREATH", 60.0)
     end.send(DELETION)
     later = threading.Timer(0.05, end.send, (GENERATION,))
     later.start()

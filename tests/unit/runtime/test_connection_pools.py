@@ -31,7 +31,7 @@ def endless(connection: socket.socket) -> None:
 
 @pytest.fixture
 def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setattr(connection_pools, "_LONGEST_ANSWER", LIMIT)
+    monkeypatch.setattr(connection_pools, "LONGEST_ANSWER", LIMIT)
     with server(endless) as url:
         yield url
 

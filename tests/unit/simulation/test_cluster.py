@@ -59,7 +59,7 @@ def troubled(
 def test_two_hundred_nodes_live_through_a_day_of_leases(
     store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_watch, "_LOOK_PERIOD", DAY / 4)
+    monkeypatch.setattr(host_watch, "LOOK_PERIOD", DAY / 4)
     world = World(1, logging.WARNING)
     with world.running():
         cluster = cluster_of(world, store, 200, tmp_path)

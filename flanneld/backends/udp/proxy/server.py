@@ -16,7 +16,7 @@ from flanneld.backends.udp.resources import UdpProxy
 from flanneld.network.interfaces import index_of
 
 #: Seconds for a data plane to stop, and for a daemon to take an answer.
-_STOP_PATIENCE, _SEND_PATIENCE = 2.0, 1.0
+STOP_PATIENCE, SEND_PATIENCE = 2.0, 1.0
 
 
 class ProxyServer:
@@ -62,7 +62,7 @@ class ProxyServer:
                     poll.unregister(fd)
                     self._connections.pop(fd).close()
         self._plane.stop()
-        self._thread.join(_STOP_PATIENCE)
+        self._thread.join(STOP_PATIENCE)
         return self._device_stays
 
     def _carry(self) -> None:
@@ -89,7 +89,7 @@ class ProxyServer:
         if not control.other_end(connection)[1]:
             connection.close()
             return
-        connection.settimeout(_SEND_PATIENCE)
+        connection.settimeout(SEND_PATIENCE)
         self._connections[connection.fileno()] = connection
         poll.register(connection, select.POLLIN)
 

@@ -57,7 +57,7 @@ _NOT_THERE = (errno.EINVAL, errno.EOPNOTSUPP)
 
 _DUMP_TRIES = 5
 #: Seconds within which the kernel names the author of a change it has notified.
-_SAME_BREATH = 0.1
+SAME_BREATH = 0.1
 #: Bytes: kube-proxy of a large cluster rewrites tens of thousands of rules at a time.
 _RECEIVE_BUFFER = 4 << 20
 _HEADER = struct.Struct(">BBH")
@@ -211,8 +211,10 @@ class Removal(Struct, frozen=True, gc=False):
 class Removals:
     """Listener for removals from nf_tables by any program, our own commands included."""
 
-    def __init__(self) -> None:
-        self._socket = NetlinkSocket([_NFNLGRP_NFTABLES], _RECEIVE_BUFFER, protocol=_NETLINK_NETFILTER)
+    def __init__(self, notifications: NetlinkSocket | None = None) -> None:
+        self._socket = notifications or NetlinkSocket(
+            [_NFNLGRP_NFTABLES], _RECEIVE_BUFFER, protocol=_NETLINK_NETFILTER
+        )
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -237,7 +239,7 @@ class Removals:
     def _goes_on(self, found: set[Removal]) -> bool:
         """Return True if more notifications of a transaction follow. A wake-up may come in their middle."""
         nameless = any(removal.family and not removal.by for removal in found)
-        return nameless and waits.readable(self._socket.fileno(), _SAME_BREATH)
+        return nameless and waits.readable(self._socket.fileno(), SAME_BREATH)
 
 
 #: Removal messages, with the attributes of the table's and the chain's name.

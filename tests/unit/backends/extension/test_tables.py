@@ -234,7 +234,7 @@ def test_setup_left_by_a_kill_is_removed_with_its_peer(
 def test_a_command_that_hangs_is_killed_and_holds_up_no_other_peer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tables, "_ROUND", 0.2)
+    monkeypatch.setattr(tables, "ROUND", 0.2)
     node = Extension(tmp_path, monkeypatch)
     node.time_limit, node.has_check = 0.5, False
     node.start()
@@ -244,7 +244,7 @@ def test_a_command_that_hangs_is_killed_and_holds_up_no_other_peer(
     assert node.failures() == [
         "extension peer 10.1.6.0/24 at 192.168.0.6: SubnetAddCommand did not end within 0.5 s"
     ]
-    monkeypatch.setattr(tables, "_ROUND", 60.0)  # for both, also on a busy machine
+    monkeypatch.setattr(tables, "ROUND", 60.0)  # for both, also on a busy machine
     assert node.later(0) == [note("add", 7, 7), note("add", 8, 8)]
 
 
@@ -360,9 +360,9 @@ def test_checks_leave_time_for_other_things(checked: Extension, monkeypatch: pyt
     checked.want(peer(6), peer(7, host=7))
     checked.converge()
     checked.table._checked.clear()
-    monkeypatch.setattr(tables, "_ROUND", -1.0)
+    monkeypatch.setattr(tables, "ROUND", -1.0)
     assert checked.converge() == []
-    monkeypatch.setattr(tables, "_ROUND", 60.0)
+    monkeypatch.setattr(tables, "ROUND", 60.0)
     assert checked.later(1) == [note("check"), note("check", 7, 7)]
 
 

@@ -90,8 +90,8 @@ class Running:
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither end gives the other up: a busy machine may let it wait."""
-    monkeypatch.setattr(client_module, "_ANSWER_PATIENCE", 60.0)
-    for name in ("_STOP_PATIENCE", "_SEND_PATIENCE"):
+    monkeypatch.setattr(client_module, "ANSWER_PATIENCE", 60.0)
+    for name in ("STOP_PATIENCE", "SEND_PATIENCE"):
         monkeypatch.setattr(server_module, name, 60.0)
 
 

@@ -101,7 +101,7 @@ def lists_of_all(cluster: Cluster) -> list[dict[str, Any]]:
 def test_all_nodes_are_listed_after_a_long_silence_and_not_after_a_short_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gap: float, lists: int
 ) -> None:
-    monkeypatch.setattr(watch, "_GAP", gap)
+    monkeypatch.setattr(watch, "LONGEST_SILENCE", gap)
     with cluster_with_journal(tmp_path) as cluster, cluster:
         before = len(lists_of_all(cluster))
         cluster.control.close_connections()
