@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from flanneld.ctl.checks import CHECKS
-from flanneld.ctl.cluster.rules import RULES
+from flanneld.ctl.checks.cluster import RULES
+from flanneld.ctl.doctor import CHECKS
 from flanneld.ctl.findings import THEMES
 from flanneld.ctl.main import COMMANDS
 from flanneld.diagnostics.metrics import METRICS

@@ -7,11 +7,20 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from flanneld.compat.glog import counted
-from flanneld.ctl.checks import CHECKS
+from flanneld.ctl.checks import cluster, containers, encryption, host, kernel, packets, stale_objects, store
 from flanneld.ctl.facts import Facts
 from flanneld.ctl.findings import THEMES, Check, Finding, Fix, Severity
-from flanneld.ctl.text_tables import TextTable
+from flanneld.ctl.output import TextTable
 
+#: The modules of checks. Of one theme, the checks and findings of the first come first.
+_MODULES = (store, containers, encryption, host, kernel, cluster, packets, stale_objects)
+#: All checks, sorted by theme.
+CHECKS = tuple(
+    sorted(
+        (each for module in _MODULES for each in vars(module).values() if isinstance(each, Check)),
+        key=lambda each: each.theme,
+    )
+)
 #: Checks that see effects: what another check finds may be the cause.
 _SYMPTOMS = frozenset({"tunnel", "probes", "port", "ready", "missing", "refused", "stale"})
 #: By a check's name, its place behind the causes. That the daemon ended explains symptoms, and has a cause.

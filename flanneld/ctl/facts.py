@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -11,28 +12,18 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from flanneld.ctl import shadowing_routes, snapshot, stale_host_objects
-from flanneld.ctl.data_source import Source, Unknown, ranges_of
-from flanneld.ctl.evidence import (
-    containers,
-    encryption,
-    filters,
-    flows,
-    kernel_support,
-    lookups,
-    other_api,
-)
-from flanneld.ctl.evidence.containers import Container
-from flanneld.ctl.evidence.encryption import CharonState
-from flanneld.ctl.evidence.filters import Drop
-from flanneld.ctl.evidence.kernel_support import LackingFeature
-from flanneld.ctl.evidence.lookups import Lost
+from flanneld.ctl import compare, lookups
+from flanneld.ctl.checks import containers, encryption, packets, stale_objects
+from flanneld.ctl.checks.containers import Container
+from flanneld.ctl.checks.encryption import CharonState, backends_of
+from flanneld.ctl.checks.packets import Drop
+from flanneld.ctl.checks.stale_objects import CniConf, LeftRules
+from flanneld.ctl.compare import ActualState, Comparison, ShadowingRoute
+from flanneld.ctl.evidence import other_api
 from flanneld.ctl.evidence.other_api import OtherApi
-from flanneld.ctl.path_mtu import Path as PathToPeer
-from flanneld.ctl.path_mtu import sample
-from flanneld.ctl.shadowing_routes import ShadowingRoute
-from flanneld.ctl.snapshot import ActualState, Comparison
-from flanneld.ctl.stale_host_objects import CniConf, LeftRules
+from flanneld.ctl.lookups import Lost
+from flanneld.ctl.path_mtu import PathToPeer, sample
+from flanneld.ctl.source import DataSource, Unknown, ranges_of
 from flanneld.diagnostics import host_checks
 from flanneld.diagnostics.host_checks import WrongSetting as HostFinding
 from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork
@@ -41,12 +32,13 @@ from flanneld.network.firewall import forward_drops
 from flanneld.network.firewall.forward_drops import accepting, dropping, in_the_way
 from flanneld.network.query import path_mtu, port_refusal, survey
 from flanneld.network.resource_json import parse_address
-from flanneld.network.rtnetlink import links
+from flanneld.network.rtnetlink import devices, links
 from flanneld.network.rtnetlink.kernel import Kernel
 from flanneld.network.rtnetlink.links import SeenLink, is_flannels
+from flanneld.network.xfrm.table import open_xfrm
 from flanneld.runtime import clock
 from flanneld.runtime.shell import Command
-from flanneld.state.resources import Vxlan
+from flanneld.state.resources import Link, Tun, Vxlan
 from flanneld.subnet import subnet_file
 from flanneld.subnet.subnet_file import Previous
 
@@ -64,6 +56,14 @@ class Dropped(Struct, frozen=True, gc=False):
     commands: tuple[Command, ...]
     by_rule: bool = False
     is_firewalld: bool = False
+
+
+class LackingFeature(Struct, frozen=True, gc=False):
+    """Feature that this kernel lacks, how that was seen, and the modules that have it."""
+
+    name: str
+    evidence: str
+    modules: str
 
 
 class Facts(Struct, frozen=True, gc=False):
@@ -156,7 +156,7 @@ class Facts(Struct, frozen=True, gc=False):
     @property
     def vnis(self) -> set[int]:
         """The VNIs of our VXLAN devices."""
-        return {link.vni for link in snapshot.values(self.document.get("local")) if isinstance(link, Vxlan)}
+        return {link.vni for link in compare.values(self.document.get("local")) if isinstance(link, Vxlan)}
 
     @property
     def peers(self) -> list[dict[str, Any]]:
@@ -169,22 +169,22 @@ class Facts(Struct, frozen=True, gc=False):
         return tuple(wanted) if wanted else tuple(link.name for link in self.links if is_flannels(link))
 
 
-def gather(source: Source) -> Facts:
+def gather(source: DataSource) -> Facts:
     """Read the facts.
 
     Unreadable ones are left out. Raises ``OSError`` if the kernel cannot be read at all.
     """
     document = source.document
     path = Path(source.options.subnet_file)
-    desired = snapshot.desired_objects(document)
-    found = snapshot.read(document, desired)
+    desired = compare.desired_objects(document)
+    found = compare.read(document, desired)
     families = _families(document)
     uplink = (document.get("uplink") or {}).get("name", "")
     ours = [link for link in found.links if is_flannels(link)]
     addresses = tuple(_addresses(found))
     devices = document.get("devices") or [link.name for link in ours]
     own = [ip_network(text) for text in (document.get("lease") or {}).get("subnets", ())]
-    ways = containers.devices(addresses, devices, own)
+    ways = containers.container_devices(addresses, devices, own)
     paths, now = tuple(_paths(document)), clock.wall()
     document = encryption.with_sessions(document, paths, now)
     services = bool(document.get("kube_subnet_mgr", source.options.kube_subnet_mgr))
@@ -198,26 +198,28 @@ def gather(source: Source) -> Facts:
         previous=subnet_file.read(path),
         links=found.links,
         addresses=addresses,
-        entries=(*snapshot.compare(document, desired, found), *_outside(source)),
-        detours=tuple(shadowing_routes.read(document, found, snapshot.lookups())),
+        entries=(*compare.compare(document, desired, found), *_outside(source)),
+        detours=tuple(compare.shadowing_routes(document, found, compare.lookups())),
         host=host_checks.findings(host_checks.read_facts(families, uplink, services=services)),
         dropping=tuple(_dropping(document)),
         managed=tuple(_managed(ours)),
         firewalls=tuple(_firewalls()),
-        left_rules=tuple(stale_host_objects.left_rules(document)),
-        cni=tuple(stale_host_objects.cni_confs(Path(stale_host_objects.CNI_DIRECTORY))),
+        left_rules=tuple(stale_objects.read_left_rules(document)),
+        cni=tuple(stale_objects.cni_confs(Path(stale_objects.CNI_DIRECTORY))),
         traffic={link.name: _traffic(link.name) for link in ours},
         port_owners=dict(_port_owners(document, found.links)),
         offload=dict(_offload(ours)),
         kernel=_kernel(),
-        lacking=tuple(kernel_support.read(document, found)),
+        lacking=tuple(lacking_features(document, found)),
         charon=encryption.charon_of(document),
         gc_thresh=_number(Path(_GC_THRESH)),
         clock_is_synchronised=_clock_is_synchronised(),
         paths=paths,
-        filtered=tuple(filters.read(document, ways)),
-        lost=tuple(lookups.read(document, {link.index: link.name for link in found.links}, ways)),
-        containers=tuple(containers.read(document, found.links, {address for _, address in addresses})),
+        filtered=tuple(packets.read_drops(document, ways)),
+        lost=tuple(lookups.lost_packets(document, {link.index: link.name for link in found.links}, ways)),
+        containers=tuple(
+            containers.read_containers(document, found.links, {address for _, address in addresses})
+        ),
         pinned=tuple(lookups.pinned(document, {link.name: link.index for link in found.links})),
         refusing=frozenset(_refusing(document, paths)),
         passing=frozenset(_passing(document, paths)),
@@ -225,9 +227,28 @@ def gather(source: Source) -> Facts:
     )
 
 
-def _outside(source: Source) -> Iterator[Comparison]:
+def lacking_features(document: Mapping[str, Any], found: ActualState) -> Iterator[LackingFeature]:
+    """Yield the missing features. Only for a missing device the kernel is asked whether it can make it."""
+    wanted = [link for link in compare.values(document.get("local")) if isinstance(link, Link)]
+    missing = {link.make: link for link in wanted if found.link(link.name) is None}
+    for kind, link in missing.items():
+        if kind != Tun.make and devices.lacks(kind):
+            yield LackingFeature(kind, f"it cannot make a device of this kind; wanted: {link}", kind)
+    if "ipsec" in backends_of(document) and _lacks_xfrm():
+        yield LackingFeature("XFRM", "it does not know the netlink protocol for it", "xfrm_user esp4")
+
+
+def _lacks_xfrm() -> bool:
+    try:
+        open_xfrm().close()
+    except OSError as failure:
+        return failure.errno == errno.EPROTONOSUPPORT
+    return False
+
+
+def _outside(source: DataSource) -> Iterator[Comparison]:
     """Yield what the kernel lacks for encryption. A daemon that runs puts that back, or names a refusal."""
-    for each in snapshot.outside(source.document) if source.origin == "store" else ():
+    for each in compare.outside(source.document) if source.origin == "store" else ():
         if each.state == "missing" and each.value.key[0] in encryption.KERNEL_TABLES:
             yield each
 
@@ -239,7 +260,7 @@ def _refusing(document: Mapping[str, Any], paths: Collection[PathToPeer]) -> Ite
         (node, each.peer_port)
         for peer in (document.get("peers", ()) if silent else ())
         if peer["subnets"][0] in silent
-        for each in flows.carriers(document, peer)
+        for each in lookups.carriers(document, peer)
         if each.protocol == "udp" and each.peer_port
         for node in map(parse_address, peer["public_ips"])
         if node.version == each.family
@@ -258,7 +279,7 @@ def _passing(document: Mapping[str, Any], paths: Collection[PathToPeer]) -> Iter
     }
     yield from map(ends.__getitem__, port_refusal.reached(ends, _BRIEFLY))
     asked = {
-        flows.container_of(net): (peer["subnets"][0], net.version)
+        lookups.container_of(net): (peer["subnets"][0], net.version)
         for peer in (document.get("peers", ()) if silent else ())
         if peer["subnets"][0] in silent
         for net in map(ip_network, peer["subnets"])
@@ -332,7 +353,7 @@ def _paths(document: Mapping[str, Any]) -> Iterator[PathToPeer]:
 def _port_owners(document: Mapping[str, Any], present: Sequence[SeenLink]) -> Iterator[tuple[str, str]]:
     """Yield the VXLAN devices that are not up because something else has their port."""
     up = {link.name for link in present if link.up}
-    for link in snapshot.values(document.get("local")):
+    for link in compare.values(document.get("local")):
         if isinstance(link, Vxlan) and link.name not in up:
             owner = port_owner.find(link.port, devices=links.at_port_of(link, present))
             if owner:

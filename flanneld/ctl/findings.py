@@ -1,15 +1,18 @@
-"""Findings of the doctor, and the registry of its checks."""
+"""Findings of the doctor, and what a check is."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from flanneld.ctl.facts import Facts
 from flanneld.diagnostics.host_checks import Topic
 from flanneld.runtime.shell import Command
+
+if TYPE_CHECKING:
+    from flanneld.ctl.facts import Facts
 
 #: Themes of users' typical problems with flannel.
 THEMES = {
@@ -77,24 +80,11 @@ class Check(Struct, frozen=True):
 
 #: Items named in a finding, at most.
 _FEW = 3
-#: Filled by importing the modules of checks.
-_REGISTRY: list[Check] = []
 
 
 def check(theme: str, name: str, meaning: str) -> Callable[[Callable[[Facts], Iterator[Finding]]], Check]:
-    """Register a check."""
-
-    def register(look: Callable[[Facts], Iterator[Finding]]) -> Check:
-        made = Check(theme, name, meaning, look)
-        _REGISTRY.append(made)
-        return made
-
-    return register
-
-
-def registered() -> tuple[Check, ...]:
-    """Return the checks by theme, and in the order of registration."""
-    return tuple(sorted(_REGISTRY, key=lambda each: each.theme))
+    """Make a check of a function over facts; ``doctor.CHECKS`` finds it."""
+    return lambda look: Check(theme, name, meaning, look)
 
 
 def few(items: Sequence[str], separator: str = ", ") -> str:

@@ -21,9 +21,9 @@ from msgspec.structs import asdict
 
 from flanneld import __version__, options
 from flanneld.compat.flags import quoted
-from flanneld.ctl import repetition, store_commands, text_tables, views
-from flanneld.ctl.data_source import Source, find
-from flanneld.ctl.text_tables import TextTable
+from flanneld.ctl import output, store_commands, views
+from flanneld.ctl.output import TextTable
+from flanneld.ctl.source import DataSource, find_source
 from flanneld.errors import FlannelError, cause_of
 from flanneld.runtime import clock
 
@@ -100,7 +100,7 @@ class Answered(Struct, frozen=True):
 
 
 def _ask(arguments: argparse.Namespace, flags: Sequence[str], environ: Mapping[str, str]) -> Answered:
-    source = find(flags, environ, arguments.socket)
+    source = find_source(flags, environ, arguments.socket)
     return Answered(*COMMANDS[arguments.command](source, arguments), source.origin == "daemon")
 
 
@@ -109,7 +109,7 @@ def _run(arguments: argparse.Namespace, ask: Callable[[], Answered], *, as_json:
     if arguments.watch is not None:
         return _watch(ask, arguments.watch, as_json=as_json)
     within = getattr(arguments, "wait", None) or 0.0
-    answer = repetition.until_good(ask, lambda answer: answer.status == FINE, within)
+    answer = output.until_good(ask, lambda answer: answer.status == FINE, within)
     _say(answer.shown, answer.plain, as_json=as_json)
     return answer.status
 
@@ -118,7 +118,7 @@ def _watch(ask: Callable[[], Answered], every: float, *, as_json: bool) -> int:
     """Print each changed answer until an interrupt or a closed output."""
     status = FINE
     with suppress(KeyboardInterrupt):
-        for answer in repetition.changes(ask, lambda answer: answer.shown, every):
+        for answer in output.changes(ask, lambda answer: answer.shown, every):
             status = answer.status
             heading = TextTable((), [(f"-- {clock.utc_text(clock.wall())}",)])
             if not _say([heading, *answer.shown], answer.plain, as_json=as_json, indent=None):
@@ -132,7 +132,7 @@ def _say(shown: list[TextTable], plain: Any, *, as_json: bool, indent: int | Non
         if as_json:
             print(json.dumps(plain, indent=indent))  # noqa: T201 - what we are for
         else:
-            text_tables.show(shown)
+            output.show(shown)
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -261,47 +261,47 @@ def _complain(text: str, status: int, *, as_json: bool) -> int:
 # ---- the commands -------------------------------------------------------------------------------
 
 
-def _status(source: Source, _arguments: argparse.Namespace) -> CommandAnswer:
+def _status(source: DataSource, _arguments: argparse.Namespace) -> CommandAnswer:
     health = source.document.get("health") or {}
     wrong = any(health.get(name) for name in ("missing", "late", "conditions"))
     return views.status(source), _plain(source), wrong
 
 
-def _peers(source: Source, _arguments: argparse.Namespace) -> CommandAnswer:
+def _peers(source: DataSource, _arguments: argparse.Namespace) -> CommandAnswer:
     known = source.document.get("peers", [])
     wrong = any(peer["state"] not in ("in the kernel", "pending") for peer in known)
     return views.peers(source), {"peers": known, "not_known": _not_known(source)}, wrong
 
 
-def _routes(source: Source, _arguments: argparse.Namespace) -> CommandAnswer:
-    from flanneld.ctl import snapshot
+def _routes(source: DataSource, _arguments: argparse.Namespace) -> CommandAnswer:
+    from flanneld.ctl import compare
 
-    desired = snapshot.desired_objects(source.document)
-    found = snapshot.read(source.document, desired)
-    entries = [*snapshot.compare(source.document, desired, found), *snapshot.outside(source.document)]
+    desired = compare.desired_objects(source.document)
+    found = compare.read(source.document, desired)
+    entries = [*compare.compare(source.document, desired, found), *compare.outside(source.document)]
     wrong = any(entry.state in ("missing", "different", "not wanted") for entry in entries)
-    plain = {"objects": [snapshot.described(entry) for entry in entries], "not_known": _not_known(source)}
+    plain = {"objects": [compare.described(entry) for entry in entries], "not_known": _not_known(source)}
     return views.routes(source, entries), plain, wrong
 
 
-def _events(source: Source, _arguments: argparse.Namespace) -> CommandAnswer:
+def _events(source: DataSource, _arguments: argparse.Namespace) -> CommandAnswer:
     plain = {"events": source.document.get("events", []), "not_known": _not_known(source)}
     return views.events(source), plain, False
 
 
-def _trace(source: Source, arguments: argparse.Namespace) -> CommandAnswer:
-    from flanneld.ctl import snapshot
+def _trace(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
+    from flanneld.ctl import compare
     from flanneld.ctl.trace import trace
 
-    found = snapshot.read(source.document, snapshot.desired_objects(source.document))
-    hops = trace(arguments.address, source.document, found, snapshot.route_taken)
+    found = compare.read(source.document, compare.desired_objects(source.document))
+    hops = trace(arguments.address, source.document, found, compare.route_taken)
     rows = [(hop.hop, hop.state, hop.found, hop.note) for hop in hops]
     table = TextTable(("hop", "state", "found", "note"), rows)
     plain = {"hops": [asdict(hop) for hop in hops], "not_known": _not_known(source)}
     return [table, *views.notes(source)], plain, any(hop.state == "PROBLEM" for hop in hops)
 
 
-def _mtu(source: Source, arguments: argparse.Namespace) -> CommandAnswer:
+def _mtu(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
     from flanneld.ctl.path_mtu import paths, peer_named
     from flanneld.network.query import path_mtu
 
@@ -320,7 +320,7 @@ def _mtu(source: Source, arguments: argparse.Namespace) -> CommandAnswer:
     return [table, *views.notes(source)], {"paths": plain, "not_known": _not_known(source)}, wrong
 
 
-def _doctor(source: Source, arguments: argparse.Namespace) -> CommandAnswer:
+def _doctor(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
     from flanneld.ctl.doctor import as_json, examine, has_problem, report
     from flanneld.ctl.facts import gather
 
@@ -329,60 +329,59 @@ def _doctor(source: Source, arguments: argparse.Namespace) -> CommandAnswer:
     more: tuple[Check, ...] = ()
     unknown: list[object] = [*facts.unknown]
     if getattr(arguments, "cluster", False):
-        from flanneld.ctl.cluster import commands, rules
+        from flanneld.ctl import nodes
+        from flanneld.ctl.checks.cluster import CLUSTER_CHECKS, cluster_findings
 
-        cluster, found = commands.examine(source)
-        findings += rules.findings(found)
-        more = rules.CHECKS
-        unknown += commands.unanswered(cluster, source)
+        cluster, found = nodes.examine(source)
+        findings += cluster_findings(found)
+        more = CLUSTER_CHECKS
+        unknown += nodes.unanswered(cluster, source)
     return report(findings, unknown, more), as_json(findings, unknown, more), has_problem(findings)
 
 
-def _nodes(source: Source, _arguments: argparse.Namespace) -> CommandAnswer:
-    from flanneld.ctl.cluster import commands
+def _nodes(source: DataSource, _arguments: argparse.Namespace) -> CommandAnswer:
+    from flanneld.ctl import nodes
 
-    cluster, found = commands.examine(source)
-    plain = commands.plain(cluster, found)
+    cluster, found = nodes.examine(source)
+    plain = nodes.plain(cluster, found)
     wrong = any(each["state"] == "PROBLEM" for each in plain)
-    unanswered = commands.unanswered(cluster, source)
-    shown = [commands.table(cluster, found), *views.notes(source, unanswered)]
+    unanswered = nodes.unanswered(cluster, source)
+    shown = [nodes.table(cluster, found), *views.notes(source, unanswered)]
     return shown, {"nodes": plain, "not_known": [*_not_known(source), *unanswered]}, wrong
 
 
-def _graph(source: Source, arguments: argparse.Namespace) -> CommandAnswer:
-    from flanneld.ctl.cluster import commands, graph
+def _graph(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
+    from flanneld.ctl import graph, nodes
 
-    cluster, found = commands.examine(source)
-    nodes = commands.table(cluster, found)
-    columns, rows = tuple(nodes.columns), [tuple(row) for row in nodes.rows]
+    cluster, found = nodes.examine(source)
+    listed = nodes.table(cluster, found)
+    columns, rows = tuple(listed.columns), [tuple(row) for row in listed.rows]
     made = graph.vertices(columns, rows)
     plain = {
-        "nodes": commands.plain(cluster, found),
+        "nodes": nodes.plain(cluster, found),
         "edges": graph.edges(made),
         "not_known": _not_known(source),
     }
     if arguments.format == "html":
-        from flanneld.ctl.cluster.graph_page import page
-
-        lines = page(made, columns[4:-1], clock.utc_text(cluster.now))
+        lines = graph.page(made, columns[4:-1], clock.utc_text(cluster.now))
     else:
         lines = {"text": graph.text, "dot": graph.dot}[arguments.format](made)
     shown = [TextTable((), [(part,) for line in lines for part in line.split("\n")])]
     return shown, plain, any(each.state == "PROBLEM" for each in made)
 
 
-def _ping(source: Source, arguments: argparse.Namespace) -> CommandAnswer:
-    from flanneld.ctl.cluster import ping, reach
+def _ping(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
+    from flanneld.ctl import netcheck
 
-    found = list(ping.measure(arguments.peer, source, arguments.count))
-    said = reach.verdict(found)
-    unanswered = ping.unanswered(found, source)
-    plain = ping.plain(found, said) | {"not_known": [*_not_known(source), *unanswered]}
-    return [*ping.table(found, said), *views.notes(source, unanswered)], plain, said.at is not None
+    found = list(netcheck.stages(arguments.peer, source, arguments.count))
+    said = netcheck.verdict(found)
+    unanswered = netcheck.unanswered(found, source)
+    plain = netcheck.stages_plain(found, said) | {"not_known": [*_not_known(source), *unanswered]}
+    return [*netcheck.stages_table(found, said), *views.notes(source, unanswered)], plain, said.at is not None
 
 
-def _netcheck(source: Source, arguments: argparse.Namespace) -> CommandAnswer:
-    from flanneld.ctl.cluster import netcheck
+def _netcheck(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
+    from flanneld.ctl import netcheck
 
     found = list(netcheck.measure(source, arguments.peer))
     rows = [(each.check, each.about, each.state, each.found, each.note) for each in found]
@@ -391,7 +390,7 @@ def _netcheck(source: Source, arguments: argparse.Namespace) -> CommandAnswer:
     return [table, *views.notes(source)], plain, any(each.state == "PROBLEM" for each in found)
 
 
-def _bundle(source: Source, arguments: argparse.Namespace) -> CommandAnswer:
+def _bundle(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
     from flanneld.ctl import bundle
 
     path = Path(arguments.file or bundle.default_name())
@@ -405,17 +404,17 @@ def _bundle(source: Source, arguments: argparse.Namespace) -> CommandAnswer:
     )
 
 
-def _not_known(source: Source) -> list[str]:
+def _not_known(source: DataSource) -> list[str]:
     return list(map(str, source.unknown))
 
 
-def _plain(source: Source) -> dict[str, Any]:
+def _plain(source: DataSource) -> dict[str, Any]:
     """Return the document without peers and events, which have commands of their own."""
     rest = {name: value for name, value in source.document.items() if name not in ("peers", "events")}
     return {"origin": source.origin, **rest, "not_known": _not_known(source)}
 
 
-_HELP: dict[str, tuple[Callable[[Source, argparse.Namespace], CommandAnswer], str]] = {
+_HELP: dict[str, tuple[Callable[[DataSource, argparse.Namespace], CommandAnswer], str]] = {
     "status": (_status, "summary of the daemon and this node"),
     "peers": (_peers, "the other nodes, with the state of each"),
     "routes": (_routes, "devices, routes and entries: desired and actual"),

@@ -9,7 +9,7 @@ from typing import Any
 from msgspec import Struct
 
 from flanneld.compat.flags import quoted
-from flanneld.ctl.snapshot import values
+from flanneld.ctl.compare import values
 from flanneld.errors import FlannelError
 from flanneld.model import IPAddress
 from flanneld.state.resources import Address
@@ -20,7 +20,7 @@ WITH_OPTION = ("vxlan", "wireguard")
 _FEW = 8
 
 
-class Path(Struct, frozen=True, gc=False):
+class PathToPeer(Struct, frozen=True, gc=False):
     """Path. ``required`` and ``carried`` are bytes with the IP header; None without an answer."""
 
     name: str
@@ -70,13 +70,15 @@ def peer_named(name: str, document: Mapping[str, Any]) -> Mapping[str, Any]:
     raise FlannelError(f"no peer is known at {name}", "flannelctl peers lists them")
 
 
-def paths(peer: Mapping[str, Any], document: Mapping[str, Any], find: Find) -> Iterator[Path]:
+def paths(peer: Mapping[str, Any], document: Mapping[str, Any], find: Find) -> Iterator[PathToPeer]:
     """Yield the path between the nodes and, if the peer's end of the tunnel answers, that through it."""
     for name, target, required in _ends(peer, document):
-        yield Path(name, target, required, find(target, required), peer["subnets"][0], _setting(document))
+        yield PathToPeer(
+            name, target, required, find(target, required), peer["subnets"][0], _setting(document)
+        )
 
 
-def sample(document: Mapping[str, Any], glance: Glance) -> list[Path]:
+def sample(document: Mapping[str, Any], glance: Glance) -> list[PathToPeer]:
     """Return the paths to a few peers, first to those that did not answer the last probe."""
     reached = [peer for peer in document.get("peers", ()) if peer["state"] == "in the kernel"]
     reached.sort(key=lambda peer: bool(not peer.get("probe") or peer["probe"]["rtt"] is not None))
@@ -85,13 +87,13 @@ def sample(document: Mapping[str, Any], glance: Glance) -> list[Path]:
 
 def at_a_glance(
     peers: Iterable[Mapping[str, Any]], document: Mapping[str, Any], glance: Glance
-) -> list[Path]:
+) -> list[PathToPeer]:
     """Return the paths to some peers, all probed at once."""
     ends = [(*end, peer["subnets"][0]) for peer in peers for end in _ends(peer, document)]
     setting = _setting(document)
     carried = glance([(target, required) for _, target, required, _ in ends])
     return [
-        Path(name, target, required, size, peer, setting)
+        PathToPeer(name, target, required, size, peer, setting)
         for (name, target, required, peer), size in zip(ends, carried, strict=True)
     ]
 

@@ -10,7 +10,7 @@ from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
 from typing import Any, Protocol
 
-from flanneld.ctl.text_tables import TextTable
+from flanneld.ctl.output import TextTable
 from flanneld.errors import Fatal
 from flanneld.model import LeaseKey
 from flanneld.options import Options

@@ -8,9 +8,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from flanneld.ctl.data_source import knows_peers, ranges_of
-from flanneld.ctl.shadowing_routes import follows, wanted_route
-from flanneld.ctl.snapshot import ActualState, RouteTaken, differences, values
+from flanneld.ctl.compare import ActualState, RouteTaken, differences, follows, values, wanted_route
+from flanneld.ctl.source import knows_peers, ranges_of
 from flanneld.ctl.views import handshake
 from flanneld.model import IPAddress
 from flanneld.state.resources import FdbEntry, Neighbor, Resource, Route

@@ -8,14 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from flanneld.compat.glog import counted
-from flanneld.ctl.data_source import Source, last_words
-from flanneld.ctl.snapshot import Comparison
-from flanneld.ctl.text_tables import TextTable
+from flanneld.ctl.compare import Comparison
+from flanneld.ctl.output import TextTable
+from flanneld.ctl.source import DataSource, last_words
 
 _UNKNOWN = "unknown"
 
 
-def status(source: Source) -> list[TextTable]:
+def status(source: DataSource) -> list[TextTable]:
     """Return a summary of the node."""
     document = source.document
 
@@ -52,13 +52,13 @@ def status(source: Source) -> list[TextTable]:
     ]
 
 
-def notes(source: Source, more: Sequence[str] = ()) -> list[TextTable]:
+def notes(source: DataSource, more: Sequence[str] = ()) -> list[TextTable]:
     """Return the missing sources of answers, and ``more`` that is not known, as a table."""
     missing = [*source.unknown, *more]
     return [TextTable((), [(f"not known: {why}",) for why in missing])] if missing else []
 
 
-def peers(source: Source) -> list[TextTable]:
+def peers(source: DataSource) -> list[TextTable]:
     known = source.document.get("peers", ())
     probed = any("probe" in peer for peer in known)
     encrypted = any("sessions" in peer for peer in known)
@@ -123,12 +123,12 @@ def _bytes(number: int) -> str:
     return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
 
 
-def routes(source: Source, entries: Sequence[Comparison]) -> list[TextTable]:
+def routes(source: DataSource, entries: Sequence[Comparison]) -> list[TextTable]:
     rows = [(entry.state, entry.kind, str(entry), entry.owner) for entry in entries]
     return [TextTable(("state", "kind", "object", "for"), rows), *notes(source)]
 
 
-def events(source: Source) -> list[TextTable]:
+def events(source: DataSource) -> list[TextTable]:
     rows = [
         (_when(event["time"]), event["severity"], event["source"], event["text"])
         for event in source.document.get("events", ())

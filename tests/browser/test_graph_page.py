@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from flanneld.ctl.cluster.graph_page import page
+from flanneld.ctl.graph import page
 from tests.browser.browser import Browser, browser
-from tests.unit.ctl.cluster.test_graph import COLUMNS, MADE, cluster
+from tests.unit.ctl.test_graph import COLUMNS, MADE, cluster
 
 pytestmark = pytest.mark.long
 

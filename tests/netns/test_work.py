@@ -19,8 +19,8 @@ from typing import Any, ClassVar
 import pytest
 
 from flanneld.backends.vxlan import VxlanBackend
-from flanneld.ctl import snapshot
-from flanneld.ctl.snapshot import Comparison
+from flanneld.ctl import compare as snapshot
+from flanneld.ctl.compare import Comparison
 from flanneld.diagnostics.status import describe, peers_of
 from flanneld.model import Added, Event, Lease, LeaseAttrs, Removed, Snapshot
 from flanneld.network.interfaces import index_of

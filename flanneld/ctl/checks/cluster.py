@@ -1,262 +1,448 @@
-"""Checks of the lease, the peers, the store and the daemon."""
+"""Checks of what nodes must have in common, and of the way between them; rules for all nodes (pure)."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+import errno
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from ipaddress import ip_network
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from msgspec import Struct
 
 from flanneld.compat.glog import counted
-from flanneld.ctl.data_source import SourcePart, last_words
-from flanneld.ctl.facts import Facts
-from flanneld.ctl.findings import Advice, Finding, Severity, as_at_start, check
-from flanneld.diagnostics.host_checks import Topic
+from flanneld.ctl.checks.kernel import NEW_MAC
+from flanneld.ctl.findings import Advice, Check, Finding, Severity, check, few
+from flanneld.ctl.lookups import carriers
+from flanneld.ctl.path_mtu import WITH_OPTION, PathToPeer
 from flanneld.errors import LEASES_END
-from flanneld.model import lies_in
+from flanneld.model import overlap
+from flanneld.state.resources import Route
 
-#: A lease that expires within this time, in seconds, should have been renewed.
-_SOON = 600.0
+if TYPE_CHECKING:
+    from flanneld.ctl.facts import Facts
+    from flanneld.ctl.nodes import Cluster, ClusterNode, Told
 
-
-# ---- C: news of the peers -----------------------------------------------------------------------
-
-
-@check("C", "synced", "the peers are known")
-def synced(facts: Facts) -> Iterator[Finding]:
-    cache = facts.section("store").get("cache")
-    if cache:
-        yield Finding(
-            "the peers are known from a file only",
-            f"leases are taken from {cache}",
-            "nodes that joined since are not reached, and gone ones not removed",
-            Advice("see why the store does not answer"),
-        )
-    elif facts.document.get("synced") is False:
-        yield Finding(
-            "the peers are not known yet",
-            "no list of leases was read since the start",
-            "new peers are not reached, and gone ones not removed",
-            Advice("see why the store does not answer"),
-        )
+Value = TypeVar("Value", bound=Hashable)
+#: Nodes named in a finding, at most.
+_FEW = 3
+#: Seconds. Every flannel renews a lease of a day an hour before its end, or earlier.
+_SOON = 3000.0
+_GOOD_STATES = ("in the kernel", "pending", "")
 
 
-@check("C", "removal_guard", "no removals are held back")
-def removal_guard(facts: Facts) -> Iterator[Finding]:
-    if facts.section("removal_guard").get("holds"):
-        yield Finding(
-            "removals are held back",
-            "the last list of leases lacked most peers",
-            "if it is right, packets still go to nodes that are gone",
-            Advice(
-                "nothing: the list is read again within 30 s; see whether the store was restored from a copy"
-            ),
-            severity=Severity.HINT,
-        )
+class ClusterRule(Struct, frozen=True):
+    """A rule. ``look`` yields the nodes that break it, each with a text for its line.
+
+    ``problem`` follows ``1 node`` and ``2 nodes`` alike.
+    """
+
+    name: str
+    meaning: str
+    problem: str
+    why: str
+    advice: str
+    look: Callable[[Cluster], Iterator[tuple[ClusterNode, str]]]
+    severity: Severity = Severity.PROBLEM
 
 
-# ---- H: the lease -------------------------------------------------------------------------------
+class Remark(Struct, frozen=True):
+    """A node that breaks a rule."""
+
+    rule: ClusterRule
+    node: ClusterNode
+    text: str
 
 
-@check("H", "lease", "the lease lasts")
-def lease(facts: Facts) -> Iterator[Finding]:
-    known = facts.document.get("lease")
-    if known is None and facts.origin == "store":
-        yield Finding(
-            "this node has no lease",
-            "no lease has our public IP",
-            "no other node knows the way to our containers",
-            Advice("start the daemon; if it runs, its log says what it waits for"),
-        )
-    if not known or not known.get("expires"):
-        return
-    left = known["expires"] - facts.now
-    if left < _SOON:
-        yield Finding(
-            "the lease has expired" if left <= 0 else f"the lease ends in {left:.0f} s",
-            f"subnet {', '.join(known['subnets'])}, renewals: {known.get('renewals') or 'none'}",
-            "another node may be given our subnet",
-            Advice("see why the daemon does not renew it: its log, and whether the store answers"),
-        )
+def remarks(cluster: Cluster) -> list[Remark]:
+    """Return all nodes that break a rule, by rule."""
+    return [Remark(rule, node, text) for rule in RULES for node, text in rule.look(cluster)]
 
 
-@check("H", "clock", "the clock is set")
-def clock(facts: Facts) -> Iterator[Finding]:
-    if facts.clock_is_synchronised is False:
-        yield Finding(
-            "the clock is not synchronised",
-            "/run/systemd/timesync/synchronized is missing",
-            "certificates of the store may not be valid here; leases do not depend on it",
-            Advice("see timedatectl timesync-status"),
-            severity=Severity.HINT,
-        )
+def cluster_findings(found: list[Remark]) -> list[tuple[Check, Finding]]:
+    """Return one finding of the doctor for each broken rule."""
+    by_rule: dict[str, list[Remark]] = defaultdict(list)
+    for each in found:
+        by_rule[each.rule.name].append(each)
+    return [(_check(some[0].rule), _finding(some[0].rule, some)) for some in by_rule.values()]
 
 
-# ---- I: the store -------------------------------------------------------------------------------
+def _check(rule: ClusterRule) -> Check:
+    """Return a rule as a check of the doctor; it looks at the cluster instead of this host's facts."""
+    return Check("N", rule.name, rule.meaning, lambda _: iter(()))
 
 
-@check("I", "store", "the store answers")
-def store(facts: Facts) -> Iterator[Finding]:
-    known = facts.document.get("store")
-    if known and known.get("problem"):
-        yield Finding(
-            known["problem"],
-            str(known["name"]),
-            "changes of peers are not seen, and our lease is not renewed; existing routes stay",
-            Advice(known["remedy"] or "see the log of the store"),
-        )
-    for why in facts.unknown:
-        if why.part is SourcePart.STORE and why.failed:
-            yield Finding(
-                "the store did not answer",
-                str(why),
-                "a start of the daemon would wait for it",
-                Advice("see whether it runs and is reached from here, and the flags that name it"),
-            )
-
-
-@check("I", "ready", "nothing is missing to be ready")
-def ready(facts: Facts) -> Iterator[Finding]:
-    health = facts.section("health")
-    for what in health.get("missing", ()):
-        said = next(iter(health.get("waiting", ())), what)
-        problem, _, remedy = said.partition("; ")
-        yield Finding(
-            "the daemon is not ready",
-            what if said == what else f"{what.partition('; ')[0]}; {problem}",
-            "no container should be started here yet",
-            Advice(remedy or "wait, or see its log"),
-        )
-
-
-# ---- J: addresses -------------------------------------------------------------------------------
-
-
-@check("J", "public ip", "each node has a public IP of its own")
-def public_ip(facts: Facts) -> Iterator[Finding]:
-    seen = Counter(ip for peer in facts.peers for ip in peer["public_ips"])
-    ours = facts.section("uplink").get("public_ips", ())
-    for ip, number in (seen + Counter(set(ours) & set(seen))).items():
-        if number > 1:
-            owners = [",".join(peer["subnets"]) for peer in facts.peers if ip in peer["public_ips"]]
-            if facts.section("network").get("backend") == "wireguard":
-                yield _behind_nat(ip, [*owners, *(["this node"] if ip in ours else [])])
-                continue
-            yield Finding(
-                f"the public IP {ip} is used twice",
-                f"by {', '.join([*owners, *(['this node'] if ip in ours else [])])}",
-                "packets for one of both reach the other",
-                Advice(f"give each node its own with -public-ip or -iface; {LEASES_END}"),
-            )
-
-
-def _behind_nat(public_ip: str, owners: Sequence[str]) -> Finding:
+def _finding(rule: ClusterRule, found: list[Remark]) -> Finding:
+    some = "; ".join(f"{each.node.name}: {each.text}" for each in found[:_FEW])
+    more = f"; and {len(found) - _FEW} more" if len(found) > _FEW else ""
+    number = len({each.node.name for each in found})
     return Finding(
-        f"several nodes have the public IP {public_ip}",
-        f"by {', '.join(owners)}",
-        "they are told apart by their keys, and reached only at a port of its own each",
-        Advice(
-            "give each node behind this NAT a -wireguard-port; with etcd run no Go flannel there,"
-            " which would take the lease of another node"
-        ),
-        severity=Severity.HINT,
+        f"{counted(number, 'node')} {rule.problem}",
+        some + more,
+        rule.why,
+        Advice(rule.advice),
+        severity=rule.severity,
     )
 
 
-@check("J", "network", "each subnet is inside the network")
-def network(facts: Facts) -> Iterator[Finding]:
-    own = facts.section("lease").get("subnets", ()) if facts.origin != "host" else ()
-    for text in own if facts.networks else ():
-        net = ip_network(text)
-        if not any(lies_in(net, each) for each in facts.networks):
-            yield Finding(
-                f"our subnet {text} is outside the network",
-                f"Network is {', '.join(map(str, facts.networks))}",
-                "other nodes refuse it",
-                Advice("make the podCIDR of the node, or Network, fit"),
-            )
+# ---- what they look at --------------------------------------------------------------------------
 
 
-@check("J", "refusals", "the leases of the peers are valid")
-def refusals(facts: Facts) -> Iterator[Finding]:
-    for peer in facts.peers:
-        if peer["state"] == "refused":
-            yield Finding(
-                f"the lease {','.join(peer['subnets'])} is refused",
-                peer["reason"],
-                "nothing is done for this peer",
-                Advice(f"correct it on the node that wrote it; {LEASES_END}"),
-            )
+def _silent_nodes(cluster: Cluster) -> Iterator[tuple[ClusterNode, str]]:
+    for node in cluster.nodes:
+        if not node.is_running:
+            yield node, "no daemon answers here"
+        elif node.target is not None and node.answers == "nothing":
+            yield node, "no answer"
+        elif node.answers == "host":
+            yield node, f"its host answers at {node.public_ips[0]}, its end of the tunnel does not"
 
 
-@check("J", "reverse path", "reverse path filters accept packets from peers")
-def reverse_path(facts: Facts) -> Iterator[Finding]:
-    yield from as_at_start(facts, Topic.REVERSE_PATH)
+def _unusable(cluster: Cluster) -> Iterator[tuple[ClusterNode, str]]:
+    for node in cluster.nodes:
+        if node.state not in _GOOD_STATES:
+            yield node, f"{node.state}: {node.reason}"
 
 
-@check("J", "unsafe leases", "no lease claims a network or an address of this host")
-def unsafe_leases(facts: Facts) -> Iterator[Finding]:
-    for peer in facts.peers:
-        if peer["state"] == "unsafe":
-            yield Finding(
-                f"the lease {','.join(peer['subnets'])} would harm this host",
-                peer["reason"].partition("; ")[0],
-                "the daemon withdrew the routes to its node: containers there are not reached from here",
-                Advice(
-                    "give this host's own network other addresses, outside Network, or the node another"
-                    f" subnet; the daemon follows by itself; {LEASES_END}"
+def _sick(cluster: Cluster) -> Iterator[tuple[ClusterNode, str]]:
+    for node in cluster.nodes:
+        if node.told and (node.told.conditions or not node.told.ready):
+            parts = ", ".join(node.told.conditions)
+            yield (
+                node,
+                "; ".join(
+                    filter(
+                        None, ("" if node.told.ready else "not ready", f"trouble: {parts}" if parts else "")
+                    )
                 ),
             )
 
 
-# ---- L: the daemon itself -----------------------------------------------------------------------
+def _unlike(
+    cluster: Cluster, name: str, value: Callable[[ClusterNode], Value | None]
+) -> Iterator[tuple[ClusterNode, str]]:
+    """Yield the nodes whose value differs from that of most nodes. Unknown values do not count."""
+    known = [(node, found) for node in cluster.nodes if (found := value(node)) is not None]
+    usual = Counter(found for _, found in known).most_common(1)
+    for node, found in known:
+        if found != usual[0][0]:
+            yield node, f"{name} {_shown(found)}, most have {_shown(usual[0][0])}"
 
 
-@check("L", "start", "the daemon can start")
-def start(facts: Facts) -> Iterator[Finding]:
-    for why in facts.unknown:
-        if why.part is SourcePart.START:
-            yield Finding(
-                why.reason,
-                "a dry run of the start ends so, with the store's network config and the flags given here",
-                "the daemon exits with status 1, and nothing on this node is set up, repaired or renewed",
-                Advice(f"{why.remedy or 'see its log'}; then start flanneld"),
-            )
+def _shown(value: object) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-@check("L", "daemon", "the daemon runs and answers")
-def daemon(facts: Facts) -> Iterator[Finding]:
-    if facts.origin == "daemon":
-        return
-    silent = next((each for each in facts.unknown if each.part is SourcePart.DAEMON), None)
-    hangs = silent is not None and silent.hangs
-    yield Finding(
-        "the daemon hangs" if hangs else "the daemon is not running",
-        "; ".join(filter(None, (str(silent or ""), last_words(facts.document)))),
-        "existing routes stay; nothing is repaired or renewed until the daemon runs",
-        Advice(
-            "see the daemon's log, then: systemctl restart flanneld"
-            if hangs
-            else "systemctl start flanneld; if it ends again, its log says why: journalctl -u flanneld"
-        ),
+def _by_told(
+    cluster: Cluster, name: str, value: Callable[[Told], Value | None]
+) -> Iterator[tuple[ClusterNode, str]]:
+    yield from _unlike(cluster, name, lambda node: value(node.told) if node.told else None)
+
+
+def _config(cluster: Cluster) -> Iterator[tuple[ClusterNode, str]]:
+    yield from _unlike(cluster, "backend", lambda node: node.backend or None)
+    yield from _unlike(cluster, "VNI", lambda node: node.vni)
+    yield from _by_told(cluster, "port", lambda told: told.port)
+    yield from _by_told(cluster, "network", lambda told: told.network or None)
+
+
+def _mtu(cluster: Cluster) -> Iterator[tuple[ClusterNode, str]]:
+    yield from _by_told(cluster, "MTU", lambda told: told.mtu)
+
+
+def _store(cluster: Cluster) -> Iterator[tuple[ClusterNode, str]]:
+    # A client of a lease server uses the server's store, which may be of any kind.
+    yield from _by_told(cluster, "store", lambda told: None if told.store == "remote" else told.store)
+
+
+def _version(cluster: Cluster) -> Iterator[tuple[ClusterNode, str]]:
+    yield from _by_told(cluster, "version", lambda told: told.version)
+
+
+def _shared(
+    cluster: Cluster, name: str, values: Callable[[ClusterNode], tuple[str, ...]]
+) -> Iterator[tuple[ClusterNode, str]]:
+    """Yield the nodes that share a value that should be one node's own."""
+    owners: dict[str, list[ClusterNode]] = defaultdict(list)
+    for node in cluster.nodes:
+        for value in dict.fromkeys(values(node)):
+            owners[value].append(node)
+    for value, nodes in owners.items():
+        for node in nodes if len(nodes) > 1 else ():
+            others = [each.name for each in nodes if each is not node]
+            more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+            yield node, f"{name} {value} is also that of {others[0]}{more}"
+
+
+def _public_ip(cluster: Cluster) -> Iterator[tuple[ClusterNode, str]]:
+    # Nodes behind one NAT have one public IP, and WireGuard tells them apart by their keys.
+    yield from _shared(
+        cluster, "public IP", lambda node: () if node.backend == "wireguard" else node.public_ips
     )
 
 
-@check("L", "late", "every thread of the daemon reports in time")
-def late(facts: Facts) -> Iterator[Finding]:
-    for line in facts.section("health").get("late", ()):
+def _mac(cluster: Cluster) -> Iterator[tuple[ClusterNode, str]]:
+    yield from _shared(cluster, "MAC", lambda node: node.macs)
+
+
+def _overlap(cluster: Cluster) -> Iterator[tuple[ClusterNode, str]]:
+    """Compare each subnet with the widest one before it: sorted by first address, only that can reach it."""
+    nets = sorted(
+        ((ip_network(text), node) for node in cluster.nodes for text in node.subnets),
+        key=lambda pair: (pair[0].version, int(pair[0].network_address), pair[0].prefixlen),
+    )
+    widest = None
+    for net, node in nets:
+        if widest is not None and overlap(widest[0], net):
+            yield node, f"its subnet overlaps {widest[0]} of {widest[1].name}"
+        else:
+            widest = (net, node)
+
+
+def _lease(cluster: Cluster) -> Iterator[tuple[ClusterNode, str]]:
+    for node in cluster.nodes:
+        left = _SOON if node.expires is None else node.expires - cluster.now
+        if left < _SOON:
+            yield node, f"its lease ends in {left / 60:.0f} min" if left > 0 else "its lease has expired"
+
+
+def _translated(cluster: Cluster) -> Iterator[tuple[ClusterNode, str]]:
+    for node in cluster.nodes:
+        seen = node.told.seen if node.told and node.in_overlay else None
+        if seen and seen not in cluster.own:
+            yield node, f"sees this node as {seen}"
+
+
+RULES = (
+    ClusterRule(
+        "silent nodes",
+        "each node answers",
+        "without an answer",
+        "containers there are not reached, unless a filter drops ICMP and TCP for the node itself",
+        f"flannelctl ping SUBNET shows where packets stop; {LEASES_END}",
+        _silent_nodes,
+    ),
+    ClusterRule(
+        "unusable leases",
+        "each lease can be used",
+        "cannot be used from here",
+        "this node has no routes to them, or not all",
+        "flannelctl peers says why",
+        _unusable,
+    ),
+    ClusterRule(
+        "conditions",
+        "no node reports a health condition",
+        "with health conditions",
+        "part of their daemon does not work",
+        "run flannelctl status there",
+        _sick,
+        Severity.HINT,
+    ),
+    ClusterRule(
+        "configs",
+        "all nodes run one network config",
+        "with another network config",
+        "nodes with different ones do not reach each other",
+        "restart flanneld there: it reads the network config when it starts",
+        _config,
+    ),
+    ClusterRule(
+        "MTUs",
+        "all nodes have one MTU for containers",
+        "with another MTU for containers",
+        "large packets to nodes with a smaller one are lost where ICMP is filtered",
+        f"give all uplinks one MTU, or with {' or '.join(WITH_OPTION)} set Backend.MTU;"
+        " then restart flanneld and containers",
+        _mtu,
+    ),
+    ClusterRule(
+        "stores",
+        "all nodes use one store of leases",
+        "with leases in another store",
+        "nodes of one store do not see those of the other, unless -etcd-api=both joins them",
+        "give all nodes the same -etcd-api, -remote or -kube-subnet-mgr",
+        _store,
+        Severity.HINT,
+    ),
+    ClusterRule(
+        "versions",
+        "all nodes run one version",
+        "with another version",
+        "they work together; an upgrade may have stopped halfway",
+        "complete the upgrade",
+        _version,
+        Severity.HINT,
+    ),
+    ClusterRule(
+        "shared public IPs",
+        "each lease has a public IP of its own",
+        "with a public IP that is used twice",
+        "packets for one of them reach the other",
+        f"give each node its own with -public-ip or -iface; {LEASES_END}",
+        _public_ip,
+    ),
+    ClusterRule(
+        "shared MACs",
+        "each node's VXLAN device has a MAC of its own",
+        "with a MAC that is used twice",
+        "only one of them is reached: cloned machines have one MAC",
+        f"on the clone: stop flanneld, {NEW_MAC}, start flanneld",
+        _mac,
+    ),
+    ClusterRule(
+        "overlaps",
+        "no two subnets overlap",
+        "with overlapping subnets",
+        "packets reach the node with the longer prefix",
+        f"give all nodes one SubnetLen and restart those that had another; {LEASES_END}",
+        _overlap,
+    ),
+    ClusterRule(
+        "ends of leases",
+        "each lease is renewed in time",
+        "with a lease that was not renewed",
+        "when it ends, all nodes drop their routes to the node",
+        "see whether flanneld runs there and reaches the store",
+        _lease,
+    ),
+    ClusterRule(
+        "address translation",
+        "nodes see this one's own address",
+        "behind address translation",
+        "a rule masquerades packets inside the network: policies and logs see wrong addresses",
+        "find it in the nat table here, with iptables-save or nft list ruleset; let it spare the network",
+        _translated,
+        Severity.HINT,
+    ),
+)
+
+#: The same as checks of the doctor, for its lists.
+CLUSTER_CHECKS = tuple(map(_check, RULES))
+
+
+#: Peers with a finding of their own, at most.
+
+
+@check("J", "off link", "with host-gw all nodes are on one network")
+def off_link(facts: Facts) -> Iterator[Finding]:
+    name = facts.section("uplink").get("name", "")
+    missing = [each.value for each in facts.entries if each.state == "missing"]
+    lacking = set(map(str, missing))
+    # The kernel's answer to a gateway that is not on the link.
+    refused = {
+        each["object"] for each in facts.document.get("refused", ()) if each.get("errno") == errno.ENETUNREACH
+    }
+    routes = [each for each in missing if str(each) in refused]
+    away = dict.fromkeys(
+        str(each.gateway)
+        for each in routes
+        if isinstance(each, Route) and each.device == name and each.gateway
+    )
+    if away:
         yield Finding(
-            "a thread of the daemon hangs", line, "what it does is not done", Advice("restart the daemon")
+            f"{few(list(away))} is not on the network of {name}",
+            f"the kernel takes no route by a gateway behind another one: {min(lacking & refused)}",
+            "host-gw needs all nodes on one network: packets for this peer go nowhere",
+            Advice(
+                "put the nodes on one network, or set Backend.Type to vxlan, with DirectRouting if you like"
+            ),
+            about=name,
         )
 
 
-@check("L", "overruns", "no notifications of the kernel were lost")
-def overruns(facts: Facts) -> Iterator[Finding]:
-    number = facts.document.get("lost_notifications", 0)
-    if number:
+@check("K", "tunnel", "peers answer through the tunnel")
+def tunnel(facts: Facts) -> Iterator[Finding]:
+    if facts.filtered or facts.lost:
+        return  # a cause on this host is known, and the silence is its effect
+    answered = {each.peer for each in facts.paths if each.name == "underlay" and each.carried is not None}
+    silent = list(_silent(facts))
+    peers = {peer["subnets"][0]: peer for peer in (facts.peers if silent else ())}
+    # No handshake is a finding of its own.
+    keyless = {
+        name for name, peer in peers.items() if any(x["state"] == "silent" for x in peer.get("sessions", ()))
+    }
+    there = [each for each in silent if each.name == "tunnel" and each.peer in answered - keyless]
+    for each in there[:_FEW]:
+        used = dict.fromkeys(each.name for each in carriers(facts.document, peers.get(each.peer, {})))
+        public = next((p.target for p in facts.paths if p.name == "underlay" and p.peer == each.peer), None)
+        refused = public is not None and str(public) in facts.refusing
         yield Finding(
-            f"notifications of the kernel were lost {counted(number, 'time')}",
-            "the daemon read everything again each time",
-            "repairs came later than usual",
-            Advice("see what changes routes or devices so often: ip monitor"),
-            severity=Severity.HINT,
+            f"no packet comes back through the tunnel to {public}",
+            f"{public} answers ICMP echoes, {each.target} behind the tunnel does not"
+            + ("; the node refuses our UDP port" if refused else ""),
+            "packets of containers to that node are lost, or the answers",
+            Advice(
+                _where_refused(peers.get(each.peer, {}))
+                if refused
+                else "run flannelctl doctor there, too; let the network between pass"
+                f" {', '.join(used) or 'the packets of the tunnel'}"
+            ),
+            about=each.peer,
         )
+    gone = [each for each in silent if each.name == "underlay" or each.peer not in answered]
+    if gone:
+        ways = ", neither from the node nor through the tunnel" if gone[0].name == "tunnel" else ""
+        yield Finding(
+            f"no answer from {counted(len(gone), 'peer')}{ways}",
+            few([str(each.target) for each in gone]),
+            "neither ICMP nor TCP comes back: the nodes are off, or a firewall drops all packets",
+            Advice(f"run flannelctl doctor there; {LEASES_END}"),
+        )
+
+
+def _where_refused(peer: Mapping[str, Any]) -> str:
+    if peer.get("backend") == "ipsec":
+        return "see that flanneld and charon run there, and no firewall rejects UDP 500 and UDP 4500"
+    return "see that flannel runs there with the same Backend.Port, and no firewall rejects it"
+
+
+def _silent(facts: Facts) -> Iterator[PathToPeer]:
+    """Yield the paths on which a peer's silence is a loss: through a tunnel, and to gateways of our routes.
+
+    A cloud's table leads to peers that need not answer. One that passes packets on or refuses TCP loses none.
+    """
+    silent = [each for each in facts.paths if each.carried is None]
+    tunnels = {(each.peer, each.target.version) for each in facts.paths if each.name == "tunnel"}
+    routes = (entry.value for entry in (facts.entries if silent else ()))
+    gateways = {route.gateway for route in routes if isinstance(route, Route)}
+    for each in silent:
+        end = (each.peer, each.target.version)
+        if end not in facts.passing and (
+            each.name == "tunnel" or (end not in tunnels and each.target in gateways)
+        ):
+            yield each
+
+
+@check("D", "segment", "all nodes have the same VNI")
+def segment(facts: Facts) -> Iterator[Finding]:
+    ours = facts.vnis
+    for peer in facts.peers:
+        theirs = set(peer.get("vnis", ()))
+        if ours and theirs and not ours & theirs:
+            subnets = ",".join(peer["subnets"])
+            yield Finding(
+                f"the node of {subnets} has VNI {_listed(theirs)}, this one {_listed(ours)}",
+                f"its lease says so, public IP {', '.join(peer['public_ips'])}",
+                "either node drops what the other one sends",
+                Advice("restart flanneld on the node whose VNI is not Backend.VNI of the network config"),
+                about=subnets,
+            )
+
+
+@check("I", "other api", "all nodes use the same API of etcd")
+def other_api(facts: Facts) -> Iterator[Finding]:
+    found = facts.other_api
+    if found:
+        yield Finding(
+            f"{counted(len(found.leases), 'node')} in etcd's {found.other} API, this one in {found.used}",
+            few(found.leases),
+            "these nodes and this one know nothing of each other",
+            Advice(
+                "start flanneld on all nodes with the same -etcd-api; while they move, with -etcd-api=both"
+            ),
+        )
+
+
+def _listed(numbers: set[int]) -> str:
+    return ", ".join(map(str, sorted(numbers)))

@@ -1,13 +1,189 @@
-"""Checks of an encrypted network."""
+"""Checks of an encrypted network: its sessions, and charon."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from flanneld.ctl.evidence.encryption import CharonState
-from flanneld.ctl.facts import Facts
 from flanneld.ctl.findings import Advice, Finding, check
+from flanneld.ctl.path_mtu import PathToPeer
+from flanneld.network.resource_json import parse_network
+
+if TYPE_CHECKING:
+    from flanneld.backends.ipsec.sessions import ConnectionSas
+    from flanneld.ctl.facts import Facts
+    from flanneld.network.genetlink.wireguard import SeenDevice
+
+#: Seconds to wait for charon's answer. It answers within milliseconds unless it hangs.
+_PATIENCE = 2.0
+
+
+#: Tables of encrypting backends that are in the kernel: WireGuard's keys and peers, and policies of XFRM.
+KERNEL_TABLES = frozenset({"wireguard", "xfrm-policies"})
+#: A session before anything is known about it.
+_NO_SESSION = {"state": "idle", "handshake": None, "rx_bytes": 0, "tx_bytes": 0, "endpoint": ""}
+
+
+class CharonState(StrEnum):
+    """State of charon, as its control socket shows it."""
+
+    ANSWERS = "answers"
+    HANGS = "hangs"
+    NOT_RUNNING = "not running"
+    NOT_INSTALLED = "not installed"
+
+
+def backends_of(document: Mapping[str, Any]) -> set[str | None]:
+    """Return the type of the network's backend, and of the one that it switches to or from."""
+    network = document.get("network") or {}
+    return {network.get("backend"), network.get("also")}
+
+
+def with_sessions(
+    document: Mapping[str, Any], paths: Collection[PathToPeer], now: float
+) -> Mapping[str, Any]:
+    """Return the document with the sessions as they are now, after ``paths`` were probed.
+
+    The daemon reads charon's sessions every 10 s, and calls a peer of WireGuard silent after up to 90 s. A
+    probe through the tunnel asks for a handshake at once.
+    """
+    backends = backends_of(document)
+    if "ipsec" in backends:
+        document = {**document, "peers": list(with_associations(document, _associations()))}
+    if "wireguard" not in backends:
+        return document
+    # A node that does not answer at all may just be off.
+    there = {each.peer for each in paths if each.name == "underlay" and each.carried is not None}
+    silent = {each.peer for each in paths if each.name == "tunnel" and each.carried is None} & there
+    try:
+        devices = list(_devices(document.get("devices") or ()))
+    except OSError:
+        return document
+    return {**document, "peers": list(sessions_of(document, devices, silent, now))}
+
+
+def _associations() -> Mapping[str, ConnectionSas]:
+    """Return the SAs that charon and the kernel have, by the peer's subnet; none without permission."""
+    from flanneld.backends.ipsec import charon
+    from flanneld.backends.ipsec.resources import connection_of
+    from flanneld.backends.ipsec.sessions import by_connection
+    from flanneld.errors import Retryable
+    from flanneld.network.xfrm.associations import Associations
+
+    kernel = Associations()
+    try:
+        with charon.ViciConnection(time_limit=_PATIENCE) as connection:
+            listed = [*connection.listing("list-sas", "list-sa")]
+        found = by_connection(listed, kernel.spis())
+    except (Retryable, OSError):
+        return {}
+    finally:
+        kernel.close()
+    named = {connection_of(name): sas for name, sas in found.items()}
+    return {str(each.peer): sas for each, sas in named.items() if each is not None}
+
+
+def with_associations(
+    document: Mapping[str, Any], associations: Mapping[str, ConnectionSas]
+) -> Iterator[Mapping[str, Any]]:
+    """Yield the peers of a document; one with SAs has an established session (pure)."""
+    from flanneld.backends.ipsec.sessions import is_encapsulated
+
+    for each in document.get("peers", ()):
+        found = associations.get(each["subnets"][0])
+        if found is None or not found.children:
+            yield each
+            continue
+        session = {
+            **_NO_SESSION,
+            **next(iter(each.get("sessions", ())), {}),
+            "subnet": each["subnets"][0],
+            "state": "established",
+            "endpoint": found.endpoint,
+            "encapsulated": is_encapsulated(found),
+        }
+        yield {**each, "sessions": [session]}
+
+
+def _devices(names: Iterable[str]) -> Iterator[SeenDevice]:
+    from flanneld.network.genetlink.devices import WireGuardDevices
+
+    kernel = WireGuardDevices()
+    try:
+        for name in names:
+            device = kernel.read(name)
+            if device is not None:
+                yield device
+    finally:
+        kernel.close()
+
+
+def sessions_of(
+    document: Mapping[str, Any], devices: Collection[SeenDevice], silent: Collection[str], now: float
+) -> Iterator[Mapping[str, Any]]:
+    """Yield the peers of a document, each with the sessions that the devices have with it (pure).
+
+    A session also has the device's ``port``. ``silent`` are first subnets of peers that do not answer through
+    the tunnel.
+    """
+    from flanneld.backends.wireguard.silence import is_alive, where
+
+    found = {net: (device, peer) for device in devices for peer in device.peers for net in peer.allowed_ips}
+    names = ", ".join(dict.fromkeys(device.name for device in devices))
+    for each in document.get("peers", ()):
+        if each["backend"] != "wireguard" or not names:
+            yield each
+            continue
+        is_silent = each["subnets"][0] in silent
+        former = {session["subnet"]: session for session in each.get("sessions", ())}
+        sessions = []
+        for subnet in each["subnets"]:
+            known = former.get(subnet, _NO_SESSION | {"subnet": subnet})
+            state = "silent" if is_silent or known["state"] == "silent" else "idle"
+            device, peer = found.get(parse_network(subnet), (None, None))
+            if device is not None and peer is not None:
+                sessions.append(
+                    {
+                        "subnet": subnet,
+                        "state": "established" if is_alive(peer, now) else state,
+                        "handshake": peer.last_handshake or None,
+                        "rx_bytes": peer.rx_bytes,
+                        "tx_bytes": peer.tx_bytes,
+                        "endpoint": where(peer),
+                        "port": device.listen_port,
+                        "problem": "",
+                    }
+                )
+            elif is_silent:
+                problem = f"{names} has no peer with this subnet; start the daemon: it adds the peer"
+                sessions.append({**known, "state": "silent", "problem": problem})
+        yield {**each, "sessions": sessions}
+
+
+def charon_of(document: Mapping[str, Any]) -> CharonState | None:
+    """Return the state of charon; None without ipsec or permission."""
+    if "ipsec" not in backends_of(document):
+        return None
+    from flanneld.backends.ipsec import charon, charon_process
+    from flanneld.errors import Fatal, Retryable
+
+    if Path(charon.SOCKET).exists() and not os.access(charon.SOCKET, os.W_OK):
+        return None
+    try:
+        with charon.ViciConnection(time_limit=_PATIENCE) as connection:
+            connection.ask("version")
+    except charon.NoCharon:
+        try:
+            charon_process.find()
+        except Fatal:
+            return CharonState.NOT_INSTALLED
+        return CharonState.NOT_RUNNING
+    except Retryable:
+        return CharonState.HANGS
+    return CharonState.ANSWERS
 
 
 @check("M", "handshakes", "each peer that is sent packets agrees on keys")

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from flanneld.compat.glog import counted
-from flanneld.ctl.facts import Facts
 from flanneld.ctl.findings import Advice, Finding, Fix, Severity, as_at_start, check
 from flanneld.ctl.path_mtu import WITH_OPTION
 from flanneld.diagnostics.host_checks import Topic
 from flanneld.network.rtnetlink.links import codec_for
 from flanneld.runtime.shell import command, line
 from flanneld.state.resources import Link
+
+if TYPE_CHECKING:
+    from flanneld.ctl.facts import Facts
 
 #: First kernel with correct checksums for VXLAN packets after NAT (fixed by ea64d8d6c675).
 _GOOD_CHECKSUMS = (5, 7)

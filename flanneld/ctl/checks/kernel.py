@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from ipaddress import ip_address
+from typing import TYPE_CHECKING
 
 from flanneld.backends.cloud.resources import FORWARDING, ROUTES
 from flanneld.compat.glog import counted
-from flanneld.ctl.facts import Facts
+from flanneld.ctl.compare import Comparison
 from flanneld.ctl.findings import Advice, Finding, Fix, Severity, check
-from flanneld.ctl.snapshot import Comparison
 from flanneld.network import iproute2_commands
 from flanneld.network.rtnetlink.links import PORT_REMEDY, SeenLink
 from flanneld.runtime.shell import command, line
 from flanneld.state.resources import Link
+
+if TYPE_CHECKING:
+    from flanneld.ctl.facts import Facts
 
 #: Objects named in a finding, at most.
 _FEW = 3

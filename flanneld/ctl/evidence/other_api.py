@@ -11,7 +11,7 @@ from typing import Any
 from msgspec import Struct
 
 from flanneld import options
-from flanneld.ctl.data_source import Source
+from flanneld.ctl.source import DataSource
 from flanneld.errors import FlannelError
 
 _NAME = re.compile(r"etcd (v2|v3) at ")
@@ -26,7 +26,7 @@ class OtherApi(Struct, frozen=True, gc=False):
     leases: tuple[str, ...]
 
 
-def read(source: Source) -> OtherApi | None:
+def read(source: DataSource) -> OtherApi | None:
     """Return the other API if it has such leases. Without the password or an answer it is not known."""
     used = _NAME.match(str((source.document.get("store") or {}).get("name")))
     wanted = _options(source)
@@ -42,7 +42,7 @@ def read(source: Source) -> OtherApi | None:
     return OtherApi(used[1], other, tuple(strange)) if strange else None
 
 
-def _options(source: Source) -> options.Options | None:
+def _options(source: DataSource) -> options.Options | None:
     """Return the daemon's options, or our own if there is no daemon; None if a secret is masked."""
     if source.origin != "daemon":
         return source.options

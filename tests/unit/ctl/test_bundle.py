@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flanneld.ctl import bundle
-from flanneld.ctl.bundle import Content
+from flanneld.ctl.bundle import MASK, Content, redact, secrets_in
 from flanneld.ctl.main import USAGE, run
-from flanneld.ctl.redaction import MASK, redact, secrets_in
 from flanneld.errors import FlannelError
 from flanneld.options import Options
 from tests.unit.ctl.test_main import daemon

@@ -16,24 +16,21 @@ import pytest
 from msgspec.structs import replace
 
 import flanneld
-from flanneld.ctl.checks import CHECKS
+from flanneld.ctl.checks import cluster
+from flanneld.ctl.checks.containers import Container
+from flanneld.ctl.checks.encryption import CharonState
 from flanneld.ctl.checks.kernel import NEW_MAC
-from flanneld.ctl.cluster import rules
-from flanneld.ctl.data_source import SourcePart, Unknown
-from flanneld.ctl.doctor import as_json, examine, report, verdict
-from flanneld.ctl.evidence.containers import Container
-from flanneld.ctl.evidence.encryption import CharonState
-from flanneld.ctl.evidence.filters import Drop
-from flanneld.ctl.evidence.kernel_support import LackingFeature
-from flanneld.ctl.evidence.lookups import TO_CONTAINERS, Lost
+from flanneld.ctl.checks.packets import Drop
+from flanneld.ctl.checks.stale_objects import CniConf, LeftRules
+from flanneld.ctl.compare import Comparison, Difference, Outside, ShadowingRoute
+from flanneld.ctl.doctor import CHECKS, as_json, examine, report, verdict
 from flanneld.ctl.evidence.other_api import OtherApi
-from flanneld.ctl.facts import Dropped, Facts
+from flanneld.ctl.facts import Dropped, Facts, LackingFeature
 from flanneld.ctl.findings import THEMES, Advice, Fix, Severity
-from flanneld.ctl.path_mtu import Path as PathToPeer
-from flanneld.ctl.shadowing_routes import ShadowingRoute
-from flanneld.ctl.snapshot import Comparison, Difference, Outside
-from flanneld.ctl.stale_host_objects import CniConf, LeftRules
-from flanneld.ctl.text_tables import plain
+from flanneld.ctl.lookups import TO_CONTAINERS, Lost
+from flanneld.ctl.output import table_lines
+from flanneld.ctl.path_mtu import PathToPeer
+from flanneld.ctl.source import SourcePart, Unknown
 from flanneld.diagnostics import host_checks
 from flanneld.diagnostics.status import describe
 from flanneld.network.rtnetlink.links import SeenLink
@@ -382,12 +379,12 @@ def test_each_check_has_a_case_above() -> None:
 
 
 def test_each_theme_has_a_check() -> None:
-    assert {check.theme for check in (*CHECKS, *rules.CHECKS)} == set(THEMES)
+    assert {check.theme for check in (*CHECKS, *cluster.CLUSTER_CHECKS)} == set(THEMES)
 
 
 def test_a_node_that_is_well_is_told_so() -> None:
     assert examine(WELL) == []
-    text = [list(plain(table)) for table in report([], WELL.unknown)]
+    text = [list(table_lines(table)) for table in report([], WELL.unknown)]
     assert text == [["Healthy"], [f"{len(CHECKS)} checks: 0 problems, 0 hints"]]
 
 
@@ -511,7 +508,7 @@ def test_a_node_of_which_nothing_is_known_breaks_no_check() -> None:
 
 def test_the_report_says_what_the_evidence_the_reason_and_the_fix() -> None:
     facts = replace(WELL, firewalls=("firewalld",))
-    text = [list(plain(table)) for table in report(examine(facts), facts.unknown)]
+    text = [list(table_lines(table)) for table in report(examine(facts), facts.unknown)]
     assert text == [
         ["Healthy, with 1 hint"],
         [
@@ -696,7 +693,7 @@ def test_the_verdict_is_one_line_and_names_a_cause_before_its_effects(facts: Fac
     found = examine(facts)
     assert verdict(found) == said
     assert as_json(found, facts.unknown)["verdict"] == said
-    assert list(plain(report(found, facts.unknown)[0])) == [said]
+    assert list(table_lines(report(found, facts.unknown)[0])) == [said]
 
 
 def test_a_silent_tunnel_is_no_finding_of_its_own_if_its_cause_is_known() -> None:
@@ -746,4 +743,4 @@ def test_a_fix_is_shown_with_a_command_on_each_line_quoted_for_a_shell() -> None
     commands = (("nft", "flush", "chain", "a b"), ("true",))
     facts = replace(WELL, left_rules=(LeftRules(("a rule",), commands),))
     (_, table, _) = report(examine(facts), facts.unknown)
-    assert list(plain(table))[-2:] == ["fix       nft flush chain 'a b'", "fix       true"]
+    assert list(table_lines(table))[-2:] == ["fix       nft flush chain 'a b'", "fix       true"]

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from flanneld.backends.ipsec.sessions import ConnectionSas
-from flanneld.ctl.evidence import flows
-from flanneld.ctl.evidence.encryption import sessions_of, with_associations
-from flanneld.ctl.evidence.filters import dropped
-from flanneld.ctl.evidence.lookups import Question, _before, chosen_of, questions
+from flanneld.ctl import lookups
+from flanneld.ctl.checks.encryption import sessions_of, with_associations
+from flanneld.ctl.checks.packets import dropped
+from flanneld.ctl.lookups import Question, _before, chosen_of, questions
 from flanneld.ctl.path_mtu import sample
 from flanneld.diagnostics.status import describe
 from flanneld.network.firewall.verdicts.packet import DROP, Step, Test
@@ -51,7 +51,7 @@ LARGE = document(5000)
 def test_with_5000_peers_few_routes_are_looked_up_and_few_packets_sent() -> None:
     assert len(list(questions(LARGE, chosen_of(LARGE), {4: "cni0"}))) == 4 * 64
     assert len(sample(LARGE, lambda targets: [None] * len(targets))) == 2 * 8
-    assert len(flows.some(flows.peers(LARGE))) == 4
+    assert len(lookups.some(lookups.reached_peers(LARGE))) == 4
 
 
 def test_lookups_are_spread_over_all_peers() -> None:
@@ -63,8 +63,8 @@ def test_lookups_are_spread_over_all_peers() -> None:
 def test_rule_about_one_peer_of_5000_is_found() -> None:
     steps = (Step("no packets to 10.20.7.0/24", (Test("destination", (ip_network("10.20.7.0/24"),)),), DROP),)
     base = BaseChain("native", 4, "inet wall", "c", "forward", False, {"c": steps})
-    chosen = flows.some(flows.peers(LARGE), [ip_network("10.20.7.0/24")])
-    found = list(dropped([base], list(flows.flows(LARGE, chosen, {4: "cni0"}))))
+    chosen = lookups.some(lookups.reached_peers(LARGE), [ip_network("10.20.7.0/24")])
+    found = list(dropped([base], list(lookups.flows(LARGE, chosen, {4: "cni0"}))))
     assert [(flow.name, decided.by) for _, flow, decided in found] == [
         ("packets of its containers to other nodes", "no packets to 10.20.7.0/24")
     ]
@@ -73,7 +73,8 @@ def test_rule_about_one_peer_of_5000_is_found() -> None:
 def test_flows_are_those_between_nodes_and_between_containers() -> None:
     small = document(1)
     found = {
-        flow.name: flow.packet for flow in flows.flows(small, flows.some(flows.peers(small)), {4: "cni0"})
+        flow.name: flow.packet
+        for flow in lookups.flows(small, lookups.some(lookups.reached_peers(small)), {4: "cni0"})
     }
     assert [(each.iif, each.oif, str(each.source), each.dport) for each in found.values()] == [
         ("eth0", "", "198.18.0.1", 8472),
@@ -133,28 +134,28 @@ def session(**changes: Any) -> dict[str, Any]:
 def test_carriers_are_the_packets_that_encrypting_backends_send(
     told: dict[str, Any], carriers: list[tuple[str, int | None, int | None]]
 ) -> None:
-    found = flows.carriers(told, told["peers"][0])
+    found = lookups.carriers(told, told["peers"][0])
     assert [(each.protocol, each.port, each.peer_port) for each in found] == carriers
 
 
 @pytest.mark.parametrize(
     ("device", "port", "carriers"),
     [
-        (Tun("flannel0", 1472), None, [flows.Carrier(4, "udp", 8285, 8285)]),
-        (Tun("flannel0", 1472), 8286, [flows.Carrier(4, "udp", 8286, 8286)]),
-        (Ipip("flannel.ipip", ip_address("198.18.0.1"), 1480), None, [flows.Carrier(4, "ipencap")]),
+        (Tun("flannel0", 1472), None, [lookups.TunnelPackets(4, "udp", 8285, 8285)]),
+        (Tun("flannel0", 1472), 8286, [lookups.TunnelPackets(4, "udp", 8286, 8286)]),
+        (Ipip("flannel.ipip", ip_address("198.18.0.1"), 1480), None, [lookups.TunnelPackets(4, "ipencap")]),
     ],
 )
 def test_carriers_are_the_packets_that_tunnels_send(
-    device: Tun | Ipip, port: int | None, carriers: list[flows.Carrier]
+    device: Tun | Ipip, port: int | None, carriers: list[lookups.TunnelPackets]
 ) -> None:
     told = {"local": [describe(device, {})], "network": {"port": port}}
-    assert list(flows.carriers(told, {})) == carriers
+    assert list(lookups.carriers(told, {})) == carriers
 
 
 def test_packets_from_a_peer_go_to_our_port_and_those_to_it_to_its_port() -> None:
     told = encrypted("wireguard", session(endpoint="198.18.0.1:51821", port=51820))
-    found = list(flows.flows(told, flows.some(flows.peers(told)), {}))
+    found = list(lookups.flows(told, lookups.some(lookups.reached_peers(told)), {}))
     assert [(each.name, each.packet.dport) for each in found[:2]] == [
         ("UDP 51820 from its peers", 51820),
         ("UDP 51821 to its peers", 51821),

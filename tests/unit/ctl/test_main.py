@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from flanneld.ctl.data_source import last_words
 from flanneld.ctl.main import COMMANDS, FINE, NO_DAEMON, PROBLEMS, USAGE, run
+from flanneld.ctl.source import last_words
 from flanneld.diagnostics.status import encoded
 from flanneld.diagnostics.status_socket import StatusSocket
 

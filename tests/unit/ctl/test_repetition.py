@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from flanneld.ctl import repetition
+from flanneld.ctl import output
 from flanneld.ctl.main import FINE, NO_DAEMON, USAGE, parse, run
 from flanneld.options import UsageError
 from tests.lab import wait_for
@@ -26,21 +26,21 @@ HEALTHY = json.dumps(
 
 def test_good_answer_ends_the_wait() -> None:
     numbers = count()
-    assert repetition.until_good(lambda: next(numbers), lambda number: number == 2, DEADLINE) == 2
+    assert output.until_good(lambda: next(numbers), lambda number: number == 2, DEADLINE) == 2
 
 
 def test_without_a_wait_one_question_is_asked() -> None:
     numbers = count()
-    assert repetition.until_good(lambda: next(numbers), lambda number: number == 2, 0.0) == 0
+    assert output.until_good(lambda: next(numbers), lambda number: number == 2, 0.0) == 0
 
 
 def test_wait_ends_with_the_last_bad_answer() -> None:
-    assert repetition.until_good(lambda: "bad", lambda _: False, 0.01) == "bad"
+    assert output.until_good(lambda: "bad", lambda _: False, 0.01) == "bad"
 
 
 def test_only_changes_are_shown() -> None:
     answers: Iterator[str] = iter("aabbba")
-    shown = repetition.changes(lambda: next(answers), lambda answer: answer, 0.001)
+    shown = output.changes(lambda: next(answers), lambda answer: answer, 0.001)
     assert list(islice(shown, 3)) == ["a", "b", "a"]
 
 

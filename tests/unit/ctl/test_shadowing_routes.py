@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from flanneld.ctl.shadowing_routes import ShadowingRoute, by_length, by_lookup, subnets_of
-from flanneld.ctl.snapshot import ActualState, RouteTaken
+from flanneld.ctl.compare import ActualState, RouteTaken, ShadowingRoute, by_length, by_lookup, subnets_of
 from flanneld.diagnostics.status import describe
 from flanneld.state.resources import Route
 

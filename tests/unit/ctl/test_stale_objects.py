@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flanneld.ctl.stale_host_objects import CniConf, cni_confs
+from flanneld.ctl.checks.stale_objects import CniConf, cni_confs
 
 
 def test_configs_come_in_the_order_of_their_names_with_the_plug_ins_that_they_name(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from flanneld.ctl.text_tables import TextTable, show
+from flanneld.ctl.output import TextTable, show
 
 
 def shown(*tables: TextTable) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from flanneld.ctl.snapshot import ActualState, RouteTaken
+from flanneld.ctl.compare import ActualState, RouteTaken
 from flanneld.ctl.trace import Hop, trace
 from flanneld.diagnostics.status import describe
 from flanneld.model import IPAddress

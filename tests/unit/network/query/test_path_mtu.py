@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from flanneld.backends import registry
 from flanneld.backends.contract import Host
 from flanneld.config import parse
-from flanneld.ctl.path_mtu import Path, paths, peer_named, sample
+from flanneld.ctl.path_mtu import PathToPeer, paths, peer_named, sample
 from flanneld.diagnostics.status import describe
 from flanneld.errors import FlannelError
 from flanneld.model import IPAddress, Uplink
@@ -61,8 +61,8 @@ def asked(target: IPAddress, required: int) -> int:
 def test_the_underlay_and_the_tunnel_are_asked() -> None:
     found = list(paths(PEER, DOCUMENT, asked))
     assert found == [
-        Path("underlay", ip_address("192.0.2.2"), 1500, 1400, "10.5.2.0/24", "Backend.MTU"),
-        Path("tunnel", ip_address("10.5.2.0"), 1420, 1420, "10.5.2.0/24"),
+        PathToPeer("underlay", ip_address("192.0.2.2"), 1500, 1400, "10.5.2.0/24", "Backend.MTU"),
+        PathToPeer("tunnel", ip_address("10.5.2.0"), 1420, 1420, "10.5.2.0/24"),
     ]
     assert [each.state for each in found] == ["PROBLEM", "ok"]
     assert "set Backend.MTU to 1400" in found[0].note
@@ -106,9 +106,9 @@ def test_peers_that_were_silent_when_probed_are_asked_first() -> None:
 
 
 def test_a_peer_that_does_not_answer_is_unknown() -> None:
-    path = Path("tunnel", ip_address("10.5.2.0"), 1420, None)
+    path = PathToPeer("tunnel", ip_address("10.5.2.0"), 1420, None)
     assert (path.state, path.note) == ("unknown", "no answer: ICMP may be filtered, or nothing is there")
-    assert "containers are lost" in Path("tunnel", ip_address("10.5.2.0"), 1420, 1300).note
+    assert "containers are lost" in PathToPeer("tunnel", ip_address("10.5.2.0"), 1420, 1300).note
 
 
 @pytest.mark.parametrize("name", ["10.5.2.0/24", "10.5.2.7", "192.0.2.2", "fd00:5:0:2::7"])

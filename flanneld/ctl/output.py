@@ -1,12 +1,15 @@
-"""Tables for a terminal: in colour if rich is installed, else as aligned plain text."""
+"""Output of a command: tables for a terminal, in colour if rich is installed; and repeated queries."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from typing import TextIO
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import TextIO, TypeVar
 
 from msgspec import Struct
+
+from flanneld.runtime import waits
 
 #: Colours of words, for rich.
 _COLOURS = {"ok": "green", "yes": "green", "PROBLEM": "bold red", "no": "bold red", "missing": "bold red"}
@@ -25,10 +28,10 @@ def show(tables: Sequence[TextTable], out: TextIO | None = None) -> None:
     out = out or sys.stdout
     if out.isatty() and _show_rich(tables, out):
         return
-    out.write("\n".join(f"{text}\n" for table in tables if (text := "\n".join(plain(table)))))
+    out.write("\n".join(f"{text}\n" for table in tables if (text := "\n".join(table_lines(table)))))
 
 
-def plain(table: TextTable) -> Iterator[str]:
+def table_lines(table: TextTable) -> Iterator[str]:
     """Yield a table's lines: columns two spaces apart, without trailing spaces."""
     if table.title:
         yield table.title
@@ -64,3 +67,32 @@ def _show_rich(tables: Sequence[TextTable], out: TextIO) -> bool:
             drawn.add_row(*(Text(clean(cell), style=_COLOURS.get(cell, "")) for cell in row))
         console.print(drawn)
     return True
+
+
+T = TypeVar("T")
+#: Seconds between two queries of ``until_good``: a start takes a quarter of a second.
+_EVERY = 0.2
+
+
+def until_good(ask: Callable[[], T], is_good: Callable[[T], bool], within: float) -> T:
+    """Repeat ``ask`` for at most ``within`` seconds until an answer is good. Return the last answer."""
+    answers = [ask()]
+
+    def attempt() -> bool:
+        answers[:] = [ask()]
+        return is_good(answers[0])
+
+    if within and not is_good(answers[0]):
+        waits.until(attempt, within=within, every=_EVERY)
+    return answers[0]
+
+
+def changes(ask: Callable[[], T], seen: Callable[[T], object], every: float) -> Iterator[T]:
+    """Call ``ask`` every ``every`` seconds. Yield each answer for which ``seen`` returns a new value."""
+    stop, last = threading.Event(), None
+    while True:
+        answer = ask()
+        if (now := seen(answer)) != last:
+            last = now
+            yield answer
+        waits.pause(stop, every)

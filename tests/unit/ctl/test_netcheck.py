@@ -6,8 +6,7 @@ import errno
 
 import pytest
 
-from flanneld.ctl.cluster.netcheck import Sums, checksums, masqueraded, port_state, translated
-from flanneld.ctl.cluster.reach import Series, Stage, verdict
+from flanneld.ctl.netcheck import Series, Stage, Sums, checksums, masqueraded, port_state, translated, verdict
 from flanneld.network.query.survey import SILENCE, Reply
 
 RTTS = (0.001, 0.002)

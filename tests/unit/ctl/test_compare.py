@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from flanneld.ctl.snapshot import ActualState, Comparison, Difference, compare, described, desired_objects
+from flanneld.ctl.compare import ActualState, Comparison, Difference, compare, described, desired_objects
 from flanneld.diagnostics.status import describe
 from flanneld.network.rtnetlink.links import SeenLink
 from flanneld.state.resources import FdbEntry, ForeignLink, Resource, Route, Vxlan

@@ -1,20 +1,32 @@
-"""Nodes of the cluster: their leases, and what they answer."""
+"""``flannelctl nodes``: all nodes with their leases, and what they answer; no access to the other hosts."""
 
 from __future__ import annotations
 
+import errno
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from ipaddress import ip_address, ip_network
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
-from flanneld.ctl.snapshot import values
+from flanneld.compat.glog import counted
+from flanneld.ctl.compare import values
+from flanneld.ctl.findings import Severity
+from flanneld.ctl.output import TextTable
+from flanneld.ctl.source import DataSource
 from flanneld.diagnostics.responder.facts import device, store_kind
 from flanneld.model import IPAddress
+from flanneld.network.query import port_refusal, survey
 from flanneld.network.query.message import DEFAULT_PORT
 from flanneld.network.query.survey import SILENCE, Reply
 from flanneld.options import Options
+from flanneld.runtime import clock
 from flanneld.state.resources import Address, Vxlan
+
+if TYPE_CHECKING:
+    from flanneld.ctl.checks.cluster import Remark
 
 
 class Told(Struct, frozen=True, gc=False):
@@ -34,7 +46,7 @@ class Told(Struct, frozen=True, gc=False):
     seen: str | None = None
 
 
-class Node(Struct, frozen=True, gc=False):
+class ClusterNode(Struct, frozen=True, gc=False):
     """One node. ``target`` is the address that was asked; None if no address of this family is known.
 
     ``query`` is its daemon's reply there, ``echo`` that of its kernel, and ``underlay`` that of its kernel at
@@ -83,7 +95,7 @@ class Node(Struct, frozen=True, gc=False):
 class Cluster(Struct, frozen=True, gc=False):
     """All nodes, this one first. ``now`` is in seconds since the epoch; ``own`` are our overlay addresses."""
 
-    nodes: tuple[Node, ...] = ()
+    nodes: tuple[ClusterNode, ...] = ()
     own: frozenset[str] = frozenset()
     now: float = 0.0
 
@@ -102,7 +114,7 @@ class Probes(Struct, frozen=True):
 def gather(document: Mapping[str, Any], probes: Probes, now: float) -> Cluster:
     """Ask all nodes of a status document. Raises ``OSError`` if this process may not send ICMP."""
     own = our_addresses(document)
-    peers = [_peer(each, own) for each in document.get("peers", ())]
+    peers = [_of_peer(each, own) for each in document.get("peers", ())]
     queried = probes.query(_targets(peers))
     silent = [each for each in peers if each.target and _told(queried[each.target]) is None]
     # In one survey, because a second one would wait for all silent hosts again.
@@ -179,12 +191,12 @@ def told(facts: Mapping[str, Any]) -> Told:
     )
 
 
-def own_node(document: Mapping[str, Any]) -> Node:
+def own_node(document: Mapping[str, Any]) -> ClusterNode:
     """Return this node, by its own document."""
     lease, uplink = document.get("lease") or {}, document.get("uplink") or {}
     network, health = document.get("network") or {}, document.get("health") or {}
     of_device = device(values(document.get("local")))
-    return Node(
+    return ClusterNode(
         subnets=tuple(lease.get("subnets", ())),
         public_ips=tuple(uplink.get("public_ips", ())),
         macs=tuple(lease.get("macs", ())),
@@ -209,9 +221,9 @@ def own_node(document: Mapping[str, Any]) -> Node:
     )
 
 
-def _peer(peer: Mapping[str, Any], own: set[IPAddress]) -> Node:
+def _of_peer(peer: Mapping[str, Any], own: set[IPAddress]) -> ClusterNode:
     target = target_of(peer["subnets"], peer["public_ips"], own)
-    return Node(
+    return ClusterNode(
         subnets=tuple(peer["subnets"]),
         public_ips=tuple(peer["public_ips"]),
         macs=tuple(mac.lower() for mac in peer.get("macs", ())),
@@ -225,7 +237,7 @@ def _peer(peer: Mapping[str, Any], own: set[IPAddress]) -> Node:
     )
 
 
-def _targets(nodes: Iterable[Node]) -> Iterator[IPAddress]:
+def _targets(nodes: Iterable[ClusterNode]) -> Iterator[IPAddress]:
     return (each.target for each in nodes if each.target is not None)
 
 
@@ -234,10 +246,10 @@ def _told(reply: Reply) -> Told | None:
 
 
 def _with_replies(
-    node: Node,
+    node: ClusterNode,
     queried: Mapping[IPAddress, Reply],
     echoed: Mapping[IPAddress, Reply],
-) -> Node:
+) -> ClusterNode:
     if node.target is None:
         return node
     from msgspec.structs import replace
@@ -251,3 +263,114 @@ def _with_replies(
         echo=echoed.get(node.target, SILENCE),
         underlay=echoed.get(public, SILENCE) if public else SILENCE,
     )
+
+
+#: Seconds until a host counts as silent; each is asked twice.
+_WITHIN = 0.6
+_COLUMNS = ("node", "public ip", "state", "rtt", "backend", "vni", "port", "mtu", "version", "store", "note")
+_MUTE = "does not answer queries"
+
+
+def read(source: DataSource) -> Cluster:
+    """Ask all nodes. Raises ``OSError`` if this process may not send ICMP."""
+    query = partial(survey.queries, port=port_of(source.document, source.options), within=_WITHIN)
+    return gather(source.document, Probes(query, _echo), clock.wall())
+
+
+def _echo(targets: Iterable[IPAddress]) -> dict[IPAddress, Reply]:
+    """Return the replies to ICMP echoes. Silent hosts are asked by TCP: filters may drop ICMP."""
+    replies = survey.echoes(targets, _WITHIN)
+    silent = [target for target, reply in replies.items() if reply == survey.SILENCE]
+    return replies | dict.fromkeys(port_refusal.reached(silent, _WITHIN), Reply(error=errno.ECONNREFUSED))
+
+
+def table(cluster: Cluster, found: list[Remark]) -> TextTable:
+    """Return one line for each node."""
+    by_node = _by_node(found)
+    rows = []
+    for node in cluster.nodes:
+        told = node.told
+        rows.append(
+            (
+                node.name or "-",
+                ",".join(node.public_ips) or "-",
+                state(by_node[node.name]),
+                "this node" if node.is_own else "-" if node.rtt is None else f"{1000 * node.rtt:.1f} ms",
+                *(
+                    "-" if each is None else str(each)
+                    for each in (
+                        node.backend,
+                        node.vni,
+                        *((told.port, told.mtu, told.version, told.store) if told else (None,) * 4),
+                    )
+                ),
+                "; ".join([*(each.text for each in by_node[node.name]), *_more(node)]),
+            )
+        )
+    return TextTable(_COLUMNS, rows)
+
+
+def state(found: list[Remark]) -> str:
+    """Return the state of a node with these remarks."""
+    if any(each.rule.severity is Severity.PROBLEM for each in found):
+        return "PROBLEM"
+    return "hint" if found else "ok"
+
+
+def _more(node: ClusterNode) -> list[str]:
+    """Return what is normal for a node of another kind, but explains missing columns."""
+    return [_MUTE] if node.answers == "kernel" else []
+
+
+def unanswered(cluster: Cluster, source: DataSource) -> list[str]:
+    """Return one line about columns that stay empty for want of answers to queries, with the remedy."""
+    mute = sum(node.answers == "kernel" for node in cluster.nodes)
+    if not mute:
+        return []
+    missing = f"port, MTU, version and store of {counted(mute, 'node')}"
+    return [f"{missing}; {answer_remedy(port_of(source.document, source.options))}"]
+
+
+def plain(cluster: Cluster, found: list[Remark]) -> list[dict[str, Any]]:
+    """Return the nodes as JSON."""
+    by_node = _by_node(found)
+    return [_described(node, by_node[node.name]) for node in cluster.nodes]
+
+
+def _described(node: ClusterNode, found: list[Remark]) -> dict[str, Any]:
+    told: Mapping[str, Any] = {}
+    if node.told:
+        from msgspec.structs import asdict
+
+        told = asdict(node.told)
+    return {
+        "subnets": node.subnets,
+        "public_ips": node.public_ips,
+        "is_own": node.is_own,
+        "state": state(found),
+        "answers": node.answers,
+        "rtt": node.rtt,
+        "backend": node.backend,
+        "vni": node.vni,
+        "expires": node.expires,
+        **{
+            name: told.get(name)
+            for name in ("port", "mtu", "uplink_mtu", "version", "store", "ready", "conditions")
+        },
+        "notes": [{"rule": each.rule.name, "text": each.text} for each in found],
+    }
+
+
+def _by_node(found: list[Remark]) -> dict[str, list[Remark]]:
+    by_node: dict[str, list[Remark]] = defaultdict(list)
+    for each in found:
+        by_node[each.node.name].append(each)
+    return by_node
+
+
+def examine(source: DataSource) -> tuple[Cluster, list[Remark]]:
+    """Ask all nodes and return them with the rules that they break."""
+    from flanneld.ctl.checks.cluster import remarks
+
+    cluster = read(source)
+    return cluster, remarks(cluster)

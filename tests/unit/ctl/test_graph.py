@@ -7,8 +7,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from flanneld.ctl.cluster.graph import Vertex, dot, edges, text, vertices
-from flanneld.ctl.cluster.graph_page import page
+from flanneld.ctl.graph import Vertex, dot, edges, page, text, vertices
 
 COLUMNS = ("node", "public ip", "state", "rtt", "backend", "vni", "port", "mtu", "version", "store", "note")
 OWN = ("10.5.1.0/24", "198.18.0.1", "ok", "this node", "vxlan", "1", "8472", "1450", "1.0", "etcd v3", "")

@@ -53,7 +53,7 @@ class Unknown(Struct, frozen=True, gc=False):
         return self.reason
 
 
-class Source(Struct, frozen=True, gc=False):
+class DataSource(Struct, frozen=True, gc=False):
     """A document with its origin, ``daemon``, ``store`` or ``host``; ``unknown`` are the missing sources."""
 
     origin: str
@@ -62,7 +62,7 @@ class Source(Struct, frozen=True, gc=False):
     options: Options = field(default_factory=Options)
 
 
-def find(words: Sequence[str], environ: Mapping[str, str], socket_path: str = "") -> Source:
+def find_source(words: Sequence[str], environ: Mapping[str, str], socket_path: str = "") -> DataSource:
     """Return the answer of the daemon, else of the store, else of this host.
 
     ``words`` and ``environ`` are as for flanneld. Raises the errors of ``options.read``.
@@ -70,23 +70,23 @@ def find(words: Sequence[str], environ: Mapping[str, str], socket_path: str = ""
     wanted = options.read(words, environ, program="flannelctl COMMAND")
     path = Path(socket_path) if socket_path else status_socket.path_beside(Path(wanted.subnet_file))
     try:
-        return Source("daemon", _document(status_socket.ask(path, DAEMON_TIME)), options=wanted)
+        return DataSource("daemon", _document(status_socket.ask(path, DAEMON_TIME)), options=wanted)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         hangs = isinstance(error, TimeoutError)
         silent = Unknown(SourcePart.DAEMON, f"no daemon answers at {path}: {reason}", hangs=hangs)
     if not wanted.names_a_store:
         why = Unknown(SourcePart.STORE, "the store was not asked: give -etcd-endpoints", failed=False)
-        return Source("host", _of_the_host(wanted), (silent, why), wanted)
+        return DataSource("host", _of_the_host(wanted), (silent, why), wanted)
     logging.getLogger().setLevel(logging.ERROR)
     try:
-        return Source("store", _of_the_store(wanted, environ), (silent,), wanted)
+        return DataSource("store", _of_the_store(wanted, environ), (silent,), wanted)
     except Fatal as error:
         ends = Unknown(SourcePart.START, f"flanneld cannot start: {error.problem}", remedy=error.remedy)
-        return Source("host", _of_the_host(wanted), (silent, ends), wanted)
+        return DataSource("host", _of_the_host(wanted), (silent, ends), wanted)
     except (FlannelError, OSError) as error:
         lost = Unknown(SourcePart.STORE, f"the store does not tell: {error}")
-        return Source("host", _of_the_host(wanted), (silent, lost), wanted)
+        return DataSource("host", _of_the_host(wanted), (silent, lost), wanted)
 
 
 def _document(said: bytes) -> dict[str, Any]:

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from flanneld.ctl.cluster import commands
-from flanneld.ctl.cluster.nodes import Cluster, Node, Probes, Told, gather, own_node, told
-from flanneld.ctl.cluster.rules import RULES, Rule, findings, remarks
-from flanneld.ctl.data_source import Source
+from flanneld.ctl import nodes as commands
+from flanneld.ctl.checks.cluster import RULES, ClusterRule, cluster_findings, remarks
 from flanneld.ctl.findings import Advice, Severity
+from flanneld.ctl.nodes import Cluster, ClusterNode, Probes, Told, gather, own_node, told
+from flanneld.ctl.source import DataSource
 from flanneld.network.query.survey import SILENCE, Reply
 
 NOW = 1_000_000.0
@@ -21,8 +21,8 @@ OWN = "10.5.1.0"
 TOLD = Told("1.0", ("10.5.0.0/16 /24",), "vxlan", 1, 8472, 1450, 1500, "etcd v2", seen=OWN)
 
 
-def node(number: int, **changes: Any) -> Node:
-    sound = Node(
+def node(number: int, **changes: Any) -> ClusterNode:
+    sound = ClusterNode(
         subnets=(f"10.5.{number}.0/24",),
         public_ips=(f"198.18.0.{number}",),
         macs=(f"02:00:00:00:00:{number:02x}",),
@@ -83,13 +83,13 @@ MUTE: dict[str, Any] = {"told": None, "query": SILENCE}
 def test_rule_names_the_node_that_breaks_it(rule: str, changes: dict[str, Any], who: set[str]) -> None:
     found = cluster(**changes)
     assert broken(found) == {rule: who}
-    ((check, finding),) = findings(remarks(found))
+    ((check, finding),) = cluster_findings(remarks(found))
     assert (check.name, check.theme) == (rule, "N")
     assert any(name in finding.evidence for name in who)
 
 
 def test_advice_for_another_mtu_names_the_backends_with_an_option_for_it() -> None:
-    ((_, finding),) = findings(remarks(cluster(told=replace(TOLD, mtu=1400))))
+    ((_, finding),) = cluster_findings(remarks(cluster(told=replace(TOLD, mtu=1400))))
     assert isinstance(finding.remedy, Advice)
     assert "with vxlan or wireguard set Backend.MTU" in finding.remedy.text
 
@@ -130,7 +130,7 @@ def test_clients_of_a_lease_server_use_its_store_of_any_kind(kind: str, remotes:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
-def test_problem_of_a_rule_reads_well_after_one_node_and_after_several(rule: Rule) -> None:
+def test_problem_of_a_rule_reads_well_after_one_node_and_after_several(rule: ClusterRule) -> None:
     assert re.match(r"(with|without|behind) |cannot be ", rule.problem)
 
 
@@ -156,7 +156,7 @@ def test_line_of_a_node_says_what_is_wrong_with_it() -> None:
 def test_nodes_without_answer_port_are_counted_with_the_remedy(
     changes: dict[str, Any], said: list[str]
 ) -> None:
-    lines = commands.unanswered(cluster(**changes), Source("daemon", {"answer_port": 8471}))
+    lines = commands.unanswered(cluster(**changes), DataSource("daemon", {"answer_port": 8471}))
     assert len(lines) == len(said)
     for line, expected in zip(lines, said, strict=True):
         assert expected in line
@@ -165,7 +165,7 @@ def test_nodes_without_answer_port_are_counted_with_the_remedy(
 
 def test_finding_names_few_of_many_nodes() -> None:
     nodes = tuple(node(number, **MUTE) for number in range(2, 102))
-    ((_, finding),) = findings(remarks(Cluster(nodes, frozenset({OWN}), NOW)))
+    ((_, finding),) = cluster_findings(remarks(Cluster(nodes, frozenset({OWN}), NOW)))
     assert finding.problem == "100 nodes without an answer"
     assert finding.evidence.endswith("; and 97 more")
     assert finding.severity is Severity.PROBLEM

@@ -1,0 +1,287 @@
+"""Checks of the lease, the peers, the store, the daemon, and a cloud's routes and permission to forward."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from ipaddress import ip_network
+from typing import TYPE_CHECKING
+
+from flanneld.backends.cloud.resources import FORWARDING, ROUTES
+from flanneld.compat.glog import counted
+from flanneld.ctl.findings import Advice, Finding, Severity, as_at_start, check
+from flanneld.ctl.source import SourcePart, last_words
+from flanneld.diagnostics.host_checks import Topic
+from flanneld.errors import LEASES_END
+from flanneld.model import lies_in
+
+if TYPE_CHECKING:
+    from flanneld.ctl.facts import Facts
+
+#: A lease that expires within this time, in seconds, should have been renewed.
+_SOON = 600.0
+
+
+# ---- C: news of the peers -----------------------------------------------------------------------
+
+
+@check("C", "synced", "the peers are known")
+def synced(facts: Facts) -> Iterator[Finding]:
+    cache = facts.section("store").get("cache")
+    if cache:
+        yield Finding(
+            "the peers are known from a file only",
+            f"leases are taken from {cache}",
+            "nodes that joined since are not reached, and gone ones not removed",
+            Advice("see why the store does not answer"),
+        )
+    elif facts.document.get("synced") is False:
+        yield Finding(
+            "the peers are not known yet",
+            "no list of leases was read since the start",
+            "new peers are not reached, and gone ones not removed",
+            Advice("see why the store does not answer"),
+        )
+
+
+@check("C", "removal_guard", "no removals are held back")
+def removal_guard(facts: Facts) -> Iterator[Finding]:
+    if facts.section("removal_guard").get("holds"):
+        yield Finding(
+            "removals are held back",
+            "the last list of leases lacked most peers",
+            "if it is right, packets still go to nodes that are gone",
+            Advice(
+                "nothing: the list is read again within 30 s; see whether the store was restored from a copy"
+            ),
+            severity=Severity.HINT,
+        )
+
+
+# ---- H: the lease -------------------------------------------------------------------------------
+
+
+@check("H", "lease", "the lease lasts")
+def lease(facts: Facts) -> Iterator[Finding]:
+    known = facts.document.get("lease")
+    if known is None and facts.origin == "store":
+        yield Finding(
+            "this node has no lease",
+            "no lease has our public IP",
+            "no other node knows the way to our containers",
+            Advice("start the daemon; if it runs, its log says what it waits for"),
+        )
+    if not known or not known.get("expires"):
+        return
+    left = known["expires"] - facts.now
+    if left < _SOON:
+        yield Finding(
+            "the lease has expired" if left <= 0 else f"the lease ends in {left:.0f} s",
+            f"subnet {', '.join(known['subnets'])}, renewals: {known.get('renewals') or 'none'}",
+            "another node may be given our subnet",
+            Advice("see why the daemon does not renew it: its log, and whether the store answers"),
+        )
+
+
+@check("H", "clock", "the clock is set")
+def clock(facts: Facts) -> Iterator[Finding]:
+    if facts.clock_is_synchronised is False:
+        yield Finding(
+            "the clock is not synchronised",
+            "/run/systemd/timesync/synchronized is missing",
+            "certificates of the store may not be valid here; leases do not depend on it",
+            Advice("see timedatectl timesync-status"),
+            severity=Severity.HINT,
+        )
+
+
+# ---- I: the store -------------------------------------------------------------------------------
+
+
+@check("I", "store", "the store answers")
+def store(facts: Facts) -> Iterator[Finding]:
+    known = facts.document.get("store")
+    if known and known.get("problem"):
+        yield Finding(
+            known["problem"],
+            str(known["name"]),
+            "changes of peers are not seen, and our lease is not renewed; existing routes stay",
+            Advice(known["remedy"] or "see the log of the store"),
+        )
+    for why in facts.unknown:
+        if why.part is SourcePart.STORE and why.failed:
+            yield Finding(
+                "the store did not answer",
+                str(why),
+                "a start of the daemon would wait for it",
+                Advice("see whether it runs and is reached from here, and the flags that name it"),
+            )
+
+
+@check("I", "ready", "nothing is missing to be ready")
+def ready(facts: Facts) -> Iterator[Finding]:
+    health = facts.section("health")
+    for what in health.get("missing", ()):
+        said = next(iter(health.get("waiting", ())), what)
+        problem, _, remedy = said.partition("; ")
+        yield Finding(
+            "the daemon is not ready",
+            what if said == what else f"{what.partition('; ')[0]}; {problem}",
+            "no container should be started here yet",
+            Advice(remedy or "wait, or see its log"),
+        )
+
+
+# ---- J: addresses -------------------------------------------------------------------------------
+
+
+@check("J", "public ip", "each node has a public IP of its own")
+def public_ip(facts: Facts) -> Iterator[Finding]:
+    seen = Counter(ip for peer in facts.peers for ip in peer["public_ips"])
+    ours = facts.section("uplink").get("public_ips", ())
+    for ip, number in (seen + Counter(set(ours) & set(seen))).items():
+        if number > 1:
+            owners = [",".join(peer["subnets"]) for peer in facts.peers if ip in peer["public_ips"]]
+            if facts.section("network").get("backend") == "wireguard":
+                yield _behind_nat(ip, [*owners, *(["this node"] if ip in ours else [])])
+                continue
+            yield Finding(
+                f"the public IP {ip} is used twice",
+                f"by {', '.join([*owners, *(['this node'] if ip in ours else [])])}",
+                "packets for one of both reach the other",
+                Advice(f"give each node its own with -public-ip or -iface; {LEASES_END}"),
+            )
+
+
+def _behind_nat(public_ip: str, owners: Sequence[str]) -> Finding:
+    return Finding(
+        f"several nodes have the public IP {public_ip}",
+        f"by {', '.join(owners)}",
+        "they are told apart by their keys, and reached only at a port of its own each",
+        Advice(
+            "give each node behind this NAT a -wireguard-port; with etcd run no Go flannel there,"
+            " which would take the lease of another node"
+        ),
+        severity=Severity.HINT,
+    )
+
+
+@check("J", "network", "each subnet is inside the network")
+def network(facts: Facts) -> Iterator[Finding]:
+    own = facts.section("lease").get("subnets", ()) if facts.origin != "host" else ()
+    for text in own if facts.networks else ():
+        net = ip_network(text)
+        if not any(lies_in(net, each) for each in facts.networks):
+            yield Finding(
+                f"our subnet {text} is outside the network",
+                f"Network is {', '.join(map(str, facts.networks))}",
+                "other nodes refuse it",
+                Advice("make the podCIDR of the node, or Network, fit"),
+            )
+
+
+@check("J", "refusals", "the leases of the peers are valid")
+def refusals(facts: Facts) -> Iterator[Finding]:
+    for peer in facts.peers:
+        if peer["state"] == "refused":
+            yield Finding(
+                f"the lease {','.join(peer['subnets'])} is refused",
+                peer["reason"],
+                "nothing is done for this peer",
+                Advice(f"correct it on the node that wrote it; {LEASES_END}"),
+            )
+
+
+@check("J", "reverse path", "reverse path filters accept packets from peers")
+def reverse_path(facts: Facts) -> Iterator[Finding]:
+    yield from as_at_start(facts, Topic.REVERSE_PATH)
+
+
+@check("J", "unsafe leases", "no lease claims a network or an address of this host")
+def unsafe_leases(facts: Facts) -> Iterator[Finding]:
+    for peer in facts.peers:
+        if peer["state"] == "unsafe":
+            yield Finding(
+                f"the lease {','.join(peer['subnets'])} would harm this host",
+                peer["reason"].partition("; ")[0],
+                "the daemon withdrew the routes to its node: containers there are not reached from here",
+                Advice(
+                    "give this host's own network other addresses, outside Network, or the node another"
+                    f" subnet; the daemon follows by itself; {LEASES_END}"
+                ),
+            )
+
+
+# ---- L: the daemon itself -----------------------------------------------------------------------
+
+
+@check("L", "start", "the daemon can start")
+def start(facts: Facts) -> Iterator[Finding]:
+    for why in facts.unknown:
+        if why.part is SourcePart.START:
+            yield Finding(
+                why.reason,
+                "a dry run of the start ends so, with the store's network config and the flags given here",
+                "the daemon exits with status 1, and nothing on this node is set up, repaired or renewed",
+                Advice(f"{why.remedy or 'see its log'}; then start flanneld"),
+            )
+
+
+@check("L", "daemon", "the daemon runs and answers")
+def daemon(facts: Facts) -> Iterator[Finding]:
+    if facts.origin == "daemon":
+        return
+    silent = next((each for each in facts.unknown if each.part is SourcePart.DAEMON), None)
+    hangs = silent is not None and silent.hangs
+    yield Finding(
+        "the daemon hangs" if hangs else "the daemon is not running",
+        "; ".join(filter(None, (str(silent or ""), last_words(facts.document)))),
+        "existing routes stay; nothing is repaired or renewed until the daemon runs",
+        Advice(
+            "see the daemon's log, then: systemctl restart flanneld"
+            if hangs
+            else "systemctl start flanneld; if it ends again, its log says why: journalctl -u flanneld"
+        ),
+    )
+
+
+@check("L", "late", "every thread of the daemon reports in time")
+def late(facts: Facts) -> Iterator[Finding]:
+    for line in facts.section("health").get("late", ()):
+        yield Finding(
+            "a thread of the daemon hangs", line, "what it does is not done", Advice("restart the daemon")
+        )
+
+
+@check("L", "overruns", "no notifications of the kernel were lost")
+def overruns(facts: Facts) -> Iterator[Finding]:
+    number = facts.document.get("lost_notifications", 0)
+    if number:
+        yield Finding(
+            f"notifications of the kernel were lost {counted(number, 'time')}",
+            "the daemon read everything again each time",
+            "repairs came later than usual",
+            Advice("see what changes routes or devices so often: ip monitor"),
+            severity=Severity.HINT,
+        )
+
+
+@check("B", "cloud routes", "the cloud's table has this node's routes")
+def cloud_routes(facts: Facts) -> Iterator[Finding]:
+    yield from _refused(facts, ROUTES, "other nodes of the cloud do not reach the containers of this one")
+
+
+@check("E", "cloud forwarding", "the cloud lets packets of containers pass")
+def cloud_forwarding(facts: Facts) -> Iterator[Finding]:
+    why = (
+        "a cloud drops packets that carry no address of the instance itself: on AWS by the source/destination"
+        " check, on Google Cloud without can-ip-forward"
+    )
+    yield from _refused(facts, FORWARDING, why)
+
+
+def _refused(facts: Facts, table: str, why: str) -> Iterator[Finding]:
+    for each in facts.document.get("refused") or ():
+        if each.get("table") == table:
+            remedy = Advice(each.get("remedy") or "see the daemon's log")
+            yield Finding(each["reason"], each["object"], why, remedy, about=each["object"])
