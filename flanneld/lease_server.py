@@ -15,8 +15,8 @@ from flanneld import __version__
 from flanneld.diagnostics.health_server import Checks, HealthServer
 from flanneld.errors import Cancelled, Fatal, Retryable
 from flanneld.options import Options
-from flanneld.runtime import sd_notify
-from flanneld.runtime.files.instance_lock import InstanceLock
+from flanneld.runtime import process
+from flanneld.runtime.instance_lock import InstanceLock
 from flanneld.runtime.supervisor import Supervisor
 from flanneld.subnet.embedded import opening
 from flanneld.subnet.embedded.store import KeyStore
@@ -58,7 +58,7 @@ def _at_start() -> Iterator[None]:
 
 def run(wanted: Options, environ: Mapping[str, str]) -> int:
     """Serve leases until told to stop, without a lease of our own. Return 0 then, 1 after a failure."""
-    supervisor, notifier = Supervisor(quiet=(Cancelled,)), sd_notify.Notifier()
+    supervisor, notifier = Supervisor(quiet=(Cancelled,)), process.Notifier()
     log.info("flanneld %s %s", __version__, wanted.described())
     supervisor.handle_signals()
     file = open_store(wanted, supervisor) if wanted.store else None
@@ -76,7 +76,7 @@ def run(wanted: Options, environ: Mapping[str, str]) -> int:
     notifier.status(f"server on {service.where}, leases in {service.store.name}")
     notifier.ready()
     ticks = []
-    interval = sd_notify.watchdog_interval(environ)
+    interval = process.watchdog_interval(environ)
     if interval is not None:
         ticks.append((lambda: None if supervisor.overdue() else notifier.watchdog(), interval))
     supervisor.wait(*ticks)

@@ -24,11 +24,10 @@ from flanneld.errors import Cancelled, Fatal, lacking, prefixed
 from flanneld.options import Options
 from flanneld.reconcile.host import services as host_services
 from flanneld.reconcile.member import Loops, Member
-from flanneld.runtime import sd_notify
-from flanneld.runtime.files.instance_lock import DRAIN, PATIENCE, HostClaims, InstanceLock
-from flanneld.runtime.logs import event_log
+from flanneld.runtime import logs, process
+from flanneld.runtime.instance_lock import DRAIN, PATIENCE, HostClaims, InstanceLock
+from flanneld.runtime.loop import MakeLoop, StepLoop
 from flanneld.runtime.process import ensure_descriptors, open_standard_streams, tune_interpreter
-from flanneld.runtime.step_loop import MakeLoop, StepLoop
 from flanneld.runtime.supervisor import Supervisor
 from flanneld.subnet import subnet_file
 from flanneld.subnet.manager import NodeStore
@@ -112,8 +111,8 @@ def _serve(wanted: Options, environ: Mapping[str, str]) -> int:
 
 def _serve_alone(wanted: Options, environ: Mapping[str, str]) -> int:
     """Wait until no other flanneld has this subnet file, then serve."""
-    supervisor, notifier = Supervisor(quiet=(Cancelled,)), sd_notify.Notifier()
-    events = event_log.remember()
+    supervisor, notifier = Supervisor(quiet=(Cancelled,)), process.Notifier()
+    events = logs.remember()
     log.info("flanneld %s %s", __version__, wanted.described())
     supervisor.handle_signals()
     lock = InstanceLock(subnet_file.beside(Path(wanted.subnet_file), "lock"))
@@ -156,9 +155,9 @@ class Daemon:
         wanted: Options,
         environ: Mapping[str, str],
         supervisor: Supervisor,
-        notifier: sd_notify.Notifier,
+        notifier: process.Notifier,
         manager: CountedManager,
-        events: event_log.Events,
+        events: logs.Events,
         more_metrics: Callable[[], str] | None = None,
         admit: startup.Admit = startup.admit_any,
         make_loop: MakeLoop = StepLoop,
@@ -312,7 +311,7 @@ class Daemon:
 
     def _wait_and_stop(self) -> int:
         ticks = [(self._look_at_host, _HOST_LOOK), *self._ticks]
-        interval = sd_notify.watchdog_interval(self._environ)
+        interval = process.watchdog_interval(self._environ)
         if interval is not None:
             ticks.append((self._feed_watchdog, interval))
         self._supervisor.wait(*ticks)

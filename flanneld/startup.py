@@ -34,7 +34,7 @@ from flanneld.reconcile.local_node import LocalNode
 from flanneld.reconcile.member import Loops, Member
 from flanneld.reconcile.past.last_run import LastRun, machine_of
 from flanneld.runtime import clock
-from flanneld.runtime.step_loop import MakeLoop, StepLoop
+from flanneld.runtime.loop import MakeLoop, StepLoop
 from flanneld.runtime.supervisor import Supervisor
 from flanneld.state.resources import Blackhole, Link
 from flanneld.state.table import Table

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from flanneld.model import Added, Cached, Event, Lease, LeaseAttrs, Removed, Snapshot
-from flanneld.runtime.backoff import Backoff
+from flanneld.runtime.waits import Backoff
 from flanneld.subnet.kube.api import ApiTimeouts
 from flanneld.subnet.kube.manager import KubeManager, KubeOptions
 from flanneld.subnet.manager import Deliver

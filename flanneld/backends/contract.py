@@ -22,7 +22,7 @@ from flanneld.state.resources import Resource
 from flanneld.state.table import Table
 
 if TYPE_CHECKING:
-    from flanneld.runtime.command_runner import Finished
+    from flanneld.runtime.command import Finished
     from flanneld.runtime.sockets.http_client import HttpAnswer, HttpRequest
 
 Result = TypeVar("Result")

@@ -21,7 +21,7 @@ from functools import lru_cache
 
 from flanneld.compat.flags import quoted
 from flanneld.errors import Fatal
-from flanneld.runtime.logs.log_writer import LogWriter
+from flanneld.runtime.logs import LogWriter
 
 #: Libraries with noisy logs. etcd.client logs failures that it also raises; urllib3 logs a traceback for each
 #: header that it skips.

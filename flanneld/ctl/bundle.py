@@ -22,7 +22,7 @@ from msgspec import Struct
 from flanneld.errors import FlannelError, Retryable, cause_of
 from flanneld.options import Options
 from flanneld.runtime import clock
-from flanneld.runtime.command_runner import CommandRunner
+from flanneld.runtime.command import CommandRunner
 
 MASK = "***"
 #: Shorter values would mask parts of ordinary words.

@@ -20,8 +20,7 @@ from flanneld import options
 from flanneld.diagnostics import status_socket
 from flanneld.errors import Fatal, FlannelError
 from flanneld.options import Options
-from flanneld.runtime import clock
-from flanneld.runtime.logs import event_log
+from flanneld.runtime import clock, logs
 from flanneld.subnet import subnet_file
 
 #: Seconds after which a silent daemon counts as not running.
@@ -148,7 +147,7 @@ def _of_the_host(wanted: Options) -> dict[str, Any]:
 
 def _history(wanted: Options) -> list[dict[str, Any]]:
     """Return the events that the daemon left in its file, for one that does not answer."""
-    return event_log.described(event_log.read(subnet_file.beside(Path(wanted.subnet_file), "events")))
+    return logs.described(logs.read_events(subnet_file.beside(Path(wanted.subnet_file), "events")))
 
 
 def last_words(document: Mapping[str, Any]) -> str:

@@ -28,8 +28,8 @@ from flanneld.network.xfrm.policy import XfrmPolicy
 from flanneld.reconcile.firewall import pairs, retire
 from flanneld.reconcile.past.last_run import LastRun
 from flanneld.reconcile.past.ownership import stale
-from flanneld.runtime.command_runner import TIME_LIMIT, CommandRunner
-from flanneld.runtime.files.instance_lock import InstanceLock, holders
+from flanneld.runtime.command import TIME_LIMIT, CommandRunner
+from flanneld.runtime.instance_lock import InstanceLock, holders
 from flanneld.state.resources import Blackhole, Resource, Route, Tun
 from flanneld.state.table import Claim, Scope
 from flanneld.subnet import subnet_file

@@ -20,7 +20,7 @@ from flanneld.reconcile.counters import StoreCounters
 from flanneld.reconcile.member import Loops
 from flanneld.reconcile.reconciler import Reconciler
 from flanneld.runtime import clock
-from flanneld.runtime.logs.event_log import Events
+from flanneld.runtime.logs import Events
 from flanneld.subnet.lease_keeper import LeaseKeeper
 
 if TYPE_CHECKING:

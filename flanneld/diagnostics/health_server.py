@@ -12,7 +12,7 @@ from typing import Protocol
 from msgspec import Struct
 
 from flanneld.errors import Fatal, cause_of
-from flanneld.runtime.sockets.polled_server import Conversation, Limits, PolledServer, receive, send
+from flanneld.runtime.sockets.server import Conversation, Limits, PolledServer, receive, send
 
 log = logging.getLogger(__name__)
 

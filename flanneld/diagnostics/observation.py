@@ -12,7 +12,7 @@ from flanneld.diagnostics.components import Components
 from flanneld.diagnostics.readiness import Readiness
 from flanneld.model import Lease
 from flanneld.reconcile.controller import Controller
-from flanneld.runtime.step_loop import StepLoop
+from flanneld.runtime.loop import StepLoop
 from flanneld.runtime.supervisor import Supervisor
 
 

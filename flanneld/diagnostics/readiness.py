@@ -12,8 +12,8 @@ from typing import TypeVar
 from flanneld.compat.glog import OneTimeWarnings
 from flanneld.errors import Cancelled, Retryable, cause_of, lacking
 from flanneld.runtime import clock, waits
-from flanneld.runtime.backoff import Backoff
-from flanneld.runtime.sd_notify import Notifier
+from flanneld.runtime.process import Notifier
+from flanneld.runtime.waits import Backoff
 
 log = logging.getLogger(__name__)
 

@@ -19,8 +19,7 @@ from flanneld.model import FAMILIES, Lease, Uplink, name_of
 from flanneld.network import resource_json
 from flanneld.reconcile.counters import kind_of, wall
 from flanneld.reconcile.peers import View
-from flanneld.runtime import clock
-from flanneld.runtime.logs import event_log
+from flanneld.runtime import clock, logs
 from flanneld.state.report import Failure
 from flanneld.state.resources import Key
 from flanneld.state.sessions import Session
@@ -82,7 +81,7 @@ def summary(components: Components) -> Document:
         "lease": _lease(components),
         **_data_plane(components),
         "firewall": _firewall(components),
-        "events": event_log.described(components.events.recent()),
+        "events": logs.described(components.events.recent()),
     }
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from flanneld.runtime import clock, waits
-from flanneld.runtime.sockets.polled_server import WRITABLE, Conversation, Limits, PolledServer, send
+from flanneld.runtime.sockets.server import WRITABLE, Conversation, Limits, PolledServer, send
 from flanneld.subnet.subnet_file import beside
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ import threading
 from flanneld.backends.contract import Backend
 from flanneld.config import Config
 from flanneld.errors import Retryable
-from flanneld.runtime.files.instance_lock import HostClaims
+from flanneld.runtime.instance_lock import HostClaims
 from flanneld.startup import claims_to, clash
 
 

@@ -20,12 +20,11 @@ from flanneld.networks.names import Choice, NetworkNames, RemoteNames, StoreName
 from flanneld.networks.network import Network, sweep
 from flanneld.option_values import is_network_name
 from flanneld.options import Options
-from flanneld.runtime import sd_notify, waits
-from flanneld.runtime.files.instance_lock import DRAIN, InstanceLock
-from flanneld.runtime.logs import event_log
-from flanneld.runtime.logs.outage import Outage
+from flanneld.runtime import logs, process, waits
+from flanneld.runtime.complaints import Outage
+from flanneld.runtime.instance_lock import DRAIN, InstanceLock
+from flanneld.runtime.loop import MakeLoop
 from flanneld.runtime.shared_loop import SharedLoop
-from flanneld.runtime.step_loop import MakeLoop
 from flanneld.runtime.supervisor import Supervisor
 from flanneld.startup import Admit
 from flanneld.subnet import subnet_file
@@ -59,9 +58,9 @@ class MakeDaemon(Protocol):
         wanted: Options,
         environ: Mapping[str, str],
         supervisor: Supervisor,
-        notifier: sd_notify.Notifier,
+        notifier: process.Notifier,
         manager: CountedManager,
-        events: event_log.Events,
+        events: logs.Events,
         more_metrics: Callable[[], str] | None = None,
         admit: Admit = ...,
         make_loop: MakeLoop = ...,
@@ -70,7 +69,7 @@ class MakeDaemon(Protocol):
 
 def run(wanted: Options, environ: Mapping[str, str], make: MakeDaemon) -> int:
     """Serve several networks until told to stop. Return 0 then, 1 after a failure."""
-    supervisor, notifier = Supervisor(quiet=(Cancelled,)), sd_notify.Notifier()
+    supervisor, notifier = Supervisor(quiet=(Cancelled,)), process.Notifier()
     log.info("flanneld %s %s", __version__, wanted.described())
     supervisor.handle_signals()
     lock = InstanceLock(Path(wanted.subnet_dir) / "flanneld.lock")
@@ -84,7 +83,7 @@ def run(wanted: Options, environ: Mapping[str, str], make: MakeDaemon) -> int:
     )
     fleet.start()
     ticks: list[tuple[Callable[[], None], float]] = [(fleet.claims.drain, DRAIN)]
-    interval = sd_notify.watchdog_interval(environ)
+    interval = process.watchdog_interval(environ)
     if interval is not None:
         ticks.append((lambda: None if fleet.overdue() else notifier.watchdog(), interval))
     supervisor.wait(*ticks)
@@ -102,7 +101,7 @@ class Fleet:
         wanted: Options,
         environ: Mapping[str, str],
         supervisor: Supervisor,
-        notifier: sd_notify.Notifier,
+        notifier: process.Notifier,
         file: KeyStore | None,
         make: MakeDaemon,
         more_metrics: Callable[[], str],
@@ -114,7 +113,7 @@ class Fleet:
         self._notifier = notifier
         self._file = file
         self._make = make
-        self._events = event_log.remember()
+        self._events = logs.remember()
         self.claims = Claims()
         #: Thread for all reads and writes of the kernel.
         self._kernel = SharedLoop()

@@ -10,9 +10,9 @@ from pathlib import Path
 from flanneld.diagnostics.cleanup import sweep_network
 from flanneld.errors import Cancelled, FlannelError
 from flanneld.runtime import waits
-from flanneld.runtime.backoff import Backoff
-from flanneld.runtime.sd_notify import Notifier
+from flanneld.runtime.process import Notifier
 from flanneld.runtime.supervisor import Supervisor
+from flanneld.runtime.waits import Backoff
 
 log = logging.getLogger(__name__)
 

@@ -35,9 +35,8 @@ from flanneld.reconcile.preconditions import (
 )
 from flanneld.reconcile.table_worker import TableWorker
 from flanneld.runtime import clock
-from flanneld.runtime.event_queue import EventQueue
+from flanneld.runtime.loop import EventQueue, MakeLoop, StepLoop
 from flanneld.runtime.process import trim_memory
-from flanneld.runtime.step_loop import MakeLoop, StepLoop
 from flanneld.state.removal_guard import RemovalGuard
 from flanneld.state.report import Report
 from flanneld.state.resources import Resource, Route

@@ -30,7 +30,7 @@ from flanneld.network.firewall.tables import RuleSet, RulesTable
 from flanneld.options import Options
 from flanneld.reconcile.reconciler import Reconciler, TableState, desired_by_table
 from flanneld.runtime import clock, shell
-from flanneld.runtime.step_loop import StepLoop
+from flanneld.runtime.loop import StepLoop
 from flanneld.subnet.subnet_file import Previous
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ def firewall_settings(
             random=not options.ip_masq_fully_random_disable,
         ),
         style="v0.12" if options.iptables_rules == "v0.12" else "own-chains",
-        flavour=cast(FlavourOption, options.iptables_flavour),
+        flavour=cast("FlavourOption", options.iptables_flavour),
         native=config.enable_nftables,
         resync=options.iptables_resync,
     )

@@ -20,7 +20,7 @@ from flanneld.reconcile.controller import Controller
 from flanneld.reconcile.host.uplink_manager import UplinkManager
 from flanneld.reconcile.local_node import LocalNode
 from flanneld.reconcile.past.last_run import LastRun, machine_of
-from flanneld.runtime.step_loop import MakeLoop, StepLoop
+from flanneld.runtime.loop import MakeLoop, StepLoop
 from flanneld.runtime.supervisor import Supervisor
 from flanneld.state.removal_guard import RemovalGuard
 from flanneld.subnet.lease_keeper import LeaseKeeper

@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from flanneld.model import IPNetwork
 from flanneld.reconcile.reconciler import Reconciler
-from flanneld.runtime.step_loop import StepLoop
+from flanneld.runtime.loop import StepLoop
 from flanneld.state.diff import Delta, without_ways_to
 from flanneld.state.resources import Key, Resource, State
 from flanneld.state.table import Put, Table

@@ -8,13 +8,13 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from types import FrameType
 
 from msgspec import Struct
 
-from flanneld.errors import Fatal, FlannelError, lacking
+from flanneld.errors import Cancelled, Fatal, FlannelError, lacking
 
 log = logging.getLogger(__name__)
 
@@ -187,3 +187,27 @@ def _cancel(task: Task) -> None:
         task.cancel()
     except Exception:
         log.exception("cannot cancel %s", task.thread.name)
+
+
+def run_together(runs: Sequence[Callable[[], None]], cancel: Callable[[], None]) -> None:
+    """Run all functions at once, the first in this thread.
+
+    The first failure cancels the rest and is raised.
+    """
+    failures: list[BaseException] = []
+
+    def run(one: Callable[[], None]) -> None:
+        try:
+            one()
+        except BaseException as failure:
+            failures.append(failure)
+            cancel()
+
+    first, *others = runs
+    threads = [threading.Thread(target=run, args=(each,), daemon=True) for each in others]
+    for thread in threads:
+        thread.start()
+    run(first)
+    for thread in threads:
+        thread.join()
+    raise next((each for each in failures if not isinstance(each, Cancelled)), Cancelled())

@@ -20,7 +20,7 @@ from msgspec.json import decode
 from flanneld.errors import Fatal, cause_of
 from flanneld.model import FAMILIES, IPNetwork
 from flanneld.options import Options
-from flanneld.runtime.files import atomic_file
+from flanneld.runtime import files
 from flanneld.state.lasting_table import LastingTable
 from flanneld.state.report import Failure, Report
 from flanneld.state.table import Put, Scope, Seen
@@ -74,7 +74,7 @@ class _Template(Struct):
 def read_template(path: Path) -> Conf:
     """Return the configuration for flannel's plug-in from which ours is made. Raises ``Fatal``."""
     try:
-        conf = parsed(atomic_file.read(path, MAX_SIZE))
+        conf = parsed(files.read(path, MAX_SIZE))
         first = convert(conf, _Template).plugins[0]
         convert(first, _Flannel)
         problem = "its delegate has a name or ipam" if {"name", "ipam"} & {*first.get("delegate", ())} else ""
@@ -185,7 +185,7 @@ class CniConfTable(LastingTable):
                 report.failed.append(Failure(put.want, reason, "find that program, then restart flanneld"))
             else:
                 self._path.parent.mkdir(0o755, parents=True, exist_ok=True)
-                atomic_file.replace(self._path, f"{self._text(put.want)}\n".encode())
+                files.replace(self._path, f"{self._text(put.want)}\n".encode())
                 self._stamp = stamp_of(self._path)
                 report.made.append(put.want)
                 self._settle(put.want)
@@ -248,7 +248,7 @@ def _present(path: Path) -> Conf | None:
     if path.is_symlink():
         return {}
     try:
-        return parsed(atomic_file.read(path, MAX_SIZE))
+        return parsed(files.read(path, MAX_SIZE))
     except FileNotFoundError:
         return None
     except (OSError, MsgspecError):

@@ -14,9 +14,9 @@ from flanneld.compat.glog import OneTimeWarnings, V
 from flanneld.errors import Fatal, Retryable
 from flanneld.model import Added, Event, Lease, LeaseAttrs, Removed, Snapshot
 from flanneld.runtime import clock
-from flanneld.runtime.backoff import Backoff
-from flanneld.runtime.logs.outage import Outage
-from flanneld.runtime.step_loop import StepLoop
+from flanneld.runtime.complaints import Outage
+from flanneld.runtime.loop import StepLoop
+from flanneld.runtime.waits import Backoff
 from flanneld.subnet.manager import SubnetManager
 
 log = logging.getLogger(__name__)

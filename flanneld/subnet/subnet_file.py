@@ -16,7 +16,7 @@ from flanneld.compat.flags import quoted
 from flanneld.config import Config
 from flanneld.errors import Retryable
 from flanneld.model import FAMILIES, IPNetwork, LeaseKey
-from flanneld.runtime.files import atomic_file
+from flanneld.runtime import files
 from flanneld.state.lasting_table import LastingTable
 from flanneld.state.report import Report
 from flanneld.state.resources import Key, Kind
@@ -102,7 +102,7 @@ def write(path: Path, env: SubnetEnv) -> None:
 def _write(file: SubnetEnvFile) -> None:
     try:
         file.path.parent.mkdir(0o755, parents=True, exist_ok=True)
-        atomic_file.replace(file.path, file.content)
+        files.replace(file.path, file.content)
     except OSError as error:
         raise Retryable(
             f"cannot write {file.path}: {error.strerror}",
@@ -211,7 +211,7 @@ def stamp_of(path: Path) -> Stamp | None:
 def _content(path: Path) -> bytes | None:
     """Return the content of the file, None if it cannot be read."""
     try:
-        return atomic_file.read(path, MAX_SIZE)
+        return files.read(path, MAX_SIZE)
     except OSError:
         return None
 
@@ -219,7 +219,7 @@ def _content(path: Path) -> bytes | None:
 def read(path: Path) -> Previous:
     """Return the last run's state. Never raises: an invalid file is logged and counts as empty."""
     try:
-        text = atomic_file.read(path, MAX_SIZE).decode()
+        text = files.read(path, MAX_SIZE).decode()
     except FileNotFoundError:
         return Previous()
     except (OSError, UnicodeDecodeError) as error:

@@ -38,7 +38,7 @@ def _marked(setting: Setting) -> Any:
 
 @pytest.fixture(params=map(_marked, SETTINGS))
 def setting(request: pytest.FixtureRequest) -> Setting:
-    return cast(Setting, request.param)
+    return cast("Setting", request.param)
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def check(ground: Ground, start: int, histories: int, steps: int) -> None:
         suppress_health_check=list(HealthCheck),
     )
     try:
-        run_state_machine_as_test(cast(Any, seed(start)(lambda: Histories(ground))), settings=how)
+        run_state_machine_as_test(cast("Any", seed(start)(lambda: Histories(ground))), settings=how)
     except Exception as error:
         story = "\n".join(ground.steps)
         raise AssertionError(

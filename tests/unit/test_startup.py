@@ -20,8 +20,8 @@ from flanneld.model import Lease, LeaseAttrs
 from flanneld.options import Options, read
 from flanneld.reconcile.past.last_run import LastRun
 from flanneld.reconcile.past.ownership import Machine
-from flanneld.runtime.logs import event_log
-from flanneld.runtime.sd_notify import Notifier
+from flanneld.runtime import logs
+from flanneld.runtime.process import Notifier
 from flanneld.runtime.supervisor import Supervisor
 from flanneld.startup import SingleAttempts
 from flanneld.subnet.embedded.opening import manager_of, open_store
@@ -92,7 +92,7 @@ def test_store_is_closed_while_the_tasks_still_run(tmp_path: Path, monkeypatch: 
         close()
 
     monkeypatch.setattr(manager, "close", closed)
-    daemon = Daemon(wanted, {}, Supervisor(), Notifier(), manager, event_log.remember())
+    daemon = Daemon(wanted, {}, Supervisor(), Notifier(), manager, logs.remember())
     with pytest.raises(Fatal, match="backend"):
         daemon.serve()
     assert answers == [200]

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from flanneld.backends.cloud.contract import CloudError, ErrorKind
 from flanneld.errors import Retryable, remembered
 from flanneld.runtime import clock, randomness
-from flanneld.runtime.backoff import Backoff
+from flanneld.runtime.waits import Backoff
 
 #: Name of the worker thread for calls.
 WORKER = "cloud"

@@ -18,8 +18,8 @@ from flanneld.backends.cloud.record import Record, Recorded
 from flanneld.backends.contract import HostServices
 from flanneld.compat.json import Fields
 from flanneld.errors import Fatal, FlannelError, cause_of
-from flanneld.runtime.detached_call import DetachedCalls
 from flanneld.runtime.sockets.http_client import HttpClient
+from flanneld.runtime.waits import DetachedCalls
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from flanneld.backends.cloud.contract import CloudTableEntry
 from flanneld.compat.glog import OneTimeWarnings
 from flanneld.errors import cause_of
-from flanneld.runtime.files import atomic_file
+from flanneld.runtime import files
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Record:
     def read(self) -> Recorded:
         """Return the contents of the file. Raises ``OSError`` if it exists and cannot be read."""
         try:
-            value = json.loads(atomic_file.read(self.path, _MAX_SIZE))
+            value = json.loads(files.read(self.path, _MAX_SIZE))
             routes = tuple(map(_entry, value["routes"]))
             return Recorded(str(value["type"]), dict(value["options"]), str(value["address"]), routes)
         except FileNotFoundError:
@@ -100,7 +100,7 @@ class Record:
         value = {"type": content.kind, "options": dict(content.options), "address": content.address}
         try:
             self.path.parent.mkdir(0o755, parents=True, exist_ok=True)
-            atomic_file.replace(self.path, json.dumps({**value, "routes": routes}).encode(), 0o600)
+            files.replace(self.path, json.dumps({**value, "routes": routes}).encode(), 0o600)
             self._once.clear("write")
         except OSError as error:
             problem = f"Cannot write {self.path}: {cause_of(error)}; make its directory writable"

@@ -23,7 +23,7 @@ from flanneld.backends.extension.commands import ConfigCommand
 from flanneld.backends.extension.resources import PeerSetup
 from flanneld.compat.glog import OneTimeWarnings
 from flanneld.errors import cause_of
-from flanneld.runtime.files import atomic_file
+from flanneld.runtime import files
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ class Journal:
         if self._is_torn or self._lines > 2 * len(entries) + _MAX_STALE:
             self.path.parent.mkdir(0o755, parents=True, exist_ok=True)
             lines = [_line(entry) for entry in entries.values()]
-            atomic_file.replace(self.path, "".join(f"{line}\n" for line in lines).encode(), 0o600)
+            files.replace(self.path, "".join(f"{line}\n" for line in lines).encode(), 0o600)
             self._lines = len(lines)
             self._is_torn = False
         else:
@@ -140,7 +140,7 @@ class Journal:
         self._is_torn = True
         with suppress(FileNotFoundError):
             # An incomplete last line was cut off by a kill, before its command started.
-            for line in atomic_file.read(self.path, _MAX_SIZE).split(b"\n")[:-1]:
+            for line in files.read(self.path, _MAX_SIZE).split(b"\n")[:-1]:
                 self._take(line, entries)
         return entries
 

@@ -13,7 +13,7 @@ from flanneld.network.ipsec_traces import CHARON_PID_FILE
 from flanneld.runtime import waits
 
 if TYPE_CHECKING:
-    from flanneld.runtime.lasting_process import LastingProcess
+    from flanneld.runtime.command import LastingProcess
 
 #: Paths used by distributions, in upstream's order, tried after PATH.
 FOLDERS = ("/usr/lib/strongswan", "/usr/lib/ipsec", "/usr/libexec/strongswan", "/usr/libexec/ipsec")
@@ -92,7 +92,7 @@ class CharonProcess:
 
     def start(self) -> None:
         """Start it. Raises ``Fatal`` if it is not installed, ``Retryable`` if it does not start."""
-        from flanneld.runtime.lasting_process import LastingProcess
+        from flanneld.runtime.command import LastingProcess
 
         path = find()
         _remove_stale_pid_file()

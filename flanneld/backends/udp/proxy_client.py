@@ -15,7 +15,7 @@ from flanneld.backends.udp.resources import UdpProxy
 from flanneld.errors import Retryable
 
 if TYPE_CHECKING:
-    from flanneld.runtime.lasting_process import LastingProcess
+    from flanneld.runtime.command import LastingProcess
 
 READY = "ready"
 #: Seconds. An answer takes milliseconds, a process start 0.1 s; both take longer on a busy machine.
@@ -144,7 +144,7 @@ class ProxyClient:
     def start(self, settings: UdpProxy) -> None:
         """Start a proxy, replacing a running one, and wait until it is ready. Raises ``Retryable``."""
         # Not needed by a new proxy, which uses this class to end the old one.
-        from flanneld.runtime.lasting_process import LastingProcess
+        from flanneld.runtime.command import LastingProcess
 
         self.close()
         argv = (sys.executable, "-S", "-P", "-m", "flanneld.backends.udp.proxy", *settings.words())

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from flanneld.compat.flags import quoted
 from flanneld.compat.glog import V
 from flanneld.network.firewall.driver import Rejected, Unavailable
-from flanneld.runtime.command_runner import TIME_LIMIT, CommandRunner, NotStarted, find
+from flanneld.runtime.command import TIME_LIMIT, CommandRunner, NotStarted, find
 
 log = logging.getLogger(__name__)
 

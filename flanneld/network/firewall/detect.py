@@ -21,7 +21,7 @@ from flanneld.network.firewall.iptables import xtables
 from flanneld.network.firewall.iptables.restore import Flavour, program
 from flanneld.network.firewall.nftables.netlink import Netfilter
 from flanneld.network.firewall.rules import Chain
-from flanneld.runtime.command_runner import find
+from flanneld.runtime.command import find
 
 log = logging.getLogger(__name__)
 

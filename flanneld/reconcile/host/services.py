@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from flanneld.backends.contract import DryRun, HostServices
 
 if TYPE_CHECKING:
-    from flanneld.runtime.command_runner import Finished
+    from flanneld.runtime.command import Finished
     from flanneld.runtime.sockets.http_client import HttpAnswer, HttpRequest
 
 #: Methods that change nothing (RFC 9110, 9.2.1).
@@ -51,7 +51,7 @@ def of_dry_run(directory: str, environ: Mapping[str, str]) -> HostServices:
 
 
 def _run(stop: threading.Event, command: Sequence[str] | str, *args: Any, **options: Any) -> Finished:
-    from flanneld.runtime.command_runner import CommandRunner
+    from flanneld.runtime.command import CommandRunner
 
     return CommandRunner(stop).run(command, *args, **options)
 
@@ -63,15 +63,15 @@ def _ask(stop: threading.Event, request: HttpRequest) -> HttpAnswer:
 
 
 def _call(stop: threading.Event, what: str, act: Callable[[], Any], timeout: float) -> Any:
-    from flanneld.runtime.detached_call import DetachedCalls
+    from flanneld.runtime.waits import DetachedCalls
 
     return DetachedCalls(stop).run(what, act, timeout)
 
 
 def _read_key(path: Path, make: Callable[[], bytes] | None = None) -> bytes:
-    from flanneld.runtime.files import secret_file
+    from flanneld.runtime import files
 
-    return secret_file.read(path, make)
+    return files.read_secret(path, make)
 
 
 def _secret(

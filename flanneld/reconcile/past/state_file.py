@@ -15,7 +15,7 @@ from flanneld.compat.glog import OneTimeWarnings
 from flanneld.errors import Refused
 from flanneld.model import LeaseKey
 from flanneld.reconcile.past.ownership import Device, FileStamp, Machine, RunRecord, StoreAddress
-from flanneld.runtime.files import atomic_file
+from flanneld.runtime import files
 from flanneld.subnet.codec import format_attrs, parse_attrs
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class StateFile:
     def load(self) -> RunRecord | None:
         """Read the record of the last run. An invalid file is logged and counts as missing."""
         try:
-            found = _parse(atomic_file.read(self._path, _MAX_SIZE))
+            found = _parse(files.read(self._path, _MAX_SIZE))
         except FileNotFoundError:
             return None
         except (
@@ -84,7 +84,7 @@ class StateFile:
             return True
         try:
             self._path.parent.mkdir(0o755, parents=True, exist_ok=True)
-            atomic_file.replace(self._path, _text(self._desired).encode(), 0o600)
+            files.replace(self._path, _text(self._desired).encode(), 0o600)
         except OSError as error:
             self._once.warn(
                 log,

@@ -16,8 +16,7 @@ from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.exceptions import ReadTimeoutError
 from urllib3.response import BaseHTTPResponse
 
-from flanneld.runtime.sockets.interruptible_socket import InterruptibleSocket
-from flanneld.runtime.sockets.paced_reader import PacedReader, TooSlow, no_heartbeat
+from flanneld.runtime.sockets.interruptible import InterruptibleSocket, PacedReader, TooSlow, no_heartbeat
 
 #: Bytes of a response, at most. etcd's list of a large cluster's leases takes some MB.
 LONGEST_ANSWER = 64 << 20

@@ -11,7 +11,7 @@ from urllib.parse import SplitResult, urlsplit
 from msgspec import Struct, field
 
 from flanneld.errors import Cancelled, Fatal, Retryable, cause_of
-from flanneld.runtime.sockets.interruptible_socket import InterruptibleSocket, Unreachable
+from flanneld.runtime.sockets.interruptible import InterruptibleSocket, Unreachable
 
 #: Seconds between checks of the stop event.
 _LOOK_AT_STOP = 0.1

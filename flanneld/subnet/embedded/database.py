@@ -10,8 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from flanneld.errors import Cancelled, Fatal, FlannelError, Retryable, cause_of
-from flanneld.runtime import randomness
-from flanneld.runtime.files import atomic_file
+from flanneld.runtime import files, randomness
 
 #: ``application_id`` in the file's header, "flan" in ASCII.
 APPLICATION = 0x666C616E
@@ -187,9 +186,9 @@ def _made(path: Path) -> Iterator[sqlite3.Connection]:
             connection.execute("PRAGMA journal_mode=WAL")
         finally:
             connection.close()
-        atomic_file.sync(temporary)
+        files.sync(temporary)
         path.hardlink_to(temporary)
-        atomic_file.sync(path.parent)
+        files.sync(path.parent)
     except (OSError, sqlite3.Error) as error:
         raise Fatal(
             f"cannot make {path}: {cause_of(error)}", "see its directory, and its free space"

@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from flanneld.errors import Fatal, Retryable
 from flanneld.runtime import clock, randomness
-from flanneld.runtime.command_runner import CommandRunner
+from flanneld.runtime.command import CommandRunner
 from flanneld.subnet.embedded.database import Database, fact, set_fact
 from flanneld.subnet.remote.token import (
     ANOTHER,

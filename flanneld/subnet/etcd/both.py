@@ -28,7 +28,7 @@ from flanneld.model import (
     is_same_node,
     name_of,
 )
-from flanneld.runtime import clock, threads, waits
+from flanneld.runtime import clock, supervisor, waits
 from flanneld.subnet.allocation import fits
 from flanneld.subnet.etcd.http import NoSuchApi
 from flanneld.subnet.etcd.keys import NoConfig, Position
@@ -330,7 +330,7 @@ class EtcdOfBoth:
         def run(side: EtcdManager) -> None:
             watch(side, lambda: beat(side.api))
 
-        threads.run_together([partial(run, side) for side in self._sides], self.close)
+        supervisor.run_together([partial(run, side) for side in self._sides], self.close)
 
     def _warn_of_disputes(self, union: LeaseUnion) -> None:
         for one, other in union.disputes():

@@ -24,7 +24,7 @@ from flanneld.model import (
     family_of,
 )
 from flanneld.runtime import clock
-from flanneld.runtime.logs.batched_warnings import BatchedWarnings
+from flanneld.runtime.complaints import BatchedWarnings
 from flanneld.subnet.codec import format_key, parse_attrs, parse_key
 from flanneld.subnet.etcd.keys import Client, NotFound, Position, RelistNeeded, Reply, StoredKey
 

@@ -36,7 +36,7 @@ from flanneld.model import (
     overlap,
 )
 from flanneld.runtime import clock, randomness
-from flanneld.runtime.step_loop import StepLoop
+from flanneld.runtime.loop import StepLoop
 from flanneld.subnet.allocation import choose, fits, public_ips_in, unfollowed
 from flanneld.subnet.codec import format_attrs
 from flanneld.subnet.etcd.keys import Client, Conflict, NotFound, Position, Reply

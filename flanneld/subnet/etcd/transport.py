@@ -20,8 +20,7 @@ from flanneld.compat.glog import V
 from flanneld.errors import NoAnswer, Retryable
 from flanneld.runtime import clock
 from flanneld.runtime.sockets.connection_pools import LiveBody, Pool, ResponseTooLarge, TlsPool, body_of
-from flanneld.runtime.sockets.interruptible_socket import InterruptibleSocket, Unreachable
-from flanneld.runtime.sockets.paced_reader import TooSlow
+from flanneld.runtime.sockets.interruptible import InterruptibleSocket, TooSlow, Unreachable
 from flanneld.subnet.etcd.endpoints import Server, Servers, ssl_text
 from flanneld.subnet.etcd.http import Answer, Request, ServerFailed
 from flanneld.subnet.etcd.keys import Position

@@ -10,7 +10,7 @@ from flanneld.compat.glog import V
 from flanneld.errors import Retryable
 from flanneld.model import Event
 from flanneld.runtime import clock
-from flanneld.runtime.logs.outage import LogRateLimit, Outage
+from flanneld.runtime.complaints import LogRateLimit, Outage
 from flanneld.subnet.etcd.keys import Client, Position, PossibleGap, RelistNeeded, Reply
 from flanneld.subnet.manager import Deliver
 

@@ -22,7 +22,7 @@ from flanneld.compat.glog import OneTimeWarnings
 from flanneld.errors import Fatal, Retryable, install_command
 from flanneld.runtime.imports import defer
 from flanneld.runtime.sockets.connection_pools import Pool, TlsPool
-from flanneld.runtime.sockets.interruptible_socket import InterruptibleSocket
+from flanneld.runtime.sockets.interruptible import InterruptibleSocket
 
 log = logging.getLogger(__name__)
 

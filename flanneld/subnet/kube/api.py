@@ -26,8 +26,7 @@ from flanneld.compat.glog import V
 from flanneld.errors import NoAnswer, Retryable
 from flanneld.runtime import clock
 from flanneld.runtime.sockets.connection_pools import LiveBody, ResponseTooLarge, body_of
-from flanneld.runtime.sockets.interruptible_socket import InterruptibleSocket, Unreachable
-from flanneld.runtime.sockets.paced_reader import TooSlow, no_heartbeat
+from flanneld.runtime.sockets.interruptible import InterruptibleSocket, TooSlow, Unreachable, no_heartbeat
 from flanneld.subnet.kube.access import Access, ApiSession
 from flanneld.subnet.kube.nodes import decoded
 

@@ -22,9 +22,9 @@ from flanneld.config import Config, parse
 from flanneld.errors import Cancelled, Fatal, NoAnswer, Refused, Retryable, remembered
 from flanneld.model import FAMILIES, Cached, Event, Family, IPAddress, Lease, LeaseAttrs, LeaseKey
 from flanneld.runtime import clock
-from flanneld.runtime.backoff import Backoff
+from flanneld.runtime.loop import StepLoop
 from flanneld.runtime.sockets.host_addresses import HostAddresses
-from flanneld.runtime.step_loop import StepLoop
+from flanneld.runtime.waits import Backoff
 from flanneld.subnet.kube.access import Access
 from flanneld.subnet.kube.api import NODES, Api, ApiTimeouts, Refusal
 from flanneld.subnet.kube.node_cache import NodeCache, Saved

@@ -14,8 +14,7 @@ import msgspec
 from msgspec import Struct
 
 from flanneld.compat.glog import OneTimeWarnings
-from flanneld.runtime import clock
-from flanneld.runtime.files import atomic_file
+from flanneld.runtime import clock, files
 from flanneld.subnet.kube.nodes import Node
 
 log = logging.getLogger(__name__)
@@ -68,7 +67,7 @@ class NodeCache:
         if saved == self._last or not self.path.parent.is_dir():
             return
         try:
-            atomic_file.replace(self.path, _text(saved).encode(), 0o600)
+            files.replace(self.path, _text(saved).encode(), 0o600)
         except OSError as error:
             self._once.warn(log, "save", f"Cannot save the nodes in {self.path}: {error.strerror}")
             return
@@ -97,7 +96,7 @@ def _text(saved: Saved) -> str:
 
 
 def _parse(path: Path, own_name: str) -> Saved:
-    text = atomic_file.read(path, _MAX_SIZE)
+    text = files.read(path, _MAX_SIZE)
     version = msgspec.json.decode(text, type=_Version).version
     if version != _VERSION:
         raise ValueError(f"its version is {json.dumps(version)}, not {_VERSION}")

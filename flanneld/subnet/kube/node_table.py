@@ -11,7 +11,7 @@ from flanneld.compat.glog import OneTimeWarnings
 from flanneld.config import Config
 from flanneld.errors import Refused
 from flanneld.model import Added, Event, Lease, LeaseKey, Removed, Snapshot, name_of
-from flanneld.runtime.logs.batched_warnings import BatchedWarnings
+from flanneld.runtime.complaints import BatchedWarnings
 from flanneld.subnet.kube.nodes import Node, key_of, lease_of
 
 log = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ from flanneld.config import Config
 from flanneld.errors import Cancelled, Retryable
 from flanneld.model import Added, Event, Lease, LeaseAttrs, Removed, name_of
 from flanneld.runtime import clock
-from flanneld.runtime.backoff import Backoff
-from flanneld.runtime.step_loop import StepLoop
+from flanneld.runtime.loop import StepLoop
+from flanneld.runtime.waits import Backoff
 from flanneld.subnet.kube.nodes import Node, changed_notes, own_key
 from flanneld.subnet.kube.own_node import OwnNode
 from flanneld.subnet.kube.watch import backoffs

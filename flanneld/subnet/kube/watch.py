@@ -14,8 +14,8 @@ from flanneld.compat.glog import OneTimeWarnings, V
 from flanneld.errors import NoAnswer, Refused, Retryable
 from flanneld.model import Event
 from flanneld.runtime import clock, randomness
-from flanneld.runtime.backoff import Backoff, Backoffs
-from flanneld.runtime.logs.outage import Outage
+from flanneld.runtime.complaints import Outage
+from flanneld.runtime.waits import Backoff, Backoffs
 from flanneld.subnet.kube.api import NODES, Api, ApiStream, BrokenOff, Expired, NoServer
 from flanneld.subnet.kube.nodes import Node, NodeReader, child, decoded, items
 from flanneld.subnet.manager import Deliver

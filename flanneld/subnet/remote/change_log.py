@@ -13,7 +13,7 @@ from msgspec import Struct
 from flanneld.errors import Cancelled, Refused
 from flanneld.model import Event, LeaseKey
 from flanneld.runtime import clock
-from flanneld.runtime.step_loop import StepLoop
+from flanneld.runtime.loop import StepLoop
 from flanneld.runtime.waits import Signal
 from flanneld.subnet.codec import parse_attrs, parse_key
 from flanneld.subnet.etcd.keys import Client, NotFound, Position, RelistNeeded, Reply

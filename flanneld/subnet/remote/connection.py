@@ -15,8 +15,7 @@ from msgspec import Struct
 
 from flanneld.errors import NoAnswer, Retryable, cause_of
 from flanneld.runtime.sockets.host_addresses import HostAddresses
-from flanneld.runtime.sockets.interruptible_socket import InterruptibleSocket, Unreachable
-from flanneld.runtime.sockets.paced_reader import PacedReader, TooSlow
+from flanneld.runtime.sockets.interruptible import InterruptibleSocket, PacedReader, TooSlow, Unreachable
 from flanneld.subnet.remote.token import JoinToken, fingerprint_of
 from flanneld.subnet.remote.wire import INDEX
 

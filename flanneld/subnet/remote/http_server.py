@@ -16,9 +16,8 @@ from typing import Any, TypeVar
 
 from flanneld.runtime import clock, waits
 from flanneld.runtime.sockets.host_addresses import address_of
-from flanneld.runtime.sockets.interruptible_socket import TCP_OPTIONS
-from flanneld.runtime.sockets.polled_server import READABLE, WRITABLE, Conversation, Limits
-from flanneld.runtime.sockets.threaded_server import ThreadedServer
+from flanneld.runtime.sockets.interruptible import TCP_OPTIONS
+from flanneld.runtime.sockets.server import READABLE, WRITABLE, Conversation, Limits, ThreadedServer
 from flanneld.subnet.remote.rest import NOT_FOUND, TEXT, RestAnswer, RestApi, RestRequest
 from flanneld.subnet.remote.wire import INDEX
 

@@ -27,9 +27,8 @@ from flanneld.model import (
     family_of,
     is_same_node,
 )
-from flanneld.runtime import clock, waits
-from flanneld.runtime.files import atomic_file
-from flanneld.runtime.logs.outage import Outage
+from flanneld.runtime import clock, files, waits
+from flanneld.runtime.complaints import Outage
 from flanneld.subnet.allocation import fits
 from flanneld.subnet.codec import format_key
 from flanneld.subnet.manager import NO_FACTS, Deliver, LocalFacts
@@ -71,7 +70,7 @@ class RemoteOptions(Struct, frozen=True, gc=False):
         """Return the token; None without an option. Raises ``Retryable`` if it cannot be read."""
         source = self.token_file or "-token"
         try:
-            text = atomic_file.read(Path(source), 4096).decode() if self.token_file else self.token
+            text = files.read(Path(source), 4096).decode() if self.token_file else self.token
             return parse_token(text, source) if text or self.token_file else None
         except Refused as refusal:
             raise Retryable(refusal.problem, refusal.remedy) from None

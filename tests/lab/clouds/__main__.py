@@ -39,7 +39,7 @@ def main() -> None:
         open_servers.enter_context(served(cloud, options.address, _PORT))
         open_servers.enter_context(served(cloud, METADATA[options.kind], 80, metadata=True))
         threading.Thread(target=_route, args=(cloud, hops), daemon=True).start()
-        serve(cast(Any, CloudControl(cloud, hops)), options.control)
+        serve(cast("Any", CloudControl(cloud, hops)), options.control)
 
 
 def _route(cloud: Any, hops: dict[str, str]) -> None:

@@ -37,7 +37,7 @@ class _Remote:
 
 def remote(path: Path) -> Control:
     """The control of a server in another process, which listens at this socket."""
-    return cast(Control, _Remote(path))
+    return cast("Control", _Remote(path))
 
 
 def serve(control: Control, path: Path) -> None:

@@ -28,7 +28,7 @@ from flanneld.backends.wireguard.resources import AllowedIp, DeviceKey, Peer
 from flanneld.backends.wireguard.table_peers import WireGuardTable
 from flanneld.network.rtnetlink import devices
 from flanneld.runtime import waits
-from flanneld.runtime.command_runner import CommandRunner
+from flanneld.runtime.command import CommandRunner
 from flanneld.state.resources import (
     Resource,
     Tun,

@@ -18,7 +18,7 @@ from flanneld.errors import NoAnswer, Retryable
 from flanneld.model import Lease, LeaseAttrs, Snapshot
 from flanneld.options import Options
 from flanneld.runtime import clock
-from flanneld.runtime.logs.event_log import Events
+from flanneld.runtime.logs import Events
 from flanneld.runtime.supervisor import Supervisor
 from flanneld.state.removal_guard import RemovalGuard
 from flanneld.state.report import Failure

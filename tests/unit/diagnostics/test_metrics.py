@@ -13,7 +13,7 @@ from flanneld.diagnostics.metrics import METRICS, page
 from flanneld.errors import NoAnswer, Retryable
 from flanneld.model import Lease, LeaseAttrs
 from flanneld.options import Options
-from flanneld.runtime.logs.event_log import Events
+from flanneld.runtime.logs import Events
 
 CONFIG = parse('{"Network": "10.5.0.0/16"}')
 LEASE, RENEWED = Lease(LeaseAttrs()), Lease(LeaseAttrs(), asof=2)

@@ -10,7 +10,7 @@ import pytest
 from flanneld.diagnostics.readiness import Readiness
 from flanneld.errors import Fatal, Retryable
 from flanneld.network.rtnetlink.netlink import DumpInterrupted
-from flanneld.runtime.sd_notify import Notifier
+from flanneld.runtime.process import Notifier
 
 
 class Stop(threading.Event):

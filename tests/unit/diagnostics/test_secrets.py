@@ -20,7 +20,7 @@ from flanneld.diagnostics.plan import _harmless
 from flanneld.diagnostics.status_socket import StatusSocket
 from flanneld.errors import Retryable
 from flanneld.options import read
-from flanneld.runtime.logs.event_log import Events
+from flanneld.runtime.logs import Events
 from flanneld.subnet.kube.manager import KubeManager, KubeOptions
 from flanneld.subnet.kube.node_cache import NodeCache
 from flanneld.subnet.manager import NodeStore

@@ -22,9 +22,9 @@ from flanneld.networks import network as network_module
 from flanneld.networks.claims import Claims
 from flanneld.networks.names import Choice
 from flanneld.networks.network import Network
-from flanneld.runtime.backoff import Backoff
-from flanneld.runtime.files import instance_lock
-from flanneld.runtime.files.instance_lock import HostClaims
+from flanneld.runtime import instance_lock
+from flanneld.runtime.instance_lock import HostClaims
+from flanneld.runtime.waits import Backoff
 from flanneld.startup import clash
 from tests.lab.wait import wait_for
 

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from flanneld.runtime.logs.batched_warnings import FEW, BatchedWarnings
+from flanneld.runtime.complaints import FEW, BatchedWarnings
 from tests.clock import Clock
 
 log = logging.getLogger(__name__)

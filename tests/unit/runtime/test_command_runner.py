@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flanneld.runtime.command_runner import CommandHung, CommandRunner, Finished, NotStarted, TooMuchOutput
+from flanneld.runtime.command import CommandHung, CommandRunner, Finished, NotStarted, TooMuchOutput
 from tests.lab import wait_for
 
 

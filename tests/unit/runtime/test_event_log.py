@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from flanneld.compat.glog import V
-from flanneld.runtime.logs.event_log import LENGTH, LIMIT, LONGEST_FILE, Events
+from flanneld.runtime.logs import LENGTH, LIMIT, LONGEST_FILE, Events
 
 log = logging.getLogger("tests.events")
 

@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from flanneld.errors import Cancelled
-from flanneld.runtime.sockets.interruptible_socket import InterruptibleSocket, Unreachable
+from flanneld.runtime.sockets.interruptible import InterruptibleSocket, Unreachable
 from tests.local_etcd import free_port, server, silent
 
 

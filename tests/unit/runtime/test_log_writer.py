@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from flanneld.runtime.logs.log_writer import LogWriter
+from flanneld.runtime.logs import LogWriter
 from tests.lab.wait import wait_for
 
 SIZE = 4 * 4096

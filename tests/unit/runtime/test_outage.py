@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from flanneld.errors import Retryable
-from flanneld.runtime.logs.outage import PACE, LogRateLimit, Outage
+from flanneld.runtime.complaints import PACE, LogRateLimit, Outage
 from tests.clock import Clock
 
 log = logging.getLogger(__name__)

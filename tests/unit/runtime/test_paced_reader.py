@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from flanneld.runtime.clock import replaced
-from flanneld.runtime.sockets.paced_reader import LEAST, PacedReader, TooSlow
+from flanneld.runtime.sockets.interruptible import LEAST, PacedReader, TooSlow
 
 #: Seconds that each read takes on the test's clock.
 STEP = 5.0
@@ -93,7 +93,7 @@ def test_first_byte_of_a_watch_has_no_limit(
     peer: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours, theirs = peer
-    monkeypatch.setattr("flanneld.runtime.sockets.paced_reader.LONGEST_SILENCE", 0.01)
+    monkeypatch.setattr("flanneld.runtime.sockets.interruptible.LONGEST_SILENCE", 0.01)
     beats = threading.Semaphore(0)
     reader = PacedReader(ours, ours.makefile("rb", buffering=0), HEAD, beats.release)
 

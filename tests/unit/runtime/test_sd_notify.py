@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from flanneld.runtime import sd_notify
-from flanneld.runtime.sd_notify import Notifier, watchdog_interval
+from flanneld.runtime import process
+from flanneld.runtime.process import Notifier, watchdog_interval
 
 
 def receiver(address: str) -> socket.socket:
@@ -94,7 +94,7 @@ def test_missing_service_manager_is_no_error(
 def test_the_library_is_not_imported_when_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
     program = (
-        "import sys, flanneld.runtime.sd_notify as n; n.Notifier().ready(); print('sdnotify' in sys.modules)"
+        "import sys, flanneld.runtime.process as n; n.Notifier().ready(); print('sdnotify' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
     assert done.stdout == b"False\n"
@@ -130,7 +130,7 @@ def test_a_service_manager_that_comes_back_hears_us_again(
 def test_a_service_manager_that_does_not_read_does_not_hold_us_up(
     manager: socket.socket, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(sd_notify, "SEND_TIME", 0.05)
+    monkeypatch.setattr(process, "SEND_TIME", 0.05)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stuffing:
         stuffing.setblocking(False)
         stuffing.connect(manager.getsockname())

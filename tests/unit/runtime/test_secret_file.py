@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from flanneld.errors import Fatal, Retryable
-from flanneld.runtime.files import secret_file
+from flanneld.runtime import files
 
 
 def never() -> bytes:
@@ -25,11 +25,11 @@ def path(tmp_path: Path) -> Path:
 def test_a_key_is_made_once_and_only_its_owner_reads_it(path: Path) -> None:
     umask = os.umask(0o777)
     try:
-        assert secret_file.read(path, lambda: b"key") == b"key"
+        assert files.read_secret(path, lambda: b"key") == b"key"
     finally:
         os.umask(umask)
     assert stat.S_IMODE(path.stat().st_mode) == 0o400
-    assert secret_file.read(path, never) == secret_file.read(path) == b"key"
+    assert files.read_secret(path, never) == files.read_secret(path) == b"key"
     assert [each.name for each in path.parent.iterdir()] == ["wgkey"]
 
 
@@ -42,7 +42,7 @@ def test_a_key_is_on_the_disk_before_it_is_used(path: Path, monkeypatch: pytest.
         synced.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
 
     monkeypatch.setattr(os, "fsync", watched)
-    secret_file.read(path, lambda: b"key")
+    files.read_secret(path, lambda: b"key")
     assert [name.startswith(".wgkey.") or name for name in synced] == [True, "flannel"]
 
 
@@ -55,7 +55,7 @@ def test_processes_that_make_a_key_at_once_agree_on_one(path: Path) -> None:
         return b"%d" % number
 
     threads = [
-        threading.Thread(target=lambda n=n: found.append(secret_file.read(path, lambda: make(n))))
+        threading.Thread(target=lambda n=n: found.append(files.read_secret(path, lambda: make(n))))
         for n in range(8)
     ]
     for thread in threads:
@@ -68,28 +68,28 @@ def test_processes_that_make_a_key_at_once_agree_on_one(path: Path) -> None:
 
 @pytest.mark.parametrize("mode", [0o420, 0o402])
 def test_a_key_that_others_can_write_is_refused(path: Path, mode: int) -> None:
-    secret_file.read(path, lambda: b"key")
+    files.read_secret(path, lambda: b"key")
     path.chmod(mode)
     with pytest.raises(Fatal, match=f"^others can write {path}, so its key may be theirs; make a new one"):
-        secret_file.read(path, never)
+        files.read_secret(path, never)
 
 
 def test_a_key_of_another_user_is_refused(path: Path) -> None:
-    secret_file.read(path, lambda: b"key")
+    files.read_secret(path, lambda: b"key")
     os.chown(path, 12345, -1)
     with pytest.raises(Fatal, match=f"^{path} belongs to user 12345"):
-        secret_file.read(path, never)
+        files.read_secret(path, never)
 
 
 def test_a_key_that_is_missing_and_that_nothing_makes_is_waited_for(path: Path) -> None:
     with pytest.raises(Retryable, match=f"^cannot keep the key in {path}: No such file or directory; "):
-        secret_file.read(path)
+        files.read_secret(path)
 
 
 def test_a_key_that_cannot_be_kept_is_tried_again(path: Path) -> None:
     path.parent.write_text("not a directory")
     with pytest.raises(Retryable, match=f"^cannot keep the key in {path}: "):
-        secret_file.read(path, lambda: b"key")
+        files.read_secret(path, lambda: b"key")
 
 
 def test_a_maker_that_fails_leaves_nothing(path: Path) -> None:
@@ -97,5 +97,5 @@ def test_a_maker_that_fails_leaves_nothing(path: Path) -> None:
         raise Retryable("no entropy")
 
     with pytest.raises(Retryable, match="no entropy"):
-        secret_file.read(path, fail)
+        files.read_secret(path, fail)
     assert list(path.parent.iterdir()) == []

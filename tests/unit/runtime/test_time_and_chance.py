@@ -10,9 +10,9 @@ import time
 import pytest
 
 from flanneld.errors import Cancelled, Retryable
-from flanneld.runtime import clock, randomness, threads, waits
-from flanneld.runtime.backoff import Backoff
-from flanneld.runtime.step_loop import StepLoop
+from flanneld.runtime import clock, randomness, supervisor, waits
+from flanneld.runtime.loop import StepLoop
+from flanneld.runtime.waits import Backoff
 from tests.clock import Clock
 from tests.lab.wait import wait_for
 
@@ -92,7 +92,7 @@ def test_first_failure_cancels_all_and_is_raised() -> None:
         raise Retryable("no answer")
 
     with pytest.raises(Retryable, match="no answer"):
-        threads.run_together([wait, fail], cancelled.set)
+        supervisor.run_together([wait, fail], cancelled.set)
 
 
 def test_step_loop_steps_when_it_is_time_or_woken_until_it_is_stopped() -> None:

@@ -28,8 +28,8 @@ from flanneld.reconcile.host.uplink_manager import UplinkManager, find_uplink
 from flanneld.reconcile.local_node import LocalNode
 from flanneld.reconcile.past import ownership
 from flanneld.reconcile.peers import Peers
-from flanneld.runtime.backoff import Backoff
-from flanneld.runtime.event_queue import EventQueue
+from flanneld.runtime.loop import EventQueue
+from flanneld.runtime.waits import Backoff
 from flanneld.state.removal_guard import RemovalGuard
 from flanneld.state.resources import ForeignLink, Key, Resource, Route
 from flanneld.subnet.lease_keeper import LeaseKeeper

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from flanneld.errors import NoAnswer, Retryable
-from flanneld.runtime.sockets import paced_reader
+from flanneld.runtime.sockets import interruptible
 from flanneld.subnet.etcd.api_choice import open_client
 from flanneld.subnet.etcd.transport import EtcdTimeouts
 from flanneld.subnet.remote import connection
@@ -76,7 +76,7 @@ def throttled(target: str, at_once: int, size: int = 1, pause: float = 0.05) -> 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rule, ten times as fast."""
-    monkeypatch.setattr(paced_reader, "WITHIN", 1.0)
+    monkeypatch.setattr(interruptible, "WITHIN", 1.0)
     monkeypatch.setattr(connection, "ANSWER_TIME", 1.0)
 
 

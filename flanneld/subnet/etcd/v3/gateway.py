@@ -14,7 +14,7 @@ from urllib3.exceptions import HTTPError
 
 from flanneld.errors import Cancelled
 from flanneld.runtime.sockets.connection_pools import LiveBody
-from flanneld.runtime.sockets.interruptible_socket import InterruptibleSocket, Unreachable
+from flanneld.runtime.sockets.interruptible import InterruptibleSocket, Unreachable
 from flanneld.subnet.etcd.endpoints import Server, Servers
 from flanneld.subnet.etcd.http import NoSuchApi, Request, ServerFailed
 from flanneld.subnet.etcd.transport import (

@@ -17,8 +17,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from flanneld.errors import Cancelled, NoAnswer, Retryable
-from flanneld.runtime.sockets.paced_reader import WITHIN
-from flanneld.runtime.sockets.reader import Reader
+from flanneld.runtime.sockets.interruptible import WITHIN
+from flanneld.runtime.waits import Reader
 from flanneld.subnet.etcd.endpoints import EtcdOptions, Server, Servers
 from flanneld.subnet.etcd.http import NoSuchApi, ServerFailed
 from flanneld.subnet.etcd.transport import NO_SERVER, NO_TLS, EtcdTimeouts, Failover, server_failed

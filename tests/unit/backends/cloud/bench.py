@@ -20,8 +20,8 @@ from flanneld.backends.contract import Host
 from flanneld.config import parse
 from flanneld.model import Lease, Uplink
 from flanneld.reconcile.reconciler import Reconciler, TableState, desired_by_table
-from flanneld.runtime.detached_call import DetachedCalls
 from flanneld.runtime.sockets.http_client import HttpClient
+from flanneld.runtime.waits import DetachedCalls
 from flanneld.state.resources import Resource
 from flanneld.state.table import Put
 from tests.clock import Clock

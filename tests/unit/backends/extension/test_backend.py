@@ -26,7 +26,7 @@ from flanneld.config import parse
 from flanneld.errors import Fatal, Refused, Retryable
 from flanneld.model import Lease, LeaseAttrs, Uplink
 from flanneld.reconcile.host import services as host_services
-from flanneld.runtime.command_runner import CommandRunner
+from flanneld.runtime.command import CommandRunner
 
 OWN = Lease(LeaseAttrs(), IPv4Network("10.1.5.0/24"), IPv6Network("fd00:0:0:5::/64"))
 THEIRS = IPv4Address("192.168.0.6"), IPv6Address("fd77::6")

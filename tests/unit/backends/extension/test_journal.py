@@ -13,7 +13,7 @@ import pytest
 from flanneld.backends.extension.commands import ConfigCommand
 from flanneld.backends.extension.journal import Journal, JournalEntry, Stage
 from flanneld.backends.extension.resources import PeerSetup
-from flanneld.runtime.files import atomic_file
+from flanneld.runtime import files
 
 REMOVE = ConfigCommand("SubnetRemoveCommand", "ip route del $SUBNET")
 
@@ -117,7 +117,7 @@ def test_journal_on_a_full_disk_is_written_later(
     journal.begin(entry(6))
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", full)
-        patch.setattr(atomic_file, "replace", full)
+        patch.setattr(files, "replace", full)
         for _ in range(2):
             journal.ended(entry(6, Stage.DONE))
     assert list(journal.entries().values()) == [entry(6, Stage.DONE)]

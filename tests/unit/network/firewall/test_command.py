@@ -11,7 +11,7 @@ import pytest
 
 from flanneld.network.firewall.command import IptablesFailed, IptablesRunner
 from flanneld.network.firewall.driver import Unavailable
-from flanneld.runtime.command_runner import CommandHung
+from flanneld.runtime.command import CommandHung
 from tests.lab import wait_for
 
 Stub = Callable[[str], None]

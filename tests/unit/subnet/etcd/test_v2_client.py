@@ -15,7 +15,7 @@ import pytest
 from msgspec.structs import replace
 
 from flanneld.errors import Cancelled, Retryable
-from flanneld.runtime.sockets.interruptible_socket import InterruptibleSocket, Unreachable
+from flanneld.runtime.sockets.interruptible import InterruptibleSocket, Unreachable
 from flanneld.subnet.etcd.keys import Conflict, NotFound, Position, RelistNeeded
 from flanneld.subnet.etcd.transport import EtcdTimeouts
 from flanneld.subnet.etcd.v2.client import V2Client, V2Watcher

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from flanneld.errors import Fatal, NoAnswer, Retryable
-from flanneld.runtime.sockets.interruptible_socket import InterruptibleSocket
+from flanneld.runtime.sockets.interruptible import InterruptibleSocket
 from flanneld.subnet.kube.access import Access
 from flanneld.subnet.kube.api import Api, ApiTimeouts
 from tests.lab.credentials import make_certificates, write_kubeconfig

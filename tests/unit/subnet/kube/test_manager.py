@@ -13,7 +13,7 @@ import pytest
 
 from flanneld.errors import Cancelled, Fatal, Retryable
 from flanneld.model import Added, Lease, LeaseAttrs
-from flanneld.runtime.sockets import paced_reader
+from flanneld.runtime.sockets import interruptible
 from flanneld.subnet.kube.api import ApiTimeouts
 from flanneld.subnet.kube.manager import KubeManager, KubeOptions
 from flanneld.subnet.manager import NodeStore, SubnetManager
@@ -198,7 +198,7 @@ def test_an_answer_that_breaks_off_is_asked_for_again(cluster: Cluster, fault: d
 
 
 def test_an_answer_that_drips_is_given_up(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paced_reader, "WITHIN", 1.0)
+    monkeypatch.setattr(interruptible, "WITHIN", 1.0)
     manager = cluster.open()
     cluster.fault(verb="list", piece=8, pause=0.05)
     with pytest.raises(Retryable, match="its answer brings less than 4 KiB in 1 s"):
@@ -211,7 +211,7 @@ def test_an_answer_that_drips_is_given_up(cluster: Cluster, monkeypatch: pytest.
 
 
 def test_an_event_that_never_ends_calls_for_a_list(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paced_reader, "WITHIN", 1.0)
+    monkeypatch.setattr(interruptible, "WITHIN", 1.0)
     cluster.fault(verb="watch", cut=100, then="stall")
     cluster.join(cluster.open(timeouts=ApiTimeouts(connect=20.0, read=20.0, silence=300.0)))
     cluster.wait_for()

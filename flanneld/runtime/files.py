@@ -1,11 +1,14 @@
-"""Files that are replaced atomically and durably."""
+"""Files that are replaced atomically and durably, and files with a key."""
 
 from __future__ import annotations
 
 import os
 import stat
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+
+from flanneld.errors import Fatal, Retryable, cause_of
 
 
 def replace(path: Path, content: bytes, mode: int = 0o644) -> None:
@@ -66,3 +69,36 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+#: Bytes; no key is longer.
+_LONGEST = 64 << 10
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+def read_secret(path: Path, make: Callable[[], bytes] | None = None) -> bytes:
+    """Return the content of the file. If it is missing, create it with the result of ``make``.
+
+    Raises ``Fatal`` for a file that others can write, ``Retryable`` for one that cannot be read or created.
+    """
+    try:
+        if make is not None and not path.exists():
+            path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+            with suppress(FileExistsError):  # another process has just created it, and its key counts
+                create(path, make(), 0o400)
+        return peek_secret(path)
+    except OSError as error:
+        remedy = "let flanneld read this file, or create it in its directory"
+        raise Retryable(f"cannot keep the key in {path}: {cause_of(error)}", remedy) from None
+
+
+def peek_secret(path: Path) -> bytes:
+    """Return the content of the file. Raises ``OSError``, and ``Fatal`` if others can write it."""
+    return read(path, _LONGEST, lambda found: _check(path, found))
+
+
+def _check(path: Path, found: os.stat_result) -> None:
+    if found.st_mode & _OTHERS_WRITE:
+        raise Fatal(f"others can write {path}, so its key may be theirs", f"make a new one: rm {path}")
+    if found.st_uid not in (0, os.geteuid()):
+        raise Fatal(f"{path} belongs to user {found.st_uid}, so its key may be theirs", f"chown root {path}")

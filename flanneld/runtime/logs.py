@@ -1,12 +1,17 @@
-"""Event history: the last lines of the log, kept in memory and, over restarts of the daemon, in a file.
+"""Writer of the log, and the event history: the log's last lines.
 
-The log says once what has changed and why, so it is the history already; this only remembers its end.
+The history is kept in memory and, over restarts of the daemon, in a file. The log says once what has changed
+and why, so it is the history already; this only remembers its end.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
+import select
+import time
 from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
@@ -14,9 +19,59 @@ from pathlib import Path
 from typing import IO, Any
 
 from flanneld.errors import cause_of
-from flanneld.runtime.files import atomic_file
+from flanneld.runtime import files
 
 log = logging.getLogger(__name__)
+
+#: Bytes that a writable pipe takes without blocking (pipe(7), PIPE_BUF).
+_PIECE = 4096
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+#: Seconds to wait for the reader to make room.
+PATIENCE = 1.0
+
+
+class LogWriter:
+    """Writer of lines to a file descriptor. Lines that find no room in time are lost.
+
+    Once there is room again, a line reports their number.
+    """
+
+    def __init__(self, fd: int, time_limit: float = PATIENCE) -> None:
+        self._fd = fd
+        self._patience = time_limit
+        self._poll = select.poll()
+        self._poll.register(fd, select.POLLOUT)
+        self._lost = 0
+        #: True if the end of the last written line was lost.
+        self._is_torn = False
+
+    def write(self, line: str) -> None:
+        """Write a line, given without its newline. Raises ``OSError`` if there is no reader."""
+        # After a lost line, do not wait for this reader again.
+        deadline = time.monotonic() + (0.0 if self._lost else self._patience)
+        if self._lost:
+            gap = "\n" if self._is_torn else ""
+            lost = "1 line of the log is" if self._lost == 1 else f"{self._lost} lines of the log are"
+            line = f"{gap}... {lost} lost: there was no room\n{line}"
+        if self._write(f"{line}\n".encode(errors="backslashreplace"), deadline):
+            self._lost, self._is_torn = 0, False
+        else:
+            self._lost += 1
+
+    def _write(self, data: bytes, deadline: float) -> bool:
+        rest = memoryview(data)
+        while rest:
+            if not self._poll.poll(1000 * max(0.0, deadline - time.monotonic())):
+                break
+            try:
+                rest = rest[os.write(self._fd, rest[:_PIECE]) :]
+            except OSError as error:
+                if error.errno not in _DISK_FULL:
+                    raise
+                break
+        self._is_torn |= 0 < len(rest) < len(data)
+        return not rest
+
 
 #: Number of events that are remembered, and characters of each.
 LIMIT, LENGTH = 200, 400
@@ -48,7 +103,7 @@ class Events(logging.Handler):
         """
         self.acquire()
         try:
-            self._ring = deque([*read(path), *self._ring], maxlen=LIMIT)
+            self._ring = deque([*read_events(path), *self._ring], maxlen=LIMIT)
             self._path = path
             problem = self._write_all()
         finally:
@@ -93,7 +148,7 @@ class Events(logging.Handler):
             self._file.close()
             self._file = None
         try:
-            atomic_file.replace(self._path, b"".join(map(_line, self._ring)), 0o600)
+            files.replace(self._path, b"".join(map(_line, self._ring)), 0o600)
             # Unbuffered: what a killed daemon said last is what matters.
             self._file = self._path.open("ab", buffering=0)
         except OSError as error:
@@ -117,10 +172,10 @@ def described(events: Iterable[LoggedEvent]) -> list[dict[str, Any]]:
     return [dict(zip(_NAMES, event, strict=True)) for event in events]
 
 
-def read(path: Path) -> list[LoggedEvent]:
+def read_events(path: Path) -> list[LoggedEvent]:
     """Return the last ``LIMIT`` events in a file. What is no event, as a line that was cut, is left out."""
     try:
-        lines = atomic_file.read(path, 2 * LONGEST_FILE).splitlines()
+        lines = files.read(path, 2 * LONGEST_FILE).splitlines()
     except OSError:
         return []
     return [event for line in lines if (event := _event(line))][-LIMIT:]

@@ -1,4 +1,4 @@
-"""Runner of commands with limits on time and output, killed with their children when the daemon stops."""
+"""Commands with limits on time and output, killed when the daemon stops; processes that outlive it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import logging
 import os
 import select
 import selectors
-import shutil
 import signal
 import subprocess
 import threading
@@ -18,6 +17,7 @@ from msgspec import Struct
 
 from flanneld.compat.glog import V
 from flanneld.errors import Retryable, cause_of
+from flanneld.runtime import waits
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,9 @@ class TooMuchOutput(Retryable):
 
 def find(program: str) -> str | None:
     """Return the path of a program, None if it is not installed."""
-    return shutil.which(program, path=f"{os.environ.get('PATH', os.defpath)}:{_SYSTEM_PATHS}")
+    from shutil import which  # loads bz2 and lzma
+
+    return which(program, path=f"{os.environ.get('PATH', os.defpath)}:{_SYSTEM_PATHS}")
 
 
 class CommandRunner:
@@ -191,3 +193,41 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         if pipe:
             with suppress(OSError):
                 pipe.close()
+
+
+class LastingProcess:
+    """Process in a session of its own: a terminal's Ctrl-C for the daemon does not reach it.
+
+    Its output goes to a descriptor, or into a pipe for ``said``. Raises ``OSError`` if it does not start.
+    """
+
+    def __init__(
+        self, argv: Sequence[str], environment: Mapping[str, str], output: int = subprocess.PIPE
+    ) -> None:
+        self._process = subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            cwd="/",
+            start_new_session=True,
+        )
+        self.pid = self._process.pid
+
+    @property
+    def status(self) -> int | None:
+        """Its exit status, or the negative number of the signal that ended it; None while it runs."""
+        return self._process.poll()
+
+    def said(self, within: float) -> list[str]:
+        """Return the lines that it writes before it closes its output or ends.
+
+        It is killed if it writes nothing ``within`` seconds.
+        """
+        assert self._process.stdout
+        with self._process.stdout as output:
+            if waits.readable(output.fileno(), within):
+                return output.read().decode(errors="replace").split("\n")[:-1]
+        self._process.kill()
+        return [f"it was not ready after {within:g} s"]

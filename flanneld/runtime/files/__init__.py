@@ -1,1 +1,0 @@
-"""Files: replaced in one step, with keys in them, and locks."""

@@ -1,1 +1,0 @@
-"""The log beyond its format: where it goes, its history, outages and repeated complaints."""
