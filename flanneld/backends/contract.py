@@ -1,7 +1,7 @@
 """Contract between the daemon and its backends, which choose the path of packets between nodes.
 
 A backend declares the desired state and never acts. It is stateless: a change of the uplink rebuilds it.
-``docs/backends.md`` shows how to write one.
+``docs/CONTRIBUTING.md`` shows how to write one.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def read_template(path: Path) -> Conf:
     if problem:
         raise Fatal(
             f"-cni-template: {path} cannot be used: {problem}",
-            "give a CNI configuration for flannel's plug-in, as in docs/cni.md",
+            "give a CNI configuration for flannel's plug-in, as in docs/containers.md",
         )
     return conf
 

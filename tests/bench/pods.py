@@ -1,4 +1,4 @@
-"""Measure a pod's ADD by both ways of docs/cni.md: ``python -m tests.bench.pods``.
+"""Measure a pod's ADD by both ways of docs/containers.md: ``python -m tests.bench.pods``.
 
 A runtime makes a pod by flannel's plug-in, which needs an interpreter, and one by the configuration that the
 daemon keeps, in turns. The medians are those of docs/performance.md: ``--page`` puts them into its data.

@@ -23,7 +23,7 @@ from tests.lab.namespace import run
 pytestmark = pytest.mark.long
 
 MIB = 1 << 20
-DOCS = (ROOT / "docs/image.md").read_text()
+DOCS = (ROOT / "docs/kubernetes.md").read_text()
 #: Updates of Debian and of what Python packages depend on, in MiB.
 TOLERANCE = 10
 # linux/capability.h

@@ -1,4 +1,4 @@
-"""A node whose first process is systemd, with flanneld installed as docs/systemd.md says.
+"""A node whose first process is systemd, with flanneld installed as docs/running.md says.
 
 systemd gets process, mount and control group namespaces of its own and an overlay over this machine's
 file system, so nothing that it or the daemon writes is left behind.

@@ -30,8 +30,9 @@ KERNEL = ("proc", "sys", "dev", "run/netns")
 
 
 def documented() -> dict[str, Any]:
-    """The configuration list that docs/cni.md tells to install."""
-    found = re.search(r"^```json\n(.*?)^```", (ROOT / "docs/cni.md").read_text(), re.MULTILINE | re.DOTALL)
+    """The configuration list that docs/containers.md tells to install."""
+    page = (ROOT / "docs/containers.md").read_text()
+    found = re.search(r"^```json\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     assert found
     conflist: dict[str, Any] = json.loads(found[1])
     return conflist

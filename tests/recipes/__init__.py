@@ -1,1 +1,1 @@
-"""The recipes of docs/recipes.md, command by command."""
+"""The recipes of docs/containers.md, command by command."""

@@ -1,4 +1,4 @@
-"""The commands of docs/recipes.md, by recipe, each with the host that it is for."""
+"""The commands of docs/containers.md, by recipe, each with the host that it is for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from typing import NamedTuple
 
 from tests.lab.daemon import ROOT
 
-PAGE = ROOT / "docs/recipes.md"
+PAGE = ROOT / "docs/containers.md"
+#: The part of the page that holds the recipes, by its heading.
+PART = "\n## From nothing to a ping\n"
+TITLE = "Recipe for "
 #: A line that says where the block below it is run.
 PLACE = re.compile(r"On (both hosts|the first host|the other host)\b.*:$")
 BLOCK = re.compile(r"(?:^ {4}.*\n|^\n(?= {4}))+", re.MULTILINE)
@@ -22,13 +25,14 @@ class Step(NamedTuple):
 
 
 def recipes(text: str) -> dict[str, list[Step]]:
-    """Return the steps of each section, by its title.
+    """Return the steps of each section of the recipes, by its title.
 
-    Raises ``ValueError`` if a block does not say where it is run: nothing on the page stays untried.
+    Raises ``ValueError`` if a block does not say where it is run: nothing in this part stays untried.
     """
-    _, *sections = re.split(r"^## ", text, flags=re.MULTILINE)
+    part = text.partition(PART)[2].partition("\n## ")[0]
+    _, *sections = re.split(r"^### ", part, flags=re.MULTILINE)
     titles_and_bodies = (section.split("\n", 1) for section in sections)
-    return {title: list(map(_step, _blocks(body))) for title, body in titles_and_bodies}
+    return {title.removeprefix(TITLE): list(map(_step, _blocks(body))) for title, body in titles_and_bodies}
 
 
 def _blocks(body: str) -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Each recipe of docs/recipes.md, command by command, on two nodes that start with nothing."""
+"""Each recipe of docs/containers.md, command by command, on two nodes that start with nothing."""
 
 from __future__ import annotations
 

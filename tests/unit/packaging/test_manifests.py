@@ -224,5 +224,5 @@ def test_the_probes_ask_the_health_server() -> None:
 def test_the_image_is_this_version() -> None:
     containers = [*init_containers(MADE).values(), daemon(MADE)]
     assert {each["image"] for each in containers} == {IMAGE}
-    for told in ("Dockerfile", "docs/image.md"):
+    for told in ("Dockerfile", "docs/kubernetes.md"):
         assert f"docker build -t {IMAGE} .\n" in (ROOT / told).read_text()

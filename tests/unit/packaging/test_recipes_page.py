@@ -1,4 +1,4 @@
-"""The recipes of docs/recipes.md can be read by the tests that run them."""
+"""The recipes of docs/containers.md can be read by the tests that run them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import pytest
 
 from tests.lab.daemon import ROOT
-from tests.recipes.page import PAGE, Step, recipes
+from tests.recipes.page import PAGE, PART, Step, recipes
 
 
 @pytest.mark.parametrize("title", ["Docker", "Podman", "systemd-nspawn", "LXC"])
@@ -18,13 +18,14 @@ def test_recipe_begins_on_both_hosts_and_ends_with_a_ping(title: str) -> None:
 
 
 def test_block_keeps_its_lines_together() -> None:
-    page = "## A title\nOn the other host, do this:\n\n    one \\\n        more\n\n    two\n\nThe end.\n"
+    blocks = "On the other host, do this:\n\n    one \\\n        more\n\n    two\n\nThe end.\n"
+    page = f"{PART}### A title\n{blocks}## Another part\n\n    reboot\n"
     assert recipes(page) == {"A title": [Step("the other host", "one \\\n    more\n\ntwo")]}
 
 
 def test_block_without_a_host_is_refused() -> None:
     with pytest.raises(ValueError, match="'Or:' does not say on which host"):
-        recipes("## A title\nOr:\n\n    reboot\n")
+        recipes(f"{PART}### A title\nOr:\n\n    reboot\n")
 
 
 def test_setup_installs_the_packages_of_the_recipes() -> None:
