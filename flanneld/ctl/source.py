@@ -18,6 +18,7 @@ from msgspec import Struct, field
 
 from flanneld import options
 from flanneld.diagnostics import status_socket
+from flanneld.diagnostics.status import Status, StoreStatus
 from flanneld.errors import Fatal, FlannelError
 from flanneld.options import Options
 from flanneld.runtime import clock, logs
@@ -103,7 +104,7 @@ def _document(said: bytes) -> dict[str, Any]:
 
 
 def _of_the_store(wanted: Options, environ: Mapping[str, str]) -> dict[str, Any]:
-    from flanneld.diagnostics import status
+    from flanneld.diagnostics import describe
     from flanneld.diagnostics.dry_run import dry_run
     from flanneld.state.desired_state import LOCAL
     from flanneld.state.report import Failure
@@ -114,22 +115,18 @@ def _of_the_store(wanted: Options, environ: Mapping[str, str]) -> dict[str, Any]
     local = outcome.view.desired.get(LOCAL, ())
     to_make = [*outcome.notes.puts.values(), *(link for link, _ in outcome.notes.devices.values())]
     lacking = {item.key: Failure(item, "the kernel lacks it") for item in to_make}
-    return {
-        "store": {
-            "name": manager.name,
-            "answers": outcome.view.synced,
-            "cache": outcome.view.cached or None,
-        },
-        "synced": outcome.view.synced,
-        "network": status.network(outcome.config),
-        "lease": status.lease(outcome.own) if outcome.has_lease else None,
-        "uplink": status.uplink(outcome.uplink),
-        "mtu": outcome.mtu,
-        "devices": sorted(outcome.domain.links),
-        "local": [status.describe(wish, lacking) for wish in local],
-        "peers": list(status.peers_of(outcome.view, lacking)),
-        "events": _history(wanted),
-    }
+    told = Status(
+        store=StoreStatus(manager.name, outcome.view.synced, cache=outcome.view.cached or None),
+        synced=outcome.view.synced,
+        network=describe.network(outcome.config),
+        lease=describe.lease(outcome.own) if outcome.has_lease else None,
+        uplink=describe.uplink(outcome.uplink),
+        mtu=outcome.mtu,
+        devices=tuple(sorted(outcome.domain.links)),
+        local=tuple(describe.described(wish, lacking) for wish in local),
+        peers=tuple(describe.peers_of(outcome.view, lacking)),
+    )
+    return {**msgspec.to_builtins(told), "events": _history(wanted)}
 
 
 def _of_the_host(wanted: Options) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from msgspec import Struct
 from flanneld import __version__
 from flanneld.diagnostics.components import Components
 from flanneld.diagnostics.conditions import parts
-from flanneld.diagnostics.status import states
+from flanneld.diagnostics.describe import states
 from flanneld.model import FAMILIES, Lease
 from flanneld.reconcile.controller import Controller
 from flanneld.reconcile.counters import BOUNDS, FOUND, TOLD, Histogram, wall

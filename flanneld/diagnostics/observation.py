@@ -97,6 +97,7 @@ class Observation:
         return page(self._components, accept)
 
     def _document(self) -> Iterable[bytes]:
+        from flanneld.diagnostics.describe import describe, peers
         from flanneld.diagnostics.status import pieces
 
-        return pieces(self._components)
+        return pieces(describe(self._components), peers(self._components))

@@ -15,6 +15,7 @@ NOT_NEEDED = {
     "dataclasses",
     "dns.message",
     "flanneld.backends.ipsec",
+    "flanneld.diagnostics.describe",
     "flanneld.diagnostics.status",
     "flanneld.network.firewall.rules",
     "flanneld.network.xfrm",

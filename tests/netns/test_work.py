@@ -16,12 +16,13 @@ from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
 from typing import Any, ClassVar
 
+import msgspec
 import pytest
 
 from flanneld.backends.vxlan import VxlanBackend
 from flanneld.ctl import compare as snapshot
 from flanneld.ctl.compare import Comparison
-from flanneld.diagnostics.status import describe, peers_of
+from flanneld.diagnostics.describe import peers_of
 from flanneld.model import Added, Event, Lease, LeaseAttrs, Removed, Snapshot
 from flanneld.network.interfaces import index_of
 from flanneld.network.rtnetlink.domain import Domain
@@ -41,6 +42,7 @@ from tests.lab.etcd import PREFIX
 from tests.lab.namespace import Namespace
 from tests.netns.test_kernel import empty
 from tests.unit.backends.test_vxlan import host as vxlan_host
+from tests.unit.ctl.documents import object_of
 
 PEERS = 1000
 OWN = Lease(LeaseAttrs(IPv4Address("198.18.0.1"), None, "vxlan"), IPv4Network("10.0.0.0/24"))
@@ -214,9 +216,9 @@ def test_the_doctor_needs_few_calls_for_each_object(net: Net) -> None:
         "network": {"ranges": [{"network": str(NETWORK), "subnet_len": 24}]},
         "uplink": {"name": DOMAIN.uplink},
         "devices": sorted(DOMAIN.links),
-        "local": [describe(each, {}) for each in net.peers.local_resources()],
+        "local": [object_of(each) for each in net.peers.local_resources()],
     }
-    telling = calls(lambda: document.update(peers=list(peers_of(net.peers.view(), {}))))
+    telling = calls(lambda: document.update(peers=msgspec.to_builtins(list(peers_of(net.peers.view(), {})))))
     found: list[Comparison] = []
 
     def compare() -> None:

@@ -32,10 +32,10 @@ from flanneld.ctl.output import table_lines
 from flanneld.ctl.path_mtu import PathToPeer
 from flanneld.ctl.source import SourcePart, Unknown
 from flanneld.diagnostics import host_checks
-from flanneld.diagnostics.status import describe
 from flanneld.network.rtnetlink.links import SeenLink
 from flanneld.state.resources import ForeignLink, Resource, Route, Vxlan
 from flanneld.subnet.subnet_file import Previous
+from tests.unit.ctl.documents import object_of
 
 NOW = 1_000_000.0
 MAC = "02:00:00:00:00:01"
@@ -341,7 +341,7 @@ CASES: dict[str, list[Facts]] = {
         replace(WELL, paths=(path("underlay", None),), entries=(Comparison(OFF_LINK, "ok"),)),
     ],
     "segment": [
-        told(lambda d: (d.update(local=[describe(VXLAN, {})]), d["peers"][0].update(vnis=[7]))),
+        told(lambda d: (d.update(local=[object_of(VXLAN)]), d["peers"][0].update(vnis=[7]))),
     ],
     "other api": [replace(WELL, other_api=OtherApi("v2", "v3", ("10.5.3.0/24 of 192.0.2.3",)))],
     "off link": [

@@ -10,9 +10,9 @@ import pytest
 from msgspec.structs import replace
 
 from flanneld.ctl.compare import ActualState, Comparison, Difference, compare, described, desired_objects
-from flanneld.diagnostics.status import describe
 from flanneld.network.rtnetlink.links import SeenLink
 from flanneld.state.resources import FdbEntry, ForeignLink, Resource, Route, Vxlan
+from tests.unit.ctl.documents import object_of
 
 MAC = "02:00:00:00:00:01"
 DEVICE = Vxlan("flannel.1", 1, 2, IPv4Address("192.0.2.1"), 8472, MAC, 1450)
@@ -25,9 +25,9 @@ def document(*objects: Resource, conflicts: Sequence[str] = ()) -> dict[str, Any
     peer = {
         "subnets": ["10.5.2.0/24"],
         "conflicts": conflicts,
-        "objects": [describe(each, {}) for each in objects],
+        "objects": [object_of(each) for each in objects],
     }
-    return {"local": [describe(DEVICE, {})], "peers": [peer]}
+    return {"local": [object_of(DEVICE)], "peers": [peer]}
 
 
 def compared(told: dict[str, Any], found: ActualState) -> list[Comparison]:
@@ -74,14 +74,14 @@ def test_each_property_of_a_device_that_differs_is_named(
     change: dict[str, Any], difference: Difference
 ) -> None:
     found = ActualState({replace(DEVICE, **change): True}, LINKS)
-    (entry,) = compared({"local": [describe(DEVICE, {})], "peers": []}, found)
+    (entry,) = compared({"local": [object_of(DEVICE)], "peers": []}, found)
     assert (entry.state, entry.differences) == ("different", (difference,))
     assert described(entry)["differences"][0]["property"] == difference.name
 
 
 def test_a_device_of_another_kind_is_named_with_its_kind() -> None:
     found = ActualState({ForeignLink("flannel.1", "a device of kind bridge", "bridge"): True}, LINKS)
-    (entry,) = compared({"local": [describe(DEVICE, {})], "peers": []}, found)
+    (entry,) = compared({"local": [object_of(DEVICE)], "peers": []}, found)
     assert entry.differences == (Difference("kind", "a device of kind bridge", "vxlan"),)
 
 

@@ -13,12 +13,12 @@ from flanneld.ctl.checks.encryption import sessions_of, with_associations
 from flanneld.ctl.checks.packets import dropped
 from flanneld.ctl.lookups import Question, _before, chosen_of, questions
 from flanneld.ctl.path_mtu import sample
-from flanneld.diagnostics.status import describe
 from flanneld.network.firewall.verdicts.packet import DROP, Step, Test
 from flanneld.network.firewall.verdicts.ruleset import BaseChain
 from flanneld.network.genetlink.wireguard import SeenDevice, SeenPeer
 from flanneld.network.policy_rules import PolicyRule
 from flanneld.state.resources import Address, Ipip, Route, Tun, Vxlan
+from tests.unit.ctl.documents import object_of
 
 VXLAN = Vxlan("flannel.1", 1, 2, ip_address("192.0.2.1"), 8472, "02:00:00:00:00:01", 1450)
 
@@ -30,7 +30,7 @@ def peer(number: int) -> dict[str, Any]:
         "subnets": [str(subnet)],
         "public_ips": [f"198.18.{number // 250}.{number % 250 + 1}"],
         "state": "in the kernel",
-        "objects": [describe(route, {})],
+        "objects": [object_of(route)],
     }
 
 
@@ -40,7 +40,7 @@ def document(peers: int) -> dict[str, Any]:
         "lease": {"subnets": ["10.5.1.0/24"]},
         "uplink": {"name": "eth0", "mtu": 1500, "addresses": ["192.0.2.1"], "public_ips": ["192.0.2.1"]},
         "mtu": 1450,
-        "local": [describe(each, {}) for each in (VXLAN, Address("flannel.1", ip_address("10.5.1.0")))],
+        "local": [object_of(each) for each in (VXLAN, Address("flannel.1", ip_address("10.5.1.0")))],
         "peers": [peer(number) for number in range(peers)],
     }
 
@@ -149,7 +149,7 @@ def test_carriers_are_the_packets_that_encrypting_backends_send(
 def test_carriers_are_the_packets_that_tunnels_send(
     device: Tun | Ipip, port: int | None, carriers: list[lookups.TunnelPackets]
 ) -> None:
-    told = {"local": [describe(device, {})], "network": {"port": port}}
+    told = {"local": [object_of(device)], "network": {"port": port}}
     assert list(lookups.carriers(told, {})) == carriers
 
 

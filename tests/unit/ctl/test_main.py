@@ -16,7 +16,6 @@ import pytest
 
 from flanneld.ctl.main import COMMANDS, FINE, NO_DAEMON, PROBLEMS, USAGE, run
 from flanneld.ctl.source import last_words
-from flanneld.diagnostics.status import encoded
 from flanneld.diagnostics.status_socket import StatusSocket
 
 DEADLINE = 20.0
@@ -165,7 +164,7 @@ def test_daemon_answers_though_its_subnet_file_has_a_name_that_is_no_utf8(
     folder = tmp_path / os.fsdecode(b"\xff")
     folder.mkdir()
     file = str(folder / "subnet.env")
-    with daemon(folder, encoded({"subnet_file": file, "events": []})):
+    with daemon(folder, json.dumps({"subnet_file": file, "events": []}).encode()):
         assert run(["events", f"-subnet-file={file}", "--output=json"], {}) == FINE
     assert told(capsys) == {"events": [], "not_known": []}
 

@@ -9,8 +9,8 @@ import pytest
 from msgspec.structs import replace
 
 from flanneld.ctl.compare import ActualState, RouteTaken, ShadowingRoute, by_length, by_lookup, subnets_of
-from flanneld.diagnostics.status import describe
 from flanneld.state.resources import Route
+from tests.unit.ctl.documents import object_of
 
 ROUTE = Route(IPv4Network("10.5.2.0/24"), "flannel.1", IPv4Address("10.5.2.0"), onlink=True)
 ROUTE_TO_ALL = Route(IPv4Network("10.5.0.0/16"), "flannel0")
@@ -19,7 +19,7 @@ OURS = RouteTaken("flannel.1", ip_address("10.5.2.0"))
 
 def document(*peer_objects: Route, local: tuple[Route, ...] = ()) -> dict[str, Any]:
     def objects(routes: tuple[Route, ...]) -> list[dict[str, Any]]:
-        return [describe(route, {}) for route in routes]
+        return [object_of(route) for route in routes]
 
     return {
         "local": objects(local),

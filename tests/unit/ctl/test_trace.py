@@ -11,10 +11,10 @@ from msgspec.structs import replace
 
 from flanneld.ctl.compare import ActualState, RouteTaken
 from flanneld.ctl.trace import Hop, trace
-from flanneld.diagnostics.status import describe
 from flanneld.model import IPAddress
 from flanneld.network.rtnetlink.links import SeenLink
 from flanneld.state.resources import FdbEntry, ForeignLink, Neighbor, Resource, Route, Vxlan
+from tests.unit.ctl.documents import object_of
 
 MAC = "02:00:00:00:00:02"
 BASE = IPv4Address("10.5.2.0")
@@ -28,7 +28,7 @@ DOCUMENT: dict[str, Any] = {
     "lease": {"subnets": ["10.5.1.0/24"]},
     "uplink": {"name": "eth0"},
     "devices": ["flannel.1"],
-    "local": [describe(LINK, {})],
+    "local": [object_of(LINK)],
     "peers": [
         {
             "subnets": ["10.5.2.0/24"],
@@ -36,7 +36,7 @@ DOCUMENT: dict[str, Any] = {
             "state": "in the kernel",
             "reason": "",
             "conflicts": [],
-            "objects": [describe(each, {}) for each in (NEIGH, FDB, ROUTE)],
+            "objects": [object_of(each) for each in (NEIGH, FDB, ROUTE)],
         }
     ],
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import socket
@@ -13,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from flanneld.diagnostics import status
 from flanneld.diagnostics.components import Components
 from flanneld.diagnostics.counted_manager import counted
+from flanneld.diagnostics.describe import describe
 from flanneld.diagnostics.plan import _harmless
+from flanneld.diagnostics.status import encoded, known
 from flanneld.diagnostics.status_socket import StatusSocket
 from flanneld.errors import Retryable
 from flanneld.options import read
@@ -54,7 +54,7 @@ def test_neither_a_token_nor_a_password_of_the_api_server_is_told(
     with caplog.at_level(logging.DEBUG), pytest.raises(Retryable) as failure:
         manager.public_ips()
     manager.close()
-    told = [str(failure.value), caplog.text, options.described(), json.dumps(status.summary(components))]
+    told = [str(failure.value), caplog.text, options.described(), encoded(describe(components)).decode()]
     assert [each for each in told if SECRET in each] == []
     assert all(told[:1] + told[2:])
 
@@ -66,9 +66,9 @@ def test_a_password_of_etcd_is_in_no_status() -> None:
         f"-etcd-endpoints=http://me:{SECRET}@192.0.2.1:2379",
     ]
     components = Components(read(words, {}), unasked_store(), Events(), overdue=list, missing=list)
-    told = status.summary(components)
-    assert "etcd-password=***" in told["flags"]
-    assert SECRET not in json.dumps(told)
+    told = describe(components)
+    assert "etcd-password=***" in (known(told.flags) or "")
+    assert SECRET not in encoded(told).decode()
 
 
 def test_the_status_socket_is_never_open_to_others_whatever_the_umask(tmp_path: Path) -> None:

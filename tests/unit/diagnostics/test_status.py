@@ -7,7 +7,8 @@ from ipaddress import IPv4Network
 
 import pytest
 
-from flanneld.diagnostics.status import encoded, peers_of
+from flanneld.diagnostics.describe import peers_of
+from flanneld.diagnostics.status import PeerStatus, encoded, known
 from flanneld.model import Lease, LeaseAttrs
 from flanneld.reconcile.peers import Refusal, View
 from flanneld.state.sessions import Session
@@ -15,7 +16,7 @@ from flanneld.state.sessions import Session
 
 @pytest.mark.parametrize("text", ["vxlan", "\u00e9", '"\n\0', "\ud800"])
 def test_any_text_out_of_a_lease_is_encoded(text: str) -> None:
-    assert json.loads(encoded({"reason": text, "expires": None})) == {"reason": text, "expires": None}
+    assert json.loads(encoded(PeerStatus((), reason=text)))["reason"] == text
 
 
 def test_a_peer_has_words_for_programs_beside_the_text() -> None:
@@ -23,12 +24,12 @@ def test_a_peer_has_words_for_programs_beside_the_text() -> None:
     lease = Lease(LeaseAttrs(), subnet)
     view = View([lease], {}, {}, {lease.key: Refusal("a text", "cloned key")}, {}, synced=True)
     (peer,) = peers_of(view, {}, [Session(subnet, is_established=False, protocol="ipsec")])
-    assert (peer["reason"], peer["code"]) == ("a text", "cloned key")
-    assert [each["protocol"] for each in peer["sessions"]] == ["ipsec"]
+    assert (peer.reason, peer.code) == ("a text", "cloned key")
+    assert [each.protocol for each in known(peer.sessions) or ()] == ["ipsec"]
 
 
 @pytest.mark.parametrize(("vni", "vnis"), [(7, [7]), (True, []), ("7", []), (7.5, [])])
 def test_vni_of_a_lease_is_told_if_it_is_a_number(vni: object, vnis: list[int]) -> None:
     lease = Lease(LeaseAttrs(backend_data={"VNI": vni}), IPv4Network("10.5.2.0/24"))
     (peer,) = peers_of(View([lease], {}, {}, {}, {}, synced=True), {})
-    assert peer["vnis"] == vnis
+    assert list(peer.vnis) == vnis

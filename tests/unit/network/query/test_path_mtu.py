@@ -14,11 +14,11 @@ from flanneld.backends import registry
 from flanneld.backends.contract import Host
 from flanneld.config import parse
 from flanneld.ctl.path_mtu import PathToPeer, paths, peer_named, sample
-from flanneld.diagnostics.status import describe
 from flanneld.errors import FlannelError
 from flanneld.model import IPAddress, Uplink
 from flanneld.network.query.path_mtu import largest
 from flanneld.state.resources import Address
+from tests.unit.ctl.documents import object_of
 
 PSKS = {"ipsec": "x" * 96}
 PEER: dict[str, Any] = {
@@ -32,7 +32,7 @@ DOCUMENT: dict[str, Any] = {
     "uplink": {"name": "eth0", "mtu": 1500},
     "mtu": 1420,
     "lease": {"subnets": ["10.5.1.0/24", "fd00:5:0:1::/64"]},
-    "local": [describe(Address("flannel-wg", ip_address("10.5.1.0")), {})],
+    "local": [object_of(Address("flannel-wg", ip_address("10.5.1.0")))],
     "peers": [{**PEER, "state": "refused", "subnets": ["10.5.9.0/24"]}, PEER],
 }
 

@@ -1,0 +1,292 @@
+"""Description of the daemon for its status socket: components into the status document."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from msgspec import UNSET
+from msgspec.structs import replace
+
+from flanneld import __version__
+from flanneld.config import Config
+from flanneld.diagnostics.components import Components
+from flanneld.diagnostics.conditions import unhealthy_parts
+from flanneld.diagnostics.status import (
+    ConditionStatus,
+    EventStatus,
+    FirewallStatus,
+    GuardStatus,
+    HealthStatus,
+    LeaseStatus,
+    NetworkStatus,
+    ObjectStatus,
+    PeerStatus,
+    ProbeStatus,
+    RangeStatus,
+    RefusalStatus,
+    RepairStatus,
+    RuleRepairStatus,
+    SessionStatus,
+    Status,
+    StoreStatus,
+    UplinkStatus,
+)
+from flanneld.model import FAMILIES, Lease, Uplink, name_of
+from flanneld.network import resource_json
+from flanneld.reconcile.counters import kind_of, wall
+from flanneld.reconcile.peers import View
+from flanneld.runtime import clock
+from flanneld.state.report import Failure
+from flanneld.state.resources import Key, Resource
+from flanneld.state.sessions import Session
+
+if TYPE_CHECKING:
+    from flanneld.diagnostics.probes import Probe  # only with -peer-probes
+
+
+def describe(components: Components) -> Status:
+    """Return the document without the peers."""
+    missing = components.missing()
+    status = Status(
+        version=__version__,
+        pid=os.getpid(),
+        time=clock.wall(),
+        started=components.started,
+        flags=components.options.described(),
+        subnet_file=components.options.subnet_file,
+        kube_subnet_mgr=components.options.kube_subnet_mgr,
+        answer_port=components.options.answer_port,
+        store=_store(components),
+        health=HealthStatus(
+            ready=not missing,
+            missing=tuple(missing),
+            waiting=tuple(components.waiting()),
+            late=tuple(components.overdue()),
+            conditions=tuple(
+                ConditionStatus(each.name, each.problem) for each in unhealthy_parts(components)
+            ),
+        ),
+        network=network(components.config),
+        lease=_lease(components),
+        firewall=_firewall(components),
+        events=tuple(EventStatus(*event) for event in components.events.recent()),
+    )
+    return _with_data_plane(status, components)
+
+
+def _store(components: Components) -> StoreStatus:
+    store, problem = components.store, components.store_problem
+    return StoreStatus(
+        name=components.manager.name,
+        answers=components.store_is_up,
+        problem=problem.problem if problem else None,
+        remedy=problem.remedy if problem else None,
+        cache=components.cached or None,
+        requests=sum(store.requests.counts),
+        errors=store.errors,
+        last_event=store.last_event or None,
+        resyncs=store.resyncs.copy(),
+    )
+
+
+def network(config: Config | None) -> NetworkStatus | None:
+    """Return the networks and the backend of the network config."""
+    if config is None:
+        return None
+    return NetworkStatus(
+        ranges=tuple(RangeStatus(str(each.network), each.subnet_len) for each in config.ranges),
+        backend=config.backend_type,
+        port=config.backend.integer("Port", 0) or None,
+        also=config.also.backend_type if config.also else None,
+    )
+
+
+def _lease(components: Components) -> LeaseStatus | None:
+    if components.lease_keeper is None:
+        return None
+    return replace(lease(components.lease_keeper.lease), renewals=components.store.renewals.copy())
+
+
+def lease(own: Lease) -> LeaseStatus:
+    """Return our lease."""
+    expires = None if own.expires is None else wall(own.expires)
+    return LeaseStatus(_subnets(own), expires, _public_ips(own), _macs(own))
+
+
+def _with_data_plane(status: Status, components: Components) -> Status:
+    reconciler = components.reconciler
+    if reconciler is None:
+        return status
+    work, pending = reconciler.tables.work, reconciler.tables.pending()
+    guard, uplink_manager = reconciler.removal_guard, reconciler.uplink_manager
+    return replace(
+        status,
+        uplink=replace(uplink(uplink_manager.uplink), usable=not uplink_manager.is_adrift),
+        mtu=uplink_manager.backend.mtu,
+        devices=tuple(sorted(reconciler.domain.links)),
+        local=tuple(described(each, pending) for each in reconciler.peers.local_resources()),
+        synced=reconciler.peers.synced,
+        last_sync=work.last_sync or None,
+        repairs=tuple(RepairStatus(*of, number) for of, number in components.heals().items()),
+        fights=reconciler.tables.is_contested(),
+        lost_notifications=work.overruns,
+        refused=tuple(map(_refusal, pending.values())),
+        removal_guard=GuardStatus(guard.holds, guard.holds_total),
+    )
+
+
+def uplink(elected: Uplink) -> UplinkStatus:
+    return UplinkStatus(
+        name=elected.name,
+        mtu=elected.mtu,
+        addresses=tuple(str(ip) for family in FAMILIES if (ip := elected.local(family))),
+        public_ips=tuple(str(ip) for family in FAMILIES if (ip := elected.public(family))),
+    )
+
+
+def _firewall(components: Components) -> FirewallStatus | None:
+    firewall = components.firewall
+    if firewall is None:
+        return None
+    return FirewallStatus(
+        place=firewall.placed.place,
+        masquerade=components.options.ip_masq,
+        forward=components.options.iptables_forward_rules,
+        not_in_place=tuple(f"IPv{family}" for family in firewall.unsettled()),
+        fights=any(state.contested for state in firewall.states()),
+        repairs=tuple(RuleRepairStatus(*of, number) for of, number in firewall.repairs.items() if number),
+    )
+
+
+def peers(components: Components) -> Iterator[PeerStatus]:
+    """Yield each peer with its desired objects, in the order of the store."""
+    if components.reconciler is None:
+        return
+    view = components.reconciler.peers.view()
+    found = peers_of(view, components.reconciler.tables.pending(), components.reconciler.tables.sessions())
+    if components.prober is None:
+        yield from found
+        return
+    last = components.prober.last
+    for lease, peer in zip(view.leases, found, strict=True):
+        yield replace(peer, probe=_probe(last.get(lease.key)))
+
+
+def _probe(last: Probe | None) -> ProbeStatus | None:
+    return ProbeStatus(str(last.target), last.time, last.rtt) if last else None
+
+
+def peers_of(
+    view: View, pending: Mapping[Key, Failure], sessions: Iterable[Session] = ()
+) -> Iterator[PeerStatus]:
+    """Yield the same of any view; ``pending`` is what the kernel refuses."""
+    by_subnet = {session.subnet: session for session in sessions}
+    for each in view.leases:
+        peer = _peer(each, view, pending)
+        if by_subnet:
+            found = (by_subnet.get(net) for net in each.key if net is not None)
+            peer = replace(peer, sessions=tuple(_session(session) for session in found if session))
+        yield peer
+
+
+def _session(session: Session) -> SessionStatus:
+    return SessionStatus(
+        str(session.subnet),
+        session.state,
+        session.handshake,
+        session.rx_bytes,
+        session.tx_bytes,
+        session.protocol,
+        session.endpoint,
+        session.is_encapsulated,
+        session.problem,
+    )
+
+
+def states(view: View, pending: Mapping[Key, Failure]) -> Iterator[tuple[str, str]]:
+    """Yield backend and state of each peer."""
+    for each in view.leases:
+        yield each.attrs.backend_type, _state(each, view, pending)
+
+
+def _peer(peer: Lease, view: View, pending: Mapping[Key, Failure]) -> PeerStatus:
+    resources, refusal = view.desired.get(peer.key, ()), view.reasons.get(peer.key)
+    refused = "; ".join(str(pending[resource.key]) for resource in resources if resource.key in pending)
+    return PeerStatus(
+        subnets=_subnets(peer),
+        public_ips=_public_ips(peer),
+        macs=_macs(peer),
+        vnis=_vnis(peer),
+        expires=_end(peer),
+        backend=peer.attrs.backend_type,
+        state=_state(peer, view, pending),
+        reason=refusal.text if refusal else refused,
+        code=refusal.code if refusal else "",
+        conflicts=tuple(_rivals(peer, view)),
+        objects=tuple(described(resource, pending) for resource in resources),
+    )
+
+
+def _state(peer: Lease, view: View, pending: Mapping[Key, Failure]) -> str:
+    if peer.key in view.unsafe:
+        return "unsafe"
+    if peer.key in view.reasons:
+        return "refused"
+    if pending and any(resource.key in pending for resource in view.desired.get(peer.key, ())):
+        return "not in the kernel"
+    if _rivals(peer, view):
+        return "contested"
+    return "in the kernel" if view.synced else "pending"
+
+
+def _rivals(peer: Lease, view: View) -> list[str]:
+    """Return other leases with a different claim to one of the same objects."""
+    if not view.rivals:
+        return []
+    found: dict[str, None] = {}
+    for resource in view.desired.get(peer.key, ()):
+        for owner, other in view.rivals.get(resource.key, {}).items():
+            if owner != peer.key and other != resource:
+                found[name_of(owner)] = None
+    return list(found)
+
+
+def described(resource: Resource, pending: Mapping[Key, Failure]) -> ObjectStatus:
+    """Return an object as text, and as a value for programs: None for one of a backend's own ``table``."""
+    key, value = resource.key, resource_json.encode(resource)
+    table = UNSET if value else str(key[0])
+    return ObjectStatus(kind_of(resource), str(resource), value, key not in pending, table)
+
+
+def _refusal(failure: Failure) -> RefusalStatus:
+    table = str(failure.resource.key[0])
+    return RefusalStatus(str(failure.resource), failure.reason, failure.errno, failure.remedy, table)
+
+
+def _subnets(of: Lease) -> tuple[str, ...]:
+    return tuple(str(net) for net in of.key if net is not None)
+
+
+def _public_ips(of: Lease) -> tuple[str, ...]:
+    return tuple(str(ip) for family in FAMILIES if (ip := of.attrs.public(family)))
+
+
+def _vnis(of: Lease) -> tuple[int, ...]:
+    """Return the VNIs in a lease; Go flannel before 0.20 writes none."""
+    data = [of.attrs.data(family) for family in FAMILIES]
+    # By type: JSON's true is an int, too.
+    found = {each["VNI"] for each in data if isinstance(each, dict) and type(each.get("VNI")) is int}
+    return tuple(sorted(found))
+
+
+def _end(of: Lease) -> float | None:
+    """Return when a lease ends, in seconds since the epoch; None if never, or if the store was not asked."""
+    return None if of.expires is None or math.isinf(of.expires) else wall(of.expires)
+
+
+def _macs(of: Lease) -> tuple[str, ...]:
+    data = [of.attrs.data(family) for family in FAMILIES]
+    return tuple(str(each["VtepMAC"]) for each in data if isinstance(each, dict) and "VtepMAC" in each)
