@@ -157,9 +157,9 @@ class FileStore(Store):
         self._open().remove(f"{PREFIX}/subnets/{subnet.replace('/', '-')}")
 
     def _open(self) -> KeyStore:
-        from flanneld.subnet.embedded.opening import open_store  # --help runs without flanneld's dependencies
+        from flanneld.subnet.embedded.store import open_file  # --help runs without flanneld's dependencies
 
-        return open_store(str(self._file))
+        return open_file(str(self._file))
 
 
 class KubernetesStore(Store):

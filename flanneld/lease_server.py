@@ -18,32 +18,30 @@ from flanneld.options import Options
 from flanneld.runtime import process
 from flanneld.runtime.instance_lock import InstanceLock
 from flanneld.runtime.supervisor import Supervisor
-from flanneld.subnet.embedded import opening
-from flanneld.subnet.embedded.store import KeyStore
+from flanneld.subnet.embedded.store import KeyStore, open_file, write_config
 from flanneld.subnet.embedded.tokens import Tokens
-from flanneld.subnet.manager import LONGEST_SILENCE
+from flanneld.subnet.opening import etcd_options, remote_tls
 from flanneld.subnet.remote.change_log import ChangeLog
-from flanneld.subnet.remote.http_server import LeaseServer
-from flanneld.subnet.remote.lease_store import over_etcd, over_file
-from flanneld.subnet.remote.listener import open_listener
+from flanneld.subnet.remote.leases import over_etcd, over_file
 from flanneld.subnet.remote.rest import RestApi
+from flanneld.subnet.remote.server import LeaseServer, open_listener
 from flanneld.subnet.remote.tls import identity_context, server_context
-from flanneld.subnet.stores import etcd_options, remote_tls
+from flanneld.subnet.store import LONGEST_SILENCE
 
 log = logging.getLogger(__name__)
 
 
-def open_store(wanted: Options, supervisor: Supervisor) -> KeyStore:
+def open_file_store(wanted: Options, supervisor: Supervisor) -> KeyStore:
     """Open the store of ``-store`` for this process alone, with the network of ``-network``.
 
     Raises ``Fatal`` if it cannot be used, or another flanneld uses it.
     """
     lock = InstanceLock(Path(f"{wanted.store}.lock"))
     lock.wait(supervisor.stop)
-    store = opening.open_store(wanted.store, create=bool(wanted.network))
+    store = open_file(wanted.store, create=bool(wanted.network))
     if wanted.network:
         with _at_start():
-            opening.write_config(store, wanted.network)
+            write_config(store, wanted.network)
     return store
 
 
@@ -61,7 +59,7 @@ def run(wanted: Options, environ: Mapping[str, str]) -> int:
     supervisor, notifier = Supervisor(quiet=(Cancelled,)), process.Notifier()
     log.info("flanneld %s %s", __version__, wanted.described())
     supervisor.handle_signals()
-    file = open_store(wanted, supervisor) if wanted.store else None
+    file = open_file_store(wanted, supervisor) if wanted.store else None
     service = LeaseService(wanted, environ, supervisor, file)
     if wanted.healthz_port:
         checks = Checks(

@@ -30,8 +30,8 @@ from flanneld.runtime.loop import MakeLoop, StepLoop
 from flanneld.runtime.process import ensure_descriptors, open_standard_streams, tune_interpreter
 from flanneld.runtime.supervisor import Supervisor
 from flanneld.subnet import subnet_file
-from flanneld.subnet.manager import NodeStore
-from flanneld.subnet.stores import open_manager
+from flanneld.subnet.opening import open_store
+from flanneld.subnet.store import NodeStore
 from flanneld.subnet.subnet_file import SubnetEnv
 
 if TYPE_CHECKING:
@@ -121,16 +121,16 @@ def _serve_alone(wanted: Options, environ: Mapping[str, str]) -> int:
     service: LeaseService | None = None
     if wanted.store:
         from flanneld import lease_server  # only for those who keep the leases here
-        from flanneld.subnet.embedded.opening import manager_of
+        from flanneld.subnet.embedded.store import store_of
 
-        store = lease_server.open_store(wanted, supervisor)
-        manager = counted(manager_of(store))
+        store = lease_server.open_file_store(wanted, supervisor)
+        manager = counted(store_of(store))
         if wanted.listen:
             service = lease_server.LeaseService(wanted, environ, supervisor, store)
             service.start()
     else:
         with prefixed("Failed to create SubnetManager"):
-            manager = counted(open_manager(wanted, environ))
+            manager = counted(open_store(wanted, environ))
     log.info("Created subnet manager: %s", manager.name)
     metrics = service.server.metrics_text if service else None
     claims = HostClaims(PATIENCE)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from flanneld.errors import FlannelError
 from flanneld.options import Options
-from flanneld.subnet.stores import etcd_options, open_manager
+from flanneld.subnet.opening import etcd_options, open_store
 
 
 def run(wanted: Options, environ: Mapping[str, str]) -> int:
@@ -29,7 +29,7 @@ def run(wanted: Options, environ: Mapping[str, str]) -> int:
 
 def _clean_up(wanted: Options, _environ: Mapping[str, str]) -> bool:
     from flanneld.diagnostics.cleanup import clean_up
-    from flanneld.subnet.kube.node_cache import NodeCache
+    from flanneld.subnet.kube.node_table import NodeCache
 
     more = [NodeCache(wanted.state_dir).path]
     if wanted.cni_conf:
@@ -40,7 +40,7 @@ def _clean_up(wanted: Options, _environ: Mapping[str, str]) -> bool:
 
 
 def _migrate(wanted: Options, _environ: Mapping[str, str]) -> bool:
-    from flanneld.subnet.etcd.migration import migrate
+    from flanneld.subnet.etcd.copy import migrate
 
     return migrate(etcd_options(wanted), print, dry_run=wanted.dry_run)
 
@@ -50,5 +50,5 @@ def _plan(wanted: Options, environ: Mapping[str, str]) -> bool:
 
     # Only warnings: the info lines of a startup would report changes that a dry run does not make.
     logging.getLogger().setLevel(logging.WARNING)
-    print_plan(wanted, open_manager(wanted, environ), print)
+    print_plan(wanted, open_store(wanted, environ), print)
     return True

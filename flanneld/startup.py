@@ -39,7 +39,7 @@ from flanneld.runtime.supervisor import Supervisor
 from flanneld.state.resources import Blackhole, Link
 from flanneld.state.table import Table
 from flanneld.subnet import subnet_file
-from flanneld.subnet.manager import LocalFacts, NodeStore, SubnetManager
+from flanneld.subnet.store import LocalFacts, NodeStore, Store
 from flanneld.subnet.subnet_file import Previous
 
 log = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class Loaded(Struct, frozen=True, gc=False):
     """Options, the record of the previous run, and the network config."""
 
     options: Options
-    manager: SubnetManager
+    manager: Store
     previous: Previous
     last_run: LastRun
     config: Config
@@ -111,7 +111,7 @@ class Elected(Struct, frozen=True, gc=False):
 
 def load(
     options: Options,
-    manager: SubnetManager,
+    manager: Store,
     waiting: Waiting,
     services: HostServices = NO_SERVICES,
     *,
@@ -281,7 +281,7 @@ def _ask_once(attempt: Callable[[], Result]) -> Result:
 
 
 def _ask_or_try(
-    manager: SubnetManager, previous: Previous, last_run: LastRun, attempt: Callable[[], Result]
+    manager: Store, previous: Previous, last_run: LastRun, attempt: Callable[[], Result]
 ) -> Result:
     """Make an attempt, and a trial without the routes to the store if it gets no answer."""
     try:
@@ -297,7 +297,7 @@ def _open_kernel() -> tuple[Kernel, Monitor]:
     return kernel, kernel.listen()
 
 
-def _choice(options: Options, manager: SubnetManager) -> InterfaceChoice:
+def _choice(options: Options, manager: Store) -> InterfaceChoice:
     """Return how to choose the uplink; as in Go, the store's public addresses precede the flags'."""
     ipv4, ipv6 = manager.public_ips() if isinstance(manager, NodeStore) else (None, None)
     return InterfaceChoice(
@@ -321,7 +321,7 @@ def _elected(
 
 
 def _is_others(
-    manager: SubnetManager,
+    manager: Store,
     stored: LeaseAttrs | None,
     written: Lease | None,
     family: Family,

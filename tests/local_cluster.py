@@ -13,8 +13,8 @@ from typing import Any, Self
 from flanneld.model import Added, Cached, Event, Lease, LeaseAttrs, Removed, Snapshot
 from flanneld.runtime.waits import Backoff
 from flanneld.subnet.kube.api import ApiTimeouts
-from flanneld.subnet.kube.manager import KubeManager, KubeOptions
-from flanneld.subnet.manager import Deliver
+from flanneld.subnet.kube.store import KubeOptions, KubeStore
+from flanneld.subnet.store import Deliver
 from tests.lab.credentials import write_kubeconfig
 from tests.lab.kube_api.crowd import PREFIX
 from tests.lab.kube_api.faults import Fault
@@ -45,7 +45,7 @@ class Cluster:
         self.own_events: list[Event] = []
         self.ended: list[BaseException] = []
         self._threads: list[threading.Thread] = []
-        self._managers: list[KubeManager] = []
+        self._managers: list[KubeStore] = []
 
     def open(
         self,
@@ -54,24 +54,24 @@ class Cluster:
         url: str = "",
         prefix: str = PREFIX.rstrip("/"),
         timeouts: ApiTimeouts = QUICK,
-    ) -> KubeManager:
+    ) -> KubeStore:
         """A manager; with its config read, for all tests but those of the config need that."""
         kubeconfig = self.directory / f"kubeconfig-{token}"
         write_kubeconfig(kubeconfig, url or self.kube.url, token, None)
         options = KubeOptions("", str(kubeconfig), prefix, str(self.net_config), str(self.state_dir))
-        manager = KubeManager(options, environ or {"NODE_NAME": "n1"}, timeouts, patiently())
+        manager = KubeStore(options, environ or {"NODE_NAME": "n1"}, timeouts, patiently())
         self._managers.append(manager)
         self.config = manager.network_config()
         return manager
 
-    def join(self, manager: KubeManager | None = None, attrs: LeaseAttrs = ATTRS) -> KubeManager:
+    def join(self, manager: KubeStore | None = None, attrs: LeaseAttrs = ATTRS) -> KubeStore:
         """Take the lease and start both watches."""
         manager = manager or self.open()
         manager.acquire(self.config, attrs, (None, None))
         self.start_watches(manager, attrs)
         return manager
 
-    def start_watches(self, manager: KubeManager, attrs: LeaseAttrs = ATTRS) -> None:
+    def start_watches(self, manager: KubeStore, attrs: LeaseAttrs = ATTRS) -> None:
         self._start(manager.watch, self.events)
         self._start(lambda deliver: manager.watch_own(Lease(attrs, SUBNET), deliver), self.own_events)
 

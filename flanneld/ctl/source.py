@@ -108,9 +108,9 @@ def _of_the_store(wanted: Options, environ: Mapping[str, str]) -> dict[str, Any]
     from flanneld.diagnostics.dry_run import dry_run
     from flanneld.state.desired_state import LOCAL
     from flanneld.state.report import Failure
-    from flanneld.subnet.stores import open_manager
+    from flanneld.subnet.opening import open_store
 
-    manager = open_manager(wanted, environ)
+    manager = open_store(wanted, environ)
     outcome = dry_run(wanted, manager)
     local = outcome.view.desired.get(LOCAL, ())
     to_make = [*outcome.notes.puts.values(), *(link for link, _ in outcome.notes.devices.values())]

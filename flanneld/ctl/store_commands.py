@@ -64,13 +64,13 @@ class _InStore:
 @contextmanager
 def _reservations_in(options: Options, network: str) -> Iterator[_Reservations]:
     """Open the store that the flags name: -store, -remote, else etcd."""
-    from flanneld.subnet.remote import lease_store
-    from flanneld.subnet.stores import etcd_options, remote_options
+    from flanneld.subnet.opening import etcd_options, remote_options
+    from flanneld.subnet.remote import leases
 
     if options.remote:
-        from flanneld.subnet.remote.manager import RemoteManager
+        from flanneld.subnet.remote.store import RemoteStore
 
-        manager = RemoteManager(remote_options(options, network))
+        manager = RemoteStore(remote_options(options, network))
         try:
             yield manager
         finally:
@@ -81,11 +81,11 @@ def _reservations_in(options: Options, network: str) -> Iterator[_Reservations]:
     if options.etcd_api == "both":
         raise Fatal("a reservation is in one API of etcd", "give -etcd-api=v2 or v3")
     if options.store:
-        store = lease_store.over_file(_opened(options))
+        store = leases.over_file(_opened(options))
     else:
-        store = lease_store.over_etcd(etcd_options(options), options.etcd_api)
+        store = leases.over_etcd(etcd_options(options), options.etcd_api)
     try:
-        yield _InStore(store, network or lease_store.UNNAMED)
+        yield _InStore(store, network or leases.UNNAMED)
     finally:
         store.close()
 
@@ -167,11 +167,11 @@ def _import(options: Options, arguments: argparse.Namespace) -> CommandAnswer:
 
 def _move(options: Options, arguments: argparse.Namespace, *, into_file: bool) -> CommandAnswer:
     """Copy every network between the file and etcd. Nothing is overwritten."""
-    from flanneld.subnet.embedded.moves import move
-    from flanneld.subnet.embedded.opening import open_store
-    from flanneld.subnet.stores import etcd_options
+    from flanneld.subnet.embedded.store import open_file
+    from flanneld.subnet.etcd.copy import move
+    from flanneld.subnet.opening import etcd_options
 
-    store = open_store(str(_path(options)), create=into_file and not arguments.dry_run)
+    store = open_file(str(_path(options)), create=into_file and not arguments.dry_run)
     said: list[str] = []
     is_complete = move(
         store,
@@ -195,9 +195,9 @@ def _path(options: Options) -> Path:
 
 
 def _opened(options: Options) -> Any:
-    from flanneld.subnet.embedded.opening import open_store
+    from flanneld.subnet.embedded.store import open_file
 
-    return open_store(str(_path(options)))
+    return open_file(str(_path(options)))
 
 
 def _done(text: str) -> CommandAnswer:

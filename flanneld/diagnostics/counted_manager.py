@@ -12,15 +12,15 @@ from flanneld.errors import Retryable
 from flanneld.model import Event, IPAddress, Lease, LeaseAttrs, LeaseKey, Snapshot
 from flanneld.reconcile.counters import StoreCounters
 from flanneld.runtime import clock
-from flanneld.subnet.manager import NO_FACTS, Deliver, LocalFacts, NodeStore, SubnetManager
+from flanneld.subnet.store import NO_FACTS, Deliver, LocalFacts, NodeStore, Store
 
 Result = TypeVar("Result")
 
 
 class CountedManager:
-    """``SubnetManager`` that forwards every call. ``counters`` may be read from any thread."""
+    """``Store`` that forwards every call. ``counters`` may be read from any thread."""
 
-    def __init__(self, manager: SubnetManager) -> None:
+    def __init__(self, manager: Store) -> None:
         self.counters = StoreCounters()
         self._manager = manager
 
@@ -95,7 +95,7 @@ class CountedManager:
 class CountedNodeStore(CountedManager):
     """``CountedManager`` for a store that is also a ``NodeStore``. Both arguments are the same object."""
 
-    def __init__(self, manager: SubnetManager, node_store: NodeStore) -> None:
+    def __init__(self, manager: Store, node_store: NodeStore) -> None:
         super().__init__(manager)
         self._node_store = node_store
 
@@ -112,6 +112,6 @@ class CountedNodeStore(CountedManager):
         self._node_store.report(reason)
 
 
-def counted(manager: SubnetManager) -> CountedManager:
+def counted(manager: Store) -> CountedManager:
     """Return a wrapper with the interfaces of ``manager``."""
     return CountedNodeStore(manager, manager) if isinstance(manager, NodeStore) else CountedManager(manager)

@@ -35,7 +35,7 @@ from flanneld.state.report import Report
 from flanneld.state.resources import ROUTES, ForeignLink, Key, Link, Resource, Route
 from flanneld.state.table import Explains, Put, Scope, Seen, Table
 from flanneld.subnet.allocation import fits, unfollowed
-from flanneld.subnet.manager import Foreseeing, LocalFacts, SubnetManager
+from flanneld.subnet.store import Foreseeing, LocalFacts, Store
 from flanneld.subnet.subnet_file import Previous
 
 
@@ -131,7 +131,7 @@ class Outcome(Struct, frozen=True, gc=False):
     spread: bool = False
 
 
-def dry_run(options: Options, manager: SubnetManager) -> Outcome:
+def dry_run(options: Options, manager: Store) -> Outcome:
     """Return the outcome of a startup. Raises ``Retryable`` or ``Fatal`` where it would wait or end."""
     once, notes = SingleAttempts(), Notes()
     services = host_services.of_dry_run(options.secret_dir, os.environ)
@@ -158,7 +158,7 @@ def dry_run(options: Options, manager: SubnetManager) -> Outcome:
 class Forecast:
     """Prediction of the lease without writing; replaces the store's ``acquire``."""
 
-    def __init__(self, manager: SubnetManager) -> None:
+    def __init__(self, manager: Store) -> None:
         self._manager = manager
         #: Set by ``acquire``: the leases of all nodes, and True if one of them is ours.
         self.leases: Snapshot | Cached = Snapshot(())
@@ -195,7 +195,7 @@ def _run(node: LocalNode, leases: Snapshot | Cached, notes: Notes) -> Controller
     return controller
 
 
-def all_leases(manager: SubnetManager) -> Snapshot | Cached:
+def all_leases(manager: Store) -> Snapshot | Cached:
     """Return the first snapshot of a watch, then close the manager. Raises ``Retryable``."""
     found: list[Snapshot | Cached] = []
 

@@ -16,7 +16,7 @@ from flanneld.reconcile.firewall import firewall_settings, place_rules
 from flanneld.reconcile.reconciler import desired_by_table
 from flanneld.state.resources import Kind, Resource
 from flanneld.state.table import Scope
-from flanneld.subnet.manager import SubnetManager
+from flanneld.subnet.store import Store
 from flanneld.subnet.subnet_file import SubnetEnv, SubnetEnvFile, SubnetFileTable
 
 
@@ -28,7 +28,7 @@ class _Scripted(Protocol):
     def script(self, scope: Scope) -> Iterator[str]: ...
 
 
-def print_plan(wanted: Options, manager: SubnetManager, say: Callable[[str], None]) -> None:
+def print_plan(wanted: Options, manager: Store, say: Callable[[str], None]) -> None:
     """Print each command on a line, and changes without a command as comments; nothing if all is right.
 
     Raises ``Retryable`` and ``Fatal`` where a startup would wait or end.

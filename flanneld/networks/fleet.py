@@ -14,7 +14,7 @@ from flanneld import __version__
 from flanneld.diagnostics.counted_manager import CountedManager, counted
 from flanneld.diagnostics.health_server import Checks, HealthServer
 from flanneld.errors import Cancelled, Retryable
-from flanneld.lease_server import LeaseService, open_store
+from flanneld.lease_server import LeaseService, open_file_store
 from flanneld.networks.claims import Claims
 from flanneld.networks.names import Choice, NetworkNames, RemoteNames, StoreNames
 from flanneld.networks.network import Network, sweep
@@ -28,13 +28,12 @@ from flanneld.runtime.shared_loop import SharedLoop
 from flanneld.runtime.supervisor import Supervisor
 from flanneld.startup import Admit
 from flanneld.subnet import subnet_file
-from flanneld.subnet.embedded.opening import manager_of
-from flanneld.subnet.embedded.store import KeyStore
-from flanneld.subnet.manager import LONGEST_SILENCE
+from flanneld.subnet.embedded.store import KeyStore, store_of
+from flanneld.subnet.opening import etcd_options, open_store, remote_options
 from flanneld.subnet.remote.change_log import ChangeLog
-from flanneld.subnet.remote.http_server import METRICS
-from flanneld.subnet.remote.lease_store import over_etcd, over_file
-from flanneld.subnet.stores import etcd_options, open_manager, remote_options
+from flanneld.subnet.remote.leases import over_etcd, over_file
+from flanneld.subnet.remote.server import METRICS
+from flanneld.subnet.store import LONGEST_SILENCE
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +73,7 @@ def run(wanted: Options, environ: Mapping[str, str], make: MakeDaemon) -> int:
     supervisor.handle_signals()
     lock = InstanceLock(Path(wanted.subnet_dir) / "flanneld.lock")
     lock.wait(supervisor.stop, tell=notifier.status)
-    file = open_store(wanted, supervisor) if wanted.store else None
+    file = open_file_store(wanted, supervisor) if wanted.store else None
     service = LeaseService(wanted, environ, supervisor, file) if wanted.listen else None
     if service:
         service.start()
@@ -260,8 +259,8 @@ class Fleet:
             # The other set of chains has room for one network only.
             iptables_rules="v0.12",
         )
-        store = manager_of(self._file, network.name) if self._file else None
-        manager = counted(store or open_manager(own, self._environ, network.name))
+        store = store_of(self._file, network.name) if self._file else None
+        manager = counted(store or open_store(own, self._environ, network.name))
         daemon = self._make(
             own,
             self._environ,

@@ -13,8 +13,8 @@ from flanneld.errors import Retryable
 from flanneld.option_values import is_network_name
 from flanneld.subnet.remote.change_log import ChangeLog
 from flanneld.subnet.remote.connection import RemoteConnection, RemoteServers, refused
-from flanneld.subnet.remote.lease_store import LeaseStore
-from flanneld.subnet.remote.manager import RemoteOptions
+from flanneld.subnet.remote.leases import LeaseStore
+from flanneld.subnet.remote.store import RemoteOptions
 from flanneld.subnet.remote.tls import client_context
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from flanneld.reconcile.host.uplink_manager import UplinkManager
 from flanneld.reconcile.past.ownership import Device, StoreAddress
 from flanneld.state.resources import Link, Resource
 from flanneld.state.table import Table
-from flanneld.subnet.manager import SubnetManager
+from flanneld.subnet.store import Store
 
 KernelTables = Callable[[Callable[[], Iterable[Link]]], Sequence[Table]]
 
@@ -38,7 +38,7 @@ class LocalNode(Struct, frozen=True):
     adopts: bool = False
     adopted: frozenset[IPNetwork] = frozenset()
     record: Callable[..., None] = lambda **_: None
-    store: SubnetManager | None = None
+    store: Store | None = None
     store_addresses: tuple[StoreAddress, ...] = ()
     store_tried: int = 0
 

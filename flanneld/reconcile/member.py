@@ -24,7 +24,7 @@ from flanneld.runtime.loop import MakeLoop, StepLoop
 from flanneld.runtime.supervisor import Supervisor
 from flanneld.state.removal_guard import RemovalGuard
 from flanneld.subnet.lease_keeper import LeaseKeeper
-from flanneld.subnet.manager import LONGEST_SILENCE, NodeStore, SubnetManager
+from flanneld.subnet.store import LONGEST_SILENCE, NodeStore, Store
 from flanneld.subnet.subnet_file import Previous
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Member(Struct, frozen=True, gc=False):
     """Node with a lease, and the backend that the lease announces."""
 
     options: Options
-    manager: SubnetManager
+    manager: Store
     config: Config
     previous: Previous
     last_run: LastRun

@@ -1,4 +1,4 @@
-"""Leases: the subnet manager's interface, its implementations, and their storage formats."""
+"""Leases: the interface of a store, its implementations, and their storage formats."""
 
 from flanneld.runtime.imports import defer
 

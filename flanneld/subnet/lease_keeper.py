@@ -17,7 +17,7 @@ from flanneld.runtime import clock
 from flanneld.runtime.complaints import Outage
 from flanneld.runtime.loop import StepLoop
 from flanneld.runtime.waits import Backoff
-from flanneld.subnet.manager import SubnetManager
+from flanneld.subnet.store import Store
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class LeaseKeeper:
 
     def __init__(
         self,
-        manager: SubnetManager,
+        manager: Store,
         lease: Lease,
         *,
         margin: float,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from flanneld.subnet.embedded.opening import open_store
+from flanneld.subnet.embedded.store import open_file
 from tests.lab import Lab, Node, wait_for
 from tests.lab.ping import Ping
 from tests.netns.test_remote import REMOTE, server
@@ -113,7 +113,7 @@ def test_named_networks_are_served_from_a_file_in_the_same_process() -> None:
         flags = [f"--store={store}", "--network=10.5.0.0/16", f"--listen={node.address}:8888"]
         start(node, "--networks=blue", "--healthz-port=10300", *flags)
         node.wait_for_log("Couldn't fetch network config")
-        open_store(str(store)).create(f"{PREFIX}/blue/config", json.dumps(BLUE), None)
+        open_file(str(store)).create(f"{PREFIX}/blue/config", json.dumps(BLUE), None)
         assert subnet(node, "blue").startswith("10.6.")
         wait_for(node.service_manager.ready, 60, "READY=1")
         metrics = node.run("curl", "-sf", "http://127.0.0.1:10300/metrics").stdout

@@ -32,10 +32,10 @@ from flanneld.reconcile.peers import Peers
 from flanneld.reconcile.reconciler import Reconciler
 from flanneld.state.removal_guard import RemovalGuard
 from flanneld.state.resources import Vxlan
+from flanneld.subnet.etcd import v2_messages
 from flanneld.subnet.etcd.http import Answer
-from flanneld.subnet.etcd.keys import Position, Reply
+from flanneld.subnet.etcd.keys import KeyReply, Position
 from flanneld.subnet.etcd.leases import LeaseReader
-from flanneld.subnet.etcd.v2 import answers
 from tests.bench.cluster import Peer, open_leases
 from tests.lab import Lab, wait_for
 from tests.lab.etcd import PREFIX
@@ -84,9 +84,9 @@ class StoredList:
         }
         self._body = json.dumps({"action": "get", "node": here}).encode()
 
-    def fetch(self, key: str, *, recursive: bool = False) -> Reply:
+    def fetch(self, key: str, *, recursive: bool = False) -> KeyReply:
         del key, recursive
-        return answers.read(Answer("etcd", 200, Position(1 << 20, "c"), body=self._body))
+        return v2_messages.read(Answer("etcd", 200, Position(1 << 20, "c"), body=self._body))
 
 
 class Net:

@@ -24,9 +24,9 @@ from flanneld.runtime import logs
 from flanneld.runtime.process import Notifier
 from flanneld.runtime.supervisor import Supervisor
 from flanneld.startup import SingleAttempts
-from flanneld.subnet.embedded.opening import manager_of, open_store
-from flanneld.subnet.manager import SubnetManager
-from flanneld.subnet.stores import open_manager
+from flanneld.subnet.embedded.store import open_file, store_of
+from flanneld.subnet.opening import open_store
+from flanneld.subnet.store import Store
 from tests.lab.etcd_v3 import V3Keys
 from tests.lab.wait import wait_for
 from tests.local_etcd import LocalEtcd, free_port
@@ -51,19 +51,19 @@ def options(etcd: LocalEtcd, tmp_path: Path, prefix: str) -> Options:
 
 
 @pytest.fixture
-def manager(options: Options) -> Iterator[SubnetManager]:
-    manager = open_manager(options, {})
+def manager(options: Options) -> Iterator[Store]:
+    manager = open_store(options, {})
     yield manager
     manager.close()
 
 
-def test_a_stage_of_a_dry_run_does_not_wait(options: Options, manager: SubnetManager) -> None:
+def test_a_stage_of_a_dry_run_does_not_wait(options: Options, manager: Store) -> None:
     with pytest.raises(Retryable, match="has no network config"):
         startup.load(options, manager, SingleAttempts())
 
 
 def test_the_same_stage_waits_for_the_daemon(
-    options: Options, manager: SubnetManager, keys: V3Keys, prefix: str, caplog: pytest.LogCaptureFixture
+    options: Options, manager: Store, keys: V3Keys, prefix: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = '{"Network": "10.5.0.0/16", "Backend": {"Type": "host-gw"}}'
 
@@ -79,9 +79,9 @@ def test_the_same_stage_waits_for_the_daemon(
 
 
 def test_store_is_closed_while_the_tasks_still_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = open_store(str(tmp_path / "leases.db"), create=True)
+    store = open_file(str(tmp_path / "leases.db"), create=True)
     store.create("/coreos.com/network/config", '{"Network": "10.5.0.0/16", "Backend": {"Type": "x"}}', None)
-    manager, port = counted(manager_of(store)), free_port()
+    manager, port = counted(store_of(store)), free_port()
     wanted = read([f"-subnet-file={tmp_path}/subnet.env", f"-healthz-port={port}"], {})
     answers: list[int] = []
     close = manager.close
@@ -112,7 +112,7 @@ def health(port: int) -> int:
 
 
 def test_an_unknown_backend_ends_the_load(
-    options: Options, manager: SubnetManager, keys: V3Keys, prefix: str
+    options: Options, manager: Store, keys: V3Keys, prefix: str
 ) -> None:
     keys.put(f"{prefix}/config", '{"Network": "10.5.0.0/16", "Backend": {"Type": "pigeons"}}')
     with pytest.raises(Fatal, match='unknown backend type "pigeons"'):
@@ -126,7 +126,7 @@ def test_a_missing_uplink_may_be_waited_out_as_long_as_iface_wait_says(
     prefix = f"/startup/uplink/{wait}"
     keys.put(f"{prefix}/config", '{"Network": "10.5.0.0/16"}')
     options = flags(etcd, tmp_path, prefix, "-iface=none0", f"-iface-wait={wait}")
-    manager = open_manager(options, {})
+    manager = open_store(options, {})
     loaded = startup.load(options, manager, SingleAttempts())
     with pytest.raises(failure, match="found no external interface"):
         startup.elect(loaded, SingleAttempts())

@@ -64,14 +64,14 @@ def _leases(wanted: options.Options, api: str) -> Sequence[tuple[str, str]]:
     """Return subnet and public IP of each lease in one API."""
     from flanneld.model import FAMILIES, name_of
     from flanneld.subnet.etcd.api_choice import open_etcd
-    from flanneld.subnet.etcd.manager import EtcdManager
-    from flanneld.subnet.stores import etcd_options
+    from flanneld.subnet.etcd.store import EtcdStore
+    from flanneld.subnet.opening import etcd_options
 
     level = logging.getLogger().level
     logging.getLogger().setLevel(logging.ERROR)
     manager = open_etcd(etcd_options(wanted), api)
     try:
-        assert isinstance(manager, EtcdManager)
+        assert isinstance(manager, EtcdStore)
         leases = manager.listing().leases.values()
         return [
             (name_of(lease.key), str(ip))

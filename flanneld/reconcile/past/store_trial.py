@@ -17,7 +17,7 @@ from flanneld.reconcile.past.last_run import LastRun
 from flanneld.reconcile.past.ownership import StoreAddress
 from flanneld.runtime import clock, waits
 from flanneld.state.resources import Route
-from flanneld.subnet.manager import SubnetManager
+from flanneld.subnet.store import Store
 from flanneld.subnet.subnet_file import Previous
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ _PAUSE = 0.2
 class StoreTrial:
     """Trial after a request of a start that got no answer from the store."""
 
-    def __init__(self, manager: SubnetManager, previous: Previous, last_run: LastRun) -> None:
+    def __init__(self, manager: Store, previous: Previous, last_run: LastRun) -> None:
         self._manager = manager
         self._previous = previous
         self._last_run = last_run

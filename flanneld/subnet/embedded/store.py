@@ -1,26 +1,37 @@
-"""Keys of the embedded store: revisions, compare-and-swap, expiry, and a bounded history."""
+"""Embedded store: keys in a file with revisions, compare-and-swap, expiry and a bounded history."""
 
 from __future__ import annotations
 
+import json
+import logging
+import posixpath
 import sqlite3
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from ipaddress import ip_network
+from pathlib import Path
 
 from msgspec import Struct, structs
 
-from flanneld.runtime import clock
+from flanneld.config import parse, say_the_same
+from flanneld.errors import Cancelled, Fatal, Retryable
+from flanneld.runtime import clock, randomness
 from flanneld.runtime.waits import Signal
 from flanneld.subnet.embedded.database import Database, fact, number, set_fact
 from flanneld.subnet.etcd.keys import (
     Conflict,
     KeyChanges,
+    KeyReply,
+    NoConfig,
     NotFound,
     Position,
     RelistNeeded,
-    Reply,
     StoredKey,
     check_history,
+    check_reread,
 )
+from flanneld.subnet.etcd.store import EtcdStore
 
 #: Changes to keep: more than a large cluster makes in a minute, for which a client may be disconnected.
 KEPT = 10_000
@@ -93,7 +104,7 @@ class KeyStore:
                 (after.index, first, last),
             ).fetchall()
         replies = tuple(
-            Reply(
+            KeyReply(
                 action,
                 StoredKey(name, value, _left(expires, now), revision, created=created or 0),
                 (),
@@ -256,3 +267,176 @@ def _note(
         connection.execute("DELETE FROM history WHERE revision <= ?", (revision - KEPT,))
         set_fact(connection, "floor", revision - KEPT)
     return _position(connection)
+
+
+#: Key below which the store holds the network: etcd's default, so that an export changes no key.
+PREFIX = "/coreos.com/network"
+#: Seconds after which a watch without changes returns, so that its thread can send a heartbeat.
+POLL = 60.0
+
+
+class EmbeddedClient:
+    """``KeyClient`` of a store in this process. ``cancel`` ends this client and leaves the store open."""
+
+    api = "embedded"
+    names_ipv6 = True
+
+    def __init__(self, store: KeyStore) -> None:
+        self.store = store
+        self._is_cancelled = threading.Event()
+
+    def root(self, prefix: str) -> str:
+        return posixpath.normpath("/" + prefix.strip("/"))
+
+    def fetch(self, key: str, *, recursive: bool = False) -> KeyReply:
+        self.check()
+        if recursive:
+            children, at = self.store.below(key)
+            return KeyReply("get", StoredKey(key, "", None, at.index, is_dir=True), children, at)
+        node, at = self.store.get(key)
+        return KeyReply("get", node, (), at)
+
+    def create(self, key: str, value: str, ttl: int | None) -> KeyReply:
+        self.check()
+        node, at = self.store.create(key, value, ttl)
+        return KeyReply("put", node, (), at)
+
+    def replace(self, key: str, value: str, ttl: int | None, modified: int) -> KeyReply:
+        self.check()
+        node, at = self.store.replace(key, value, ttl, modified)
+        return KeyReply("put", node, (), at)
+
+    def prolong(self, key: str, modified: int) -> float | None:
+        self.check()
+        return self.store.prolong(key, modified)
+
+    def remove(self, key: str) -> None:
+        self.check()
+        self.store.remove(key)
+
+    def watcher(self, key: str, *, recursive: bool, contact: Callable[[], object]) -> EmbeddedWatcher:
+        return EmbeddedWatcher(EmbeddedClient(self.store), key, recursive=recursive, contact=contact)
+
+    def missing(self, key: str, example: str, *, elsewhere: bool) -> NoConfig:
+        del key, example, elsewhere
+        return NoConfig(f"the {self.store.name} has no network config", "start with -network=10.5.0.0/16")
+
+    def reconnect(self) -> None:
+        """Do nothing: a file has no connection."""
+
+    def cancel(self) -> None:
+        self._is_cancelled.set()
+        self.store.wake()
+
+    def check(self) -> None:
+        """Raise ``Cancelled`` after ``cancel``."""
+        if self._is_cancelled.is_set():
+            raise Cancelled
+
+
+class EmbeddedWatcher:
+    """``Watcher`` of a store in this process."""
+
+    def __init__(
+        self, client: EmbeddedClient, key: str, *, recursive: bool, contact: Callable[[], object]
+    ) -> None:
+        self.client = client
+        self._key = key
+        self._recursive = recursive
+        self._contact = contact
+        self._reread = threading.Event()
+
+    def read(self, after: Position) -> KeyChanges:
+        store = self.client.store
+        deadline = clock.now() + POLL
+        while True:
+            writes = store.writes
+            self.client.check()
+            check_reread(self._reread)
+            changes = store.changes(self._key, recursive=self._recursive, after=after)
+            self._contact()
+            if changes.replies or clock.now() > deadline:
+                return changes
+            store.listen(writes, TICK)
+            store.tick()
+            after = changes.at
+
+    def reread(self) -> None:
+        self._reread.set()
+        self.client.store.wake()
+
+    def reconnect(self) -> None:
+        """Do nothing: a file has no connection."""
+
+    def cancel(self) -> None:
+        self.client.cancel()
+
+    def close(self) -> None:
+        """Do nothing: a file has no connection."""
+
+
+log = logging.getLogger(__name__)
+
+_CONFIG = posixpath.join(PREFIX, "config")
+
+
+def open_file(path: str, *, create: bool = False) -> KeyStore:
+    """Open the store in a file; ``create`` makes a missing file. Raises ``Fatal``."""
+    return KeyStore(Database(Path(path).absolute(), create=create))
+
+
+def store_of(
+    store: KeyStore, network: str = "", randrange: Callable[[int], int] = randomness.randrange
+) -> EtcdStore:
+    """Return the leases of a network in a file; ``network`` is the network's name, or empty."""
+    prefix = posixpath.join(PREFIX, network) if network else PREFIX
+    name = f"{store.name} under {network}" if network else store.name
+    return EtcdStore(
+        EmbeddedClient(store), prefix, store.name, pause_time=1.0, randrange=randrange, name=name
+    )
+
+
+def config_of(text: str) -> str:
+    """Return the network config that ``-network`` means: a network, or JSON. Raises ``Fatal``."""
+    if not text.lstrip().startswith("{"):
+        try:
+            family = ip_network(text).version
+        except ValueError as error:
+            raise Fatal(f"-network: {error}", "give a network like 10.5.0.0/16, or JSON") from None
+        named = (
+            {"Network": text}
+            if family == 4
+            else {"EnableIPv4": False, "EnableIPv6": True, "IPv6Network": text}
+        )
+        text = json.dumps({**named, "Backend": {"Type": "vxlan"}})
+    try:
+        parse(text)
+    except Retryable as error:
+        raise Fatal(f"-network: {error.problem}", error.remedy) from None
+    return text
+
+
+def write_config(store: KeyStore, text: str) -> None:
+    """Write the network config of ``-network``, unless the store has it.
+
+    A bare network keeps the rest of a config that has this network. Raises ``Retryable`` and ``Fatal``.
+    """
+    wanted = config_of(text)
+    try:
+        node, _ = store.get(_CONFIG)
+    except NotFound:
+        store.create(_CONFIG, wanted, None)
+        return
+    if say_the_same(wanted, node.value) or (wanted != text and _has_network(node.value, wanted)):
+        return
+    store.replace(_CONFIG, wanted, None, node.modified)
+    log.warning("Changed the network config in %s from %s to %s", store.name, node.value, wanted)
+
+
+def _has_network(stored: str, wanted: str) -> bool:
+    """Return True if two configs are for the same networks."""
+    try:
+        one, other = parse(stored), parse(wanted)
+    except Retryable:
+        return False
+    return [each.network for each in one.ranges] == [each.network for each in other.ranges]

@@ -12,13 +12,13 @@ from flanneld.config import Config
 from flanneld.errors import Retryable
 from flanneld.model import IPAddress, Lease, LeaseAttrs, LeaseKey
 from flanneld.runtime import randomness
+from flanneld.subnet.etcd import v2_messages
 from flanneld.subnet.etcd.endpoints import EtcdOptions, Server, Servers
 from flanneld.subnet.etcd.http import NoSuchApi, Request, ServerFailed
-from flanneld.subnet.etcd.keys import Client, NoConfig, NotFound
-from flanneld.subnet.etcd.manager import EtcdManager
+from flanneld.subnet.etcd.keys import KeyClient, NoConfig, NotFound
+from flanneld.subnet.etcd.store import EtcdStore
 from flanneld.subnet.etcd.transport import EtcdTimeouts, Send, Transport
-from flanneld.subnet.etcd.v2 import answers
-from flanneld.subnet.manager import NO_FACTS, Deliver, LocalFacts, SubnetManager
+from flanneld.subnet.store import NO_FACTS, Deliver, LocalFacts, Store
 
 log = logging.getLogger(__name__)
 
@@ -28,8 +28,8 @@ def open_etcd(
     api: str = "auto",
     timeouts: EtcdTimeouts | None = None,
     randrange: Callable[[int], int] = randomness.randrange,
-) -> SubnetManager:
-    """Return the subnet manager for "v2", "v3", "both", or "auto": the API that has the network config.
+) -> Store:
+    """Return the store for "v2", "v3", "both", or "auto": the API that has the network config.
 
     Connects to nothing. Raises ``Fatal`` for unusable options.
     """
@@ -37,8 +37,8 @@ def open_etcd(
 
     def open_api(
         name: str, is_elsewhere: Callable[[str], bool] = lambda _: False, transport: Transport = transport
-    ) -> EtcdManager:
-        return EtcdManager(
+    ) -> EtcdStore:
+        return EtcdStore(
             open_client(name, transport),
             options.prefix,
             transport.servers.name,
@@ -49,24 +49,24 @@ def open_etcd(
         )
 
     if api == "both":
-        from flanneld.subnet.etcd.both import EtcdOfBoth
+        from flanneld.subnet.etcd.both import BothStores
 
         # Each has its own connection, so that neither waits for the other.
-        return EtcdOfBoth(
+        return BothStores(
             open_api("v3"), open_api("v2", transport=Transport(Servers(options), transport.timeouts))
         )
     if api == "auto":
-        return EtcdOfEither(transport, options.prefix, open_api)
+        return EitherStore(transport, options.prefix, open_api)
     return open_api(api, partial(_is_in_v2 if api == "v3" else _is_in_v3, transport))
 
 
-def open_client(api: str, transport: Transport) -> Client:
+def open_client(api: str, transport: Transport) -> KeyClient:
     """Return a client of "v2" or "v3". Only that one is imported: v2's is heavy."""
     if api == "v2":
-        from flanneld.subnet.etcd.v2.client import V2Client as ClientV2
+        from flanneld.subnet.etcd.v2 import V2Client as ClientV2
 
         return ClientV2(transport)
-    from flanneld.subnet.etcd.v3.client import V3Client as ClientV3
+    from flanneld.subnet.etcd.v3 import V3Client as ClientV3
 
     return ClientV3(transport)
 
@@ -77,7 +77,7 @@ def _is_in_v2(transport: Transport, key: str) -> bool:
 
     def attempt(server: Server, send: Send) -> bool:
         try:
-            answers.read(send(Request("GET", target, headers=server.basic_login())))
+            v2_messages.read(send(Request("GET", target, headers=server.basic_login())))
         except NotFound:
             return False
         except ServerFailed as lack:
@@ -100,20 +100,20 @@ def _is_in_v3(transport: Transport, key: str) -> bool:
     return True
 
 
-class EtcdOfEither:
-    """``SubnetManager`` on the first API that has a network config: v3, then v2.
+class EitherStore:
+    """``Store`` on the first API that has a network config: v3, then v2.
 
     ``network_config`` makes the choice, so it must be called first. ``open_api`` returns the manager for an
     API, on the same connection.
     """
 
-    def __init__(self, transport: Transport, prefix: str, open_api: Callable[[str], EtcdManager]) -> None:
+    def __init__(self, transport: Transport, prefix: str, open_api: Callable[[str], EtcdStore]) -> None:
         self._transport = transport
         self._open_api = open_api
         self._lock = threading.Lock()
         self._is_closed = False
         self._v3 = open_api("v3")
-        self._chosen: EtcdManager | None = None
+        self._chosen: EtcdStore | None = None
         self._name = f"etcd at {transport.servers.name} under {prefix}"
 
     @property
@@ -194,14 +194,14 @@ class EtcdOfEither:
         self._choose(manager)
         return config
 
-    def _choose(self, manager: EtcdManager) -> None:
+    def _choose(self, manager: EtcdStore) -> None:
         with self._lock:
             self._chosen = manager
             if self._is_closed:
                 manager.close()
         log.info("The network config is in %s", manager.name)
 
-    def _manager(self) -> EtcdManager:
+    def _manager(self) -> EtcdStore:
         if self._chosen is None:
             raise Retryable("it is not known yet which API of etcd to use", "read the network config first")
         return self._chosen

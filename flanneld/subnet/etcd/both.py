@@ -1,4 +1,4 @@
-"""Subnet manager on etcd's v2 and v3 APIs at once, for clusters that move from one to the other.
+"""Store on etcd's v2 and v3 APIs at once, for clusters that move from one to the other.
 
 Our lease is written to both APIs under the same subnet, and leases in either are peers. v3 has precedence: it
 decides races between nodes, and its lease counts if v2 has a different one.
@@ -33,16 +33,9 @@ from flanneld.subnet.allocation import fits
 from flanneld.subnet.etcd.http import NoSuchApi
 from flanneld.subnet.etcd.keys import NoConfig, Position
 from flanneld.subnet.etcd.leases import Listing, is_as_written, node_address, say_kept
-from flanneld.subnet.etcd.manager import (
-    SUBNET_TTL,
-    TRIES,
-    EtcdManager,
-    LeaseTaken,
-    say_allocated,
-    say_found,
-)
+from flanneld.subnet.etcd.store import SUBNET_TTL, TRIES, EtcdStore, LeaseTaken, say_allocated, say_found
 from flanneld.subnet.etcd.union import LeaseUnion, OwnInBoth
-from flanneld.subnet.manager import LONGEST_SILENCE, NO_FACTS, Deliver, IsSelf, LocalFacts
+from flanneld.subnet.store import LONGEST_SILENCE, NO_FACTS, Deliver, IsSelf, LocalFacts
 
 log = logging.getLogger(__name__)
 
@@ -51,23 +44,23 @@ log = logging.getLogger(__name__)
 GRACE = 1.0
 
 #: Watch function for one API, given a heartbeat callback.
-_Watch = Callable[[EtcdManager, Callable[[], None]], None]
+_Watch = Callable[[EtcdStore, Callable[[], None]], None]
 
 
-class EtcdOfBoth:
-    """``SubnetManager`` on two others. The first has precedence.
+class BothStores:
+    """``Store`` on two others. The first has precedence.
 
     An API that the servers lack at startup is left out. If one fails or refuses access later, its peers are
     kept and the other API goes on working.
     """
 
     def __init__(
-        self, *managers: EtcdManager, pause: Callable[[threading.Event, float], bool] = waits.pause
+        self, *managers: EtcdStore, pause: Callable[[threading.Event, float], bool] = waits.pause
     ) -> None:
         self._all = managers
         self._pause = pause
         #: Those that are there.
-        self._sides: Sequence[EtcdManager] = managers
+        self._sides: Sequence[EtcdStore] = managers
         self._once = OneTimeWarnings()
         self._closed = threading.Event()
         self._own = OwnInBoth(side.api for side in managers)
@@ -91,8 +84,8 @@ class EtcdOfBoth:
         return self._all[0].addresses  # both have the same endpoints
 
     def network_config(self) -> Config:
-        found: list[tuple[EtcdManager, Config]] = []
-        problems: dict[EtcdManager, Retryable] = {}
+        found: list[tuple[EtcdStore, Config]] = []
+        problems: dict[EtcdStore, Retryable] = {}
         for side in self._all:
             try:
                 found.append((side, side.network_config()))
@@ -224,12 +217,12 @@ class EtcdOfBoth:
 
     # ---- acquiring ---------------------------------------------------------------------------
 
-    def _listings(self, *, fresh: bool) -> tuple[dict[EtcdManager, Listing], Retryable | None]:
+    def _listings(self, *, fresh: bool) -> tuple[dict[EtcdStore, Listing], Retryable | None]:
         """Return the leases of each readable API, and the error of one that is not.
 
         Raises ``Retryable`` if no API can be read.
         """
-        listings: dict[EtcdManager, Listing] = {}
+        listings: dict[EtcdStore, Listing] = {}
         problem: Retryable | None = None
         for side in self._sides:
             try:
@@ -244,7 +237,7 @@ class EtcdOfBoth:
         self,
         key: LeaseKey,
         attrs: LeaseAttrs,
-        listings: dict[EtcdManager, Listing],
+        listings: dict[EtcdStore, Listing],
         written: Lease | None = None,
     ) -> Lease:
         """Write our lease to every API, or to none. Raises ``LeaseTaken`` if another node has it."""
@@ -261,7 +254,7 @@ class EtcdOfBoth:
         }
         is_reserved = any(lease.expires is None for lease in had.values())
         wanted = Lease(attrs, *key, expires=None if is_reserved else clock.now(), asof=-1)
-        taken: list[EtcdManager] = []
+        taken: list[EtcdStore] = []
         with self._own_lock:
             own = OwnInBoth((side.api for side in self._sides), self._is_self)
             for side in self._sides:
@@ -291,7 +284,7 @@ class EtcdOfBoth:
             self._announced = attrs
             return own.whole()
 
-    def _tidy_up(self, listings: dict[EtcdManager, Listing], lease: Lease) -> None:
+    def _tidy_up(self, listings: dict[EtcdStore, Listing], lease: Lease) -> None:
         """Remove our other leases: a node must not hold two, one in each API."""
         for side, listing in listings.items():
             for _, other in listing.of(lambda theirs: self._is_self(theirs, lease.attrs)):
@@ -301,7 +294,7 @@ class EtcdOfBoth:
 
     # ---- renewing ----------------------------------------------------------------------------
 
-    def _renew_in(self, side: EtcdManager, lease: Lease) -> None:
+    def _renew_in(self, side: EtcdStore, lease: Lease) -> None:
         """Renew our lease in one API, unless this renewal already succeeded there."""
         ends = self._own.ends(side.api)
         lasts = ends is None or ends - clock.now() > SUBNET_TTL / 2
@@ -327,7 +320,7 @@ class EtcdOfBoth:
             if now - min(beats.values()) < LONGEST_SILENCE:
                 alive()
 
-        def run(side: EtcdManager) -> None:
+        def run(side: EtcdStore) -> None:
             watch(side, lambda: beat(side.api))
 
         supervisor.run_together([partial(run, side) for side in self._sides], self.close)

@@ -37,7 +37,7 @@ class StoredKey(Struct, frozen=True, gc=False):
     created: int = 0
 
 
-class Reply(Struct, frozen=True, gc=False):
+class KeyReply(Struct, frozen=True, gc=False):
     """Result of a request.
 
     A long poll without a change has no ``node``; ``children`` are a directory's entries.
@@ -54,7 +54,7 @@ class Reply(Struct, frozen=True, gc=False):
 class KeyChanges(Struct, frozen=True, gc=False):
     """Changes of a watched key up to ``at``, in order. Empty if the wait timed out."""
 
-    replies: tuple[Reply, ...]
+    replies: tuple[KeyReply, ...]
     at: Position
 
 
@@ -85,7 +85,7 @@ class NoConfig(Retryable):
     """Error for a network config that the operator has not written yet."""
 
 
-class Client(Protocol):
+class KeyClient(Protocol):
     """Client of one etcd API, for one request at a time over one connection.
 
     Any request may raise ``Retryable``. After ``cancel`` each raises ``Cancelled``.
@@ -100,18 +100,18 @@ class Client(Protocol):
         """Return the key that an operator means by a prefix."""
         ...
 
-    def fetch(self, key: str, *, recursive: bool = False) -> Reply:
+    def fetch(self, key: str, *, recursive: bool = False) -> KeyReply:
         """Read a key, or all keys of a directory, with a quorum read. Raises ``NotFound``."""
         ...
 
-    def create(self, key: str, value: str, ttl: int | None) -> Reply:
+    def create(self, key: str, value: str, ttl: int | None) -> KeyReply:
         """Write a key that must not exist. Raises ``Conflict`` if it does.
 
         After ``Retryable`` it may have been written nevertheless.
         """
         ...
 
-    def replace(self, key: str, value: str, ttl: int | None, modified: int) -> Reply:
+    def replace(self, key: str, value: str, ttl: int | None, modified: int) -> KeyReply:
         """Write a key if its last change is at ``modified``. Raises ``Conflict`` if it changed since."""
         ...
 
@@ -147,7 +147,7 @@ class Watcher(Protocol):
     """Watch of a key or a directory over a connection of its own."""
 
     @property
-    def client(self) -> Client:
+    def client(self) -> KeyClient:
         """Client for reading the current state."""
         ...
 

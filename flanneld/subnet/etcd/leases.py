@@ -26,7 +26,7 @@ from flanneld.model import (
 from flanneld.runtime import clock
 from flanneld.runtime.complaints import BatchedWarnings
 from flanneld.subnet.codec import format_key, parse_attrs, parse_key
-from flanneld.subnet.etcd.keys import Client, NotFound, Position, RelistNeeded, Reply, StoredKey
+from flanneld.subnet.etcd.keys import KeyClient, KeyReply, NotFound, Position, RelistNeeded, StoredKey
 
 log = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ class LeaseReader:
     def key_of(self, lease_key: LeaseKey) -> str:
         return posixpath.join(self.path, format_key(lease_key))
 
-    def read_all(self, client: Client) -> Listing:
+    def read_all(self, client: KeyClient) -> Listing:
         """Read all leases in one request. A missing directory yields none. Raises ``Retryable``."""
         try:
             reply = client.fetch(self.path, recursive=True)
@@ -144,7 +144,7 @@ class LeaseReader:
         self.complain()
         return Listing(reply.at, leases, frozenset(filter(None, unreadable.values())))
 
-    def news(self, reply: Reply) -> list[Event]:
+    def news(self, reply: KeyReply) -> list[Event]:
         """Return the events of a change in the directory.
 
         Raises ``RelistNeeded`` if the directory itself changed.
@@ -160,7 +160,7 @@ class LeaseReader:
         self.complain()
         return events
 
-    def news_of(self, key: LeaseKey, reply: Reply) -> list[Event]:
+    def news_of(self, key: LeaseKey, reply: KeyReply) -> list[Event]:
         """Return the events of a change to this lease, or to the directory that holds it."""
         if reply.action in _GONE:
             return [Removed(key)]

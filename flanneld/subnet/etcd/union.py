@@ -18,7 +18,7 @@ from flanneld.model import (
     Snapshot,
     is_same_node,
 )
-from flanneld.subnet.manager import IsSelf
+from flanneld.subnet.store import IsSelf
 
 #: Bits per API in the combined index of a lease.
 _BITS = 64

@@ -60,7 +60,7 @@ class BrokenOff(Retryable):
     """Error for a watch whose connection was lost before the watch ended."""
 
 
-class Refusal(Retryable):
+class ApiRefusal(Retryable):
     """Error response of the API server. ``status`` is the HTTP status code."""
 
     def __init__(self, problem: str, remedy: str, status: int, retry_after: float = 0.0) -> None:
@@ -226,7 +226,9 @@ class Api:
         if status == _GONE:
             raise Expired(_message(told) or "what was asked for is gone")
         problem = f"the API server says {status}" + (f": {_message(told)}" if _message(told) else "")
-        raise Refusal(problem, _remedy(status), status, _retry_after(response.headers.get("Retry-After", "")))
+        raise ApiRefusal(
+            problem, _remedy(status), status, _retry_after(response.headers.get("Retry-After", ""))
+        )
 
     def _lost(self, error: Exception, waited: float = math.inf, read: float | None = None) -> NoAnswer:
         """Return an error for a failed connection, with the same text each time it fails the same way.

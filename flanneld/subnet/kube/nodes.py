@@ -94,7 +94,7 @@ class _Answer(_Object, total=False):
 _DECODER = msgspec.json.Decoder(_Answer)
 
 
-class Node(Struct, frozen=True, gc=False, rename={"cidrs": "podCIDRs", "notes": "annotations"}):
+class KubeNode(Struct, frozen=True, gc=False, rename={"cidrs": "podCIDRs", "notes": "annotations"}):
     """The fields of a node that are used.
 
     ``notes`` maps annotation names, without their prefix, to values. ``created`` orders nodes by their
@@ -148,7 +148,7 @@ class NodeReader:
         self._names = {f"{prefix}{suffix}": suffix for suffix in SUFFIXES}
         self._full = {suffix: name for name, suffix in self._names.items()}
 
-    def read(self, obj: Any) -> Node:
+    def read(self, obj: Any) -> KubeNode:
         """Return the node in ``obj``. Raises ``Refused`` if it has no name."""
         meta = child(obj, "metadata")
         name = meta.get("name")
@@ -160,7 +160,7 @@ class NodeReader:
             if (suffix := self._names.get(key)) and isinstance(value, str)
         }
         created = _order(meta.get("creationTimestamp"))
-        return Node(name, str(meta.get("uid", "")), _cidrs(child(obj, "spec")), notes, created)
+        return KubeNode(name, str(meta.get("uid", "")), _cidrs(child(obj, "spec")), notes, created)
 
     def patch(self, changes: Mapping[str, str]) -> str:
         """Return the strategic-merge patch that sets these annotations.
@@ -198,7 +198,7 @@ def _cidrs(spec: Mapping[str, Any]) -> tuple[str, ...]:
 # ---- leases --------------------------------------------------------------------------------------
 
 
-def key_of(node: Node, config: Config) -> LeaseKey:
+def key_of(node: KubeNode, config: Config) -> LeaseKey:
     """Return a node's subnets of the network's families. Raises ``Refused``."""
     if len(node.cidrs) > _MOST_CIDRS:
         raise _wrong(node, f"has {len(node.cidrs)} podCIDRs", "give it one, or one of each family")
@@ -223,7 +223,7 @@ def key_of(node: Node, config: Config) -> LeaseKey:
     return (subnet, ipv6_subnet)
 
 
-def own_key(node: Node, config: Config) -> LeaseKey:
+def own_key(node: KubeNode, config: Config) -> LeaseKey:
     """Return our own subnets, one for each family. Raises ``Retryable`` if one is missing or invalid."""
     try:
         key = key_of(node, config)
@@ -242,7 +242,7 @@ def own_key(node: Node, config: Config) -> LeaseKey:
     return key
 
 
-def lease_of(node: Node, config: Config) -> Lease:
+def lease_of(node: KubeNode, config: Config) -> Lease:
     """Return a peer's lease, for the families it has a podCIDR and a public IP of. Raises ``Refused``."""
     key = key_of(node, config)
     attrs = announced(node, config)
@@ -252,7 +252,7 @@ def lease_of(node: Node, config: Config) -> Lease:
     return Lease(attrs, subnet, ipv6_subnet, created=node.created)
 
 
-def announced(node: Node, config: Config) -> LeaseAttrs:
+def announced(node: KubeNode, config: Config) -> LeaseAttrs:
     """Return the attributes in a node's annotations, for the network's families. Raises ``Refused``."""
     public: dict[Family, IPAddress | None] = {4: None, 6: None}
     data: dict[Family, Any] = {4: None, 6: None}
@@ -268,17 +268,17 @@ def announced(node: Node, config: Config) -> LeaseAttrs:
     )
 
 
-def own_public_ip(node: Node, family: Family) -> IPAddress | None:
+def own_public_ip(node: KubeNode, family: Family) -> IPAddress | None:
     """Return the public IP that the operator set for this node, or None. Raises ``Refused``."""
     return _public_ip(node, OWN_PUBLIC[family], family)
 
 
-def overwrite(node: Node, family: Family) -> IPAddress | None:
+def overwrite(node: KubeNode, family: Family) -> IPAddress | None:
     """Return the address the operator wants announced in place of our own, or None. Raises ``Refused``."""
     return _public_ip(node, OVERWRITE[family], family)
 
 
-def wanted_notes(attrs: LeaseAttrs, node: Node) -> dict[str, str]:
+def wanted_notes(attrs: LeaseAttrs, node: KubeNode) -> dict[str, str]:
     """Return the annotations that announce our attributes. An invalid public IP override is ignored."""
     notes = {MANAGED: "true", TYPE: attrs.backend_type}
     for family in FAMILIES:
@@ -292,12 +292,12 @@ def wanted_notes(attrs: LeaseAttrs, node: Node) -> dict[str, str]:
     return notes
 
 
-def changed_notes(attrs: LeaseAttrs, node: Node) -> dict[str, str]:
+def changed_notes(attrs: LeaseAttrs, node: KubeNode) -> dict[str, str]:
     """Return the desired annotations that differ from the node's."""
     return {name: text for name, text in wanted_notes(attrs, node).items() if node.notes.get(name) != text}
 
 
-def _public_ip(node: Node, name: str, family: Family) -> IPAddress | None:
+def _public_ip(node: KubeNode, name: str, family: Family) -> IPAddress | None:
     text = node.notes.get(name, "")
     if not text:
         return None
@@ -309,7 +309,7 @@ def _public_ip(node: Node, name: str, family: Family) -> IPAddress | None:
     return address if int(address) else None
 
 
-def _data(node: Node, name: str) -> Any:
+def _data(node: KubeNode, name: str) -> Any:
     text = node.notes.get(name, "")
     if not text or text == "null":
         return None
@@ -321,7 +321,7 @@ def _data(node: Node, name: str) -> Any:
         ) from None
 
 
-def _network(node: Node, text: str) -> IPNetwork:
+def _network(node: KubeNode, text: str) -> IPNetwork:
     try:
         length = int(text.partition("/")[2])  # refuses netmasks and a missing length
         net = prefix(ip_network(text, strict=False))
@@ -333,5 +333,5 @@ def _network(node: Node, text: str) -> IPNetwork:
     return net
 
 
-def _wrong(node: Node, problem: str, remedy: str) -> Refused:
+def _wrong(node: KubeNode, problem: str, remedy: str) -> Refused:
     return Refused(f"node {node.name} {problem}", remedy)

@@ -1,19 +1,29 @@
-"""Requests about our own node: read it, annotate it, set its condition, record events."""
+"""Our own node: requests about it, and its upkeep (annotations, NetworkUnavailable condition, saved copy)."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
+
+from msgspec.structs import replace
 
 from flanneld.compat import json as gojson
 from flanneld.compat.glog import OneTimeWarnings, V
-from flanneld.errors import Refused, Retryable
-from flanneld.model import FAMILIES, LeaseAttrs
+from flanneld.config import Config
+from flanneld.errors import Cancelled, Refused, Retryable
+from flanneld.model import FAMILIES, Added, Event, Lease, LeaseAttrs, Removed, name_of
 from flanneld.runtime import clock
+from flanneld.runtime.loop import StepLoop
 from flanneld.runtime.randomness import random_bytes
-from flanneld.subnet.kube.api import NODES, Api, Refusal
-from flanneld.subnet.kube.nodes import Node, NodeReader, changed_notes, child, items, overwrite
+from flanneld.runtime.waits import Backoff
+from flanneld.subnet.kube.api import NODES, Api, ApiRefusal
+from flanneld.subnet.kube.nodes import KubeNode, NodeReader, changed_notes, child, items, overwrite, own_key
+from flanneld.subnet.kube.watch import backoffs
+from flanneld.subnet.store import Deliver
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +58,7 @@ class OwnNode:
             self._name = name
         return self._name
 
-    def fetch(self) -> Node:
+    def fetch(self) -> KubeNode:
         """Return our node. Uses a list request: Go flanneld 0.12 has no right to get a single node."""
         name = self.name()
         for item in items(self._api.get(NODES, fieldSelector=f"metadata.name={name}")):
@@ -63,7 +73,7 @@ class OwnNode:
             f"node {name} is not there yet", "see that kubelet registers it, and that NODE_NAME is right"
         )
 
-    def announce(self, node: Node, attrs: LeaseAttrs) -> bool:
+    def announce(self, node: KubeNode, attrs: LeaseAttrs) -> bool:
         """Write the annotations that are missing or differ. Return True if there were any."""
         self._check_overwrites(node)
         changes = changed_notes(attrs, node)
@@ -95,7 +105,7 @@ class OwnNode:
         try:
             self._api.post(_EVENTS, _event(self.name(), text[:_LONGEST_MESSAGE]))
         except Retryable as reason:
-            if isinstance(reason, Refusal):
+            if isinstance(reason, ApiRefusal):
                 self._may_tell = reason.status not in (403, 404)
                 # Not for a server that gave no answer: the caller must not be delayed again.
                 if reason.is_passing:
@@ -105,7 +115,7 @@ class OwnNode:
     def _patch(self, body: str) -> None:
         self._api.patch(f"{NODES}/{self.name()}/status", body)
 
-    def _check_overwrites(self, node: Node) -> None:
+    def _check_overwrites(self, node: KubeNode) -> None:
         for family in FAMILIES:
             try:
                 overwrite(node, family)
@@ -133,3 +143,97 @@ def _event(node: str, text: str) -> dict[str, Any]:
         "reportingComponent": "flanneld",
         "reportingInstance": node,
     }
+
+
+#: Seconds between periodic checks.
+_TICK = 10.0
+
+
+class NodeUpkeep:
+    """Handler of changes to our node. ``post`` and ``cancel`` may be called from any thread.
+
+    ``lease`` returns the lease our node should announce. ``save`` stores our node and is called at each step.
+    """
+
+    def __init__(
+        self, own_node: OwnNode, config: Config, lease: Callable[[], Lease], save: Callable[[KubeNode], None]
+    ) -> None:
+        self._own_node = own_node
+        self._config = config
+        self._lease = lease
+        self._save = save
+        self._news: deque[KubeNode] = deque()
+        self._wake: Callable[[], None] = lambda: None
+        self._stop = threading.Event()
+        self._once = OneTimeWarnings()
+        self._node: KubeNode | None = None
+        self._backoffs = backoffs(lambda: Backoff(first=2.0, longest=60.0))
+        #: True once the network works, and the uid of the node whose condition was set.
+        self._is_available = False
+        self._marked: str | None = None
+        self._mark_at = 0.0
+
+    def post(self, node: KubeNode) -> None:
+        """Queue the new state of our node."""
+        self._news.append(node)
+        self._wake()
+
+    def mark_available(self) -> None:
+        """Set the node's NetworkUnavailable condition to False now and whenever the node is recreated."""
+        self._is_available = True
+        self._wake()
+
+    def cancel(self) -> None:
+        """End ``run`` at once."""
+        self._stop.set()
+        self._wake()
+
+    def run(self, deliver: Deliver, alive: Callable[[], None]) -> None:
+        """Deliver the events of our lease until ``cancel``. Raises ``Cancelled`` then."""
+        loop = StepLoop(partial(self.step, deliver), stop=self._stop, heartbeat=lambda _within: alive())
+        self._wake = loop.cancel
+        loop.run()
+        raise Cancelled
+
+    def step(self, deliver: Deliver, now: float) -> float:
+        """Deliver queued events, set the condition if due, and return the time of the next step."""
+        while self._news:
+            self._node = node = self._news.popleft()
+            events = self._judge(node)
+            if events:
+                deliver(events)
+        self._mark(now)
+        if self._node is not None:
+            self._save(self._node)
+        return now + _TICK
+
+    def _judge(self, node: KubeNode) -> list[Event]:
+        lease = self._lease()
+        try:
+            key = own_key(node, self._config)
+        except Retryable as reason:
+            self._once.warn(log, "own", f"Keeping the subnet {lease}: {reason}")
+            return []
+        if key != lease.key:
+            log.error("The podCIDR of our node %s is %s now; it was %s", node.name, name_of(key), lease)
+            return [Removed(lease.key)]
+        self._once.clear("own")
+        # Annotations that we lack count as overwritten by someone else.
+        return [Added(replace(lease, attrs=LeaseAttrs()) if changed_notes(lease.attrs, node) else lease)]
+
+    def _mark(self, now: float) -> None:
+        node = self._node
+        if not self._is_available or node is None or node.uid == self._marked or now < self._mark_at:
+            return
+        try:
+            self._own_node.mark_available()
+        except Retryable as reason:
+            self._once.warn(
+                log, "mark", f"Cannot clear the condition NetworkUnavailable of our node: {reason}"
+            )
+            self._mark_at = clock.now() + max(reason.retry_after, self._backoffs.pause(type(reason)))
+            return
+        self._marked = node.uid
+        self._backoffs.reset()
+        if self._once.clear("mark"):
+            log.info("Cleared the condition NetworkUnavailable of our node")

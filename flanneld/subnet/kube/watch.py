@@ -17,8 +17,8 @@ from flanneld.runtime import clock, randomness
 from flanneld.runtime.complaints import Outage
 from flanneld.runtime.waits import Backoff, Backoffs
 from flanneld.subnet.kube.api import NODES, Api, ApiStream, BrokenOff, Expired, NoServer
-from flanneld.subnet.kube.nodes import Node, NodeReader, child, decoded, items
-from flanneld.subnet.manager import Deliver
+from flanneld.subnet.kube.nodes import KubeNode, NodeReader, child, decoded, items
+from flanneld.subnet.store import Deliver
 from flanneld.subnet.watch_lines import Lines
 
 log = logging.getLogger(__name__)
@@ -51,17 +51,17 @@ class NodeHandler(Protocol):
     """Receiver of nodes that turns them into lease events."""
 
     @property
-    def own(self) -> Node | None:
+    def own(self) -> KubeNode | None:
         """Our own node, as last seen."""
         ...
 
-    def listed(self, nodes: list[Node]) -> list[Event]:
+    def listed(self, nodes: list[KubeNode]) -> list[Event]:
         """Take the complete list of nodes. Raises ``Retryable`` if it is implausible."""
         ...
 
-    def seen(self, node: Node) -> list[Event]: ...
+    def seen(self, node: KubeNode) -> list[Event]: ...
 
-    def gone(self, node: Node) -> list[Event]: ...
+    def gone(self, node: KubeNode) -> list[Event]: ...
 
 
 def decode(line: bytes) -> tuple[str, dict[str, Any]]:
@@ -229,7 +229,7 @@ class NodeWatchMachine:
         self._watch(self._version)
 
     def _list(self) -> str:
-        nodes: list[Node] = []
+        nodes: list[KubeNode] = []
         late = clock.now() + _FIRST_LIST
 
         def alive() -> None:
@@ -268,7 +268,7 @@ class NodeWatchMachine:
         if own and own.uid not in {node.uid for node in self._read(items(page)) if node.name == own.name}:
             raise Restored(f"the API server has another node {own.name} than before, or none")
 
-    def _read(self, found: list[Any]) -> Iterator[Node]:
+    def _read(self, found: list[Any]) -> Iterator[KubeNode]:
         for item in found:
             try:
                 yield self._reader.read(item)

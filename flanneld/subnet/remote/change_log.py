@@ -16,8 +16,8 @@ from flanneld.runtime import clock
 from flanneld.runtime.loop import StepLoop
 from flanneld.runtime.waits import Signal
 from flanneld.subnet.codec import parse_attrs, parse_key
-from flanneld.subnet.etcd.keys import Client, NotFound, Position, RelistNeeded, Reply
-from flanneld.subnet.etcd.watch import KeyWatchMachine
+from flanneld.subnet.etcd.keys import KeyClient, KeyReply, NotFound, Position, RelistNeeded
+from flanneld.subnet.list_watch import KeyWatchMachine
 from flanneld.subnet.remote.wire import WireEvent, WireLease
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ Wanted = Callable[[LogEntry], bool]
 class ChangeLog:
     """Log that follows etcd's prefix in one thread, for any number of waiters. "_" is the unnamed network."""
 
-    def __init__(self, client: Client, prefix: str, pause: float) -> None:
+    def __init__(self, client: KeyClient, prefix: str, pause: float) -> None:
         self._root = client.root(prefix)
         self._machine = KeyWatchMachine(
             client, self._root, self._start, self._news, _ignore, recursive=True, pause_time=pause
@@ -103,7 +103,7 @@ class ChangeLog:
                 if not self._changed.heard(LOOK) and not is_there():
                     raise Cancelled
 
-    def _start(self, client: Client) -> tuple[list[Event], Position]:
+    def _start(self, client: KeyClient) -> tuple[list[Event], Position]:
         try:
             at = client.fetch(self._root).at
         except NotFound as missing:
@@ -115,7 +115,7 @@ class ChangeLog:
             self._changed.notify_all()
         return [], at
 
-    def _news(self, reply: Reply) -> list[Event]:
+    def _news(self, reply: KeyReply) -> list[Event]:
         if reply.node is None:
             return []
         entry = self._entry(reply)
@@ -128,7 +128,7 @@ class ChangeLog:
                 self._changed.notify_all()
         return []
 
-    def _entry(self, reply: Reply) -> LogEntry | None:
+    def _entry(self, reply: KeyReply) -> LogEntry | None:
         """Return a change's entry; None for other keys. Raises ``RelistNeeded`` for a removed directory."""
         node, is_gone = reply.node, reply.action in _GONE
         assert node is not None
@@ -148,7 +148,7 @@ class ChangeLog:
         return None
 
     @staticmethod
-    def _lease_entry(reply: Reply, network: str, name: str, *, is_gone: bool) -> LogEntry | None:
+    def _lease_entry(reply: KeyReply, network: str, name: str, *, is_gone: bool) -> LogEntry | None:
         node = reply.node
         assert node is not None
         try:

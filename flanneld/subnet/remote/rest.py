@@ -21,7 +21,7 @@ from flanneld.model import IPAddress, LeaseKey
 from flanneld.subnet.codec import parse_key
 from flanneld.subnet.remote import wire
 from flanneld.subnet.remote.change_log import ChangeLog, LogEntry, Wanted
-from flanneld.subnet.remote.lease_store import LeaseStore
+from flanneld.subnet.remote.leases import LeaseStore
 from flanneld.subnet.remote.token import ANOTHER, Denied, Permission
 from flanneld.subnet.remote.wire import WireLease
 

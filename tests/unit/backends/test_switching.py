@@ -22,7 +22,7 @@ from flanneld.model import Lease, LeaseAttrs, Uplink
 from flanneld.reconcile.encryption_watch import leaks
 from flanneld.state.resources import Blackhole, FdbEntry, Kind, Link, Neighbor, Resource, Route
 from flanneld.subnet.codec import format_attrs, parse_attrs
-from flanneld.subnet.kube.nodes import Node, wanted_notes
+from flanneld.subnet.kube.nodes import KubeNode, wanted_notes
 from flanneld.subnet.kube.nodes import announced as read_annotations
 
 OWN = Lease(LeaseAttrs(), IPv4Network("10.1.5.0/24"))
@@ -96,8 +96,8 @@ def test_both_announcements_are_read_back_from_the_lease(first: LeaseAttrs, seco
 @pytest.mark.parametrize(("first", "second"), [(VXLAN, WIREGUARD), (HOST_GW, VXLAN)])
 def test_annotations_of_kubernetes_have_both(first: LeaseAttrs, second: LeaseAttrs) -> None:
     both = with_also(first, second)
-    node = Node("n1", "some-uid", ("10.1.6.0/24",), {})
-    told = Node("n1", "some-uid", ("10.1.6.0/24",), wanted_notes(both, node))
+    node = KubeNode("n1", "some-uid", ("10.1.6.0/24",), {})
+    told = KubeNode("n1", "some-uid", ("10.1.6.0/24",), wanted_notes(both, node))
     config = parse('{"Network": "10.1.0.0/16", "Backend": {"Type": "vxlan"}}')
     assert read_annotations(told, config) == both
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from flanneld.ctl.main import FINE, PROBLEMS, USAGE, run
-from flanneld.subnet.embedded.opening import open_store
+from flanneld.subnet.embedded.store import open_file
 from flanneld.subnet.remote.token import parse_token
 from tests.local_etcd import LocalEtcd, running_etcd
 from tests.unit.subnet.remote.servers import CONFIG, ROOT, LocalFile, running_server
@@ -96,7 +96,7 @@ def test_backup_is_restored_where_no_store_is(
     Ctl(capsys, f"-store={file.keystore.database.path}")("store", "backup", copy)
     restored = Ctl(capsys, f"-store={again}")
     restored("store", "restore", copy)
-    assert open_store(again).get(f"{ROOT}/config")[0].value == CONFIG
+    assert open_file(again).get(f"{ROOT}/config")[0].value == CONFIG
     assert "is there" in restored("store", "restore", copy, status=PROBLEMS)["error"]
 
 
@@ -114,7 +114,7 @@ def test_networks_move_to_etcd_and_back(
     assert [line.split()[0] for line in out("store", "export")["done"]] == ["kept"] * 4
     back = Ctl(capsys, f"-store={tmp_path / 'back.db'}", *there)
     assert back("store", "import")["complete"]
-    nodes, _ = open_store(str(tmp_path / "back.db")).below(ROOT)
+    nodes, _ = open_file(str(tmp_path / "back.db")).below(ROOT)
     terms = {each.key.removeprefix(f"{ROOT}/"): each.ttl and round(each.ttl, -2) for each in nodes}
     assert terms == {
         "config": None,

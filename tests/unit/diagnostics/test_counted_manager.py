@@ -9,15 +9,15 @@ from flanneld.errors import Cancelled, Retryable
 from flanneld.model import Event
 from flanneld.subnet.etcd.api_choice import open_etcd
 from flanneld.subnet.etcd.endpoints import EtcdOptions
-from flanneld.subnet.kube.manager import KubeManager, KubeOptions
-from flanneld.subnet.manager import NodeStore, SubnetManager
+from flanneld.subnet.kube.store import KubeOptions, KubeStore
+from flanneld.subnet.store import NodeStore, Store
 from tests.lab.etcd_v3 import V3Keys
 from tests.local_etcd import LocalEtcd
 
 CONFIG = '{"Network": "10.3.0.0/16"}'
 
 
-def store_in(etcd: LocalEtcd, prefix: str) -> SubnetManager:
+def store_in(etcd: LocalEtcd, prefix: str) -> Store:
     return open_etcd(EtcdOptions((etcd.url,), prefix), "v3")
 
 
@@ -62,7 +62,7 @@ def test_events_and_relists_of_the_watch_are_counted_before_they_are_delivered(
 
 
 def test_a_store_that_holds_nodes_still_does(etcd: LocalEtcd) -> None:
-    kube = KubeManager(
+    kube = KubeStore(
         KubeOptions("http://192.0.2.1", "", "flannel.alpha.coreos.com", "", ""), {"NODE_NAME": "n1"}
     )
     assert isinstance(counted(kube), NodeStore)

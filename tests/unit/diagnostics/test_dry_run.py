@@ -11,7 +11,7 @@ from flanneld.model import Lease, LeaseAttrs, LeaseKey
 from flanneld.subnet.codec import format_attrs, format_key
 from flanneld.subnet.etcd.api_choice import open_etcd
 from flanneld.subnet.etcd.endpoints import EtcdOptions
-from flanneld.subnet.manager import LocalFacts, SubnetManager
+from flanneld.subnet.store import LocalFacts, Store
 from tests.lab.etcd_v3 import V3Keys
 from tests.local_etcd import LocalEtcd
 
@@ -27,7 +27,7 @@ def node(number: int) -> LeaseAttrs:
     return LeaseAttrs(IPv4Address(f"192.0.2.{number}"), None, "host-gw")
 
 
-def opened(etcd: LocalEtcd, prefix: str) -> SubnetManager:
+def opened(etcd: LocalEtcd, prefix: str) -> Store:
     return open_etcd(EtcdOptions((etcd.url,), prefix), "v3")
 
 

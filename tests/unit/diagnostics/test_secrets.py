@@ -21,9 +21,9 @@ from flanneld.diagnostics.status_socket import StatusSocket
 from flanneld.errors import Retryable
 from flanneld.options import read
 from flanneld.runtime.logs import Events
-from flanneld.subnet.kube.manager import KubeManager, KubeOptions
-from flanneld.subnet.kube.node_cache import NodeCache
-from flanneld.subnet.manager import NodeStore
+from flanneld.subnet.kube.node_table import NodeCache
+from flanneld.subnet.kube.store import KubeOptions, KubeStore
+from flanneld.subnet.store import NodeStore
 from tests.lab.credentials import write_kubeconfig
 from tests.unit.diagnostics.stores import unasked_store
 
@@ -48,7 +48,7 @@ def test_neither_a_token_nor_a_password_of_the_api_server_is_told(
     kube_options = KubeOptions(
         url, str(tmp_path / "config"), "flannel.alpha.coreos.com", str(tmp_path / "net-conf.json"), ""
     )
-    manager = counted(KubeManager(kube_options, {"NODE_NAME": "n1"}))
+    manager = counted(KubeStore(kube_options, {"NODE_NAME": "n1"}))
     assert isinstance(manager, NodeStore)
     components = Components(options, manager, Events(), overdue=list, missing=list)
     with caplog.at_level(logging.DEBUG), pytest.raises(Retryable) as failure:

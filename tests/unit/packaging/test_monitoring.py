@@ -15,8 +15,8 @@ import yaml
 
 from flanneld.diagnostics.metrics import METRICS
 from flanneld.reconcile.counters import TOLD
-from flanneld.subnet.remote.http_server import LeaseServer
 from flanneld.subnet.remote.rest import NOT_FOUND, RestRequest
+from flanneld.subnet.remote.server import LeaseServer
 
 MONITORING = Path(__file__).parents[3] / "dist/monitoring"
 RULES = yaml.safe_load((MONITORING / "flannel.rules.yaml").read_text())

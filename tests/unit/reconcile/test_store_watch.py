@@ -20,7 +20,7 @@ from flanneld.reconcile.local_node import LocalNode
 from flanneld.reconcile.past.ownership import StoreAddress
 from flanneld.runtime import clock
 from flanneld.state.resources import PROTO_FLANNEL, Key, Resource, Route, Vxlan
-from flanneld.subnet.manager import SubnetManager
+from flanneld.subnet.store import Store
 from tests.clock import Clock
 from tests.unit.simulation.kernel import Kernel
 
@@ -33,7 +33,7 @@ TUNNEL = Vxlan("flannel.1", 1, 2, IPv4Address("192.0.2.1"), 8472, "02:00:00:00:0
 LOST = NoAnswer("etcd does not answer")
 
 
-class Store:
+class FakeStore:
     """What the watch asks of a store."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Host:
 
     def __init__(self, time: Clock) -> None:
         self.time = time
-        self.store = Store()
+        self.store = FakeStore()
         self.kernel = Kernel("eth0", (ip_address("192.0.2.1"), 24), (ip_address("fd00::1"), 64))
         self.kernel.domain = Domain("eth0", frozenset({"flannel.1"}), ((NETWORKS[0], 24), (NETWORKS[1], 64)))
         self.kernel.add_link(TUNNEL)
@@ -70,7 +70,7 @@ class Host:
             unasked,
             unasked,
             record=lambda **fields: self.recorded.update(fields),
-            store=cast("SubnetManager", self.store),
+            store=cast("Store", self.store),
             **self.recorded,
         )
         self.watch = StoreWatch(node, lambda key: self.desired.get(key))

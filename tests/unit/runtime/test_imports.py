@@ -17,7 +17,7 @@ def loaded_after(program: str) -> set[str]:
 
 
 def test_the_etcd_client_does_not_load_the_resolver_of_srv_records() -> None:
-    loaded = loaded_after("import flanneld.subnet.etcd.v2.client")
+    loaded = loaded_after("import flanneld.subnet.etcd.v2")
     assert "etcd.client" in loaded
     assert "dns.message" not in loaded
 
@@ -29,18 +29,18 @@ def test_the_store_in_etcd_v3_loads_neither_python_etcd_nor_grpc(etcd: LocalEtcd
         "from flanneld.subnet.etcd.endpoints import EtcdOptions;"
         f"open_etcd(EtcdOptions(({etcd.url!r},), '/loaded')).network_config()"
     )
-    assert "flanneld.subnet.etcd.v3.client" in loaded
-    assert not {"etcd", "etcd.client", "grpc", "flanneld.subnet.etcd.v3.grpc"} & loaded
+    assert "flanneld.subnet.etcd.v3" in loaded
+    assert not {"etcd", "etcd.client", "grpc", "flanneld.subnet.etcd.grpc"} & loaded
 
 
 def test_the_store_in_kubernetes_loads_neither_models_nor_what_only_a_kubeconfig_needs() -> None:
-    loaded = loaded_after("import flanneld.subnet.kube.manager")
+    loaded = loaded_after("import flanneld.subnet.kube.store")
     assert "kubernetes.client.rest" in loaded
     assert not {"kubernetes.client.models", "kubernetes.client.api", "pydantic", "yaml", "etcd"} & loaded
 
 
 def test_the_other_stores_load_nothing_of_kubernetes() -> None:
-    assert not {"kubernetes", "flanneld.subnet.kube.manager"} & loaded_after("import flanneld.main")
+    assert not {"kubernetes", "flanneld.subnet.kube.store"} & loaded_after("import flanneld.main")
 
 
 def test_deferred_module_is_loaded_by_its_first_use() -> None:
@@ -54,10 +54,10 @@ def test_packages_that_we_defer_are_whole_for_other_code_in_the_process() -> Non
         "from flanneld.network.rtnetlink import devices as d; d._message('set', (), 7, True)": (
             "from pyroute2 import IPRoute, NDB; import pyroute2; pyroute2.netlink.rtnl.ifinfmsg.ifinfmsg"
         ),
-        "import flanneld.subnet.kube.manager": (
+        "import flanneld.subnet.kube.store": (
             "from kubernetes.config import load_kube_config; import kubernetes; kubernetes.watch.Watch"
         ),
-        "import flanneld.subnet.etcd.v2.client": (
+        "import flanneld.subnet.etcd.v2": (
             "import urllib3, dns; urllib3.http2.inject_into_urllib3; dns.resolver.Resolver"
         ),
     }
@@ -97,15 +97,13 @@ def test_making_a_device_takes_no_event_loop() -> None:
 
 
 def test_etcd_without_grpc_does_not_load_its_library() -> None:
-    loaded = loaded_after("import flanneld.subnet.etcd.v3.client")
-    assert "flanneld.subnet.etcd.v3.carrier" in loaded
-    assert not {"grpc", "flanneld.subnet.etcd.v3.grpc"} & loaded
+    loaded = loaded_after("import flanneld.subnet.etcd.v3")
+    assert "flanneld.subnet.etcd.carriers" in loaded
+    assert not {"grpc", "flanneld.subnet.etcd.grpc"} & loaded
 
 
 def test_neither_a_backend_of_ours_nor_http_looks_through_installed_packages() -> None:
-    program = (
-        "import flanneld.subnet.etcd.v3.client\nfrom flanneld.backends.registry import load\nload('vxlan')"
-    )
+    program = "import flanneld.subnet.etcd.v3\nfrom flanneld.backends.registry import load\nload('vxlan')"
     loaded = loaded_after(program)
     assert {"flanneld.backends.vxlan", "urllib3.connectionpool"} <= loaded
     assert not {"importlib.metadata", "zipfile"} & loaded

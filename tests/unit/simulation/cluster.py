@@ -15,7 +15,7 @@ from tests.unit.simulation.kernel import Kernel
 from tests.unit.simulation.kernel_tables import tables
 from tests.unit.simulation.kube import SimulatedApiServer
 from tests.unit.simulation.node import BRIDGE, Process, SimulatedHost
-from tests.unit.simulation.stores import EtcdStore, KubeStore, Store
+from tests.unit.simulation.stores import SimulatedEtcdStore, SimulatedKubeStore, SimulatedStore
 from tests.unit.simulation.world import World
 
 #: Hops after which a packet goes in circles.
@@ -111,10 +111,10 @@ class Cluster:
             for table in host.process.tables.values() if host.process else ():
                 table.audit = seconds
 
-    def _open_store(self, process: Process) -> Store:
+    def _open_store(self, process: Process) -> SimulatedStore:
         if self.kube is not None:
-            return KubeStore(self.kube, process, self._net_config)
-        return EtcdStore(self.etcds, process)
+            return SimulatedKubeStore(self.kube, process, self._net_config)
+        return SimulatedEtcdStore(self.etcds, process)
 
     # ---- what must hold --------------------------------------------------------------------------
 

@@ -20,17 +20,17 @@ from flanneld.runtime import clock
 from flanneld.subnet.etcd.keys import (
     Conflict,
     KeyChanges,
+    KeyReply,
     NoConfig,
     NotFound,
     Position,
     PossibleGap,
     RelistNeeded,
-    Reply,
     StoredKey,
     check_history,
 )
-from flanneld.subnet.etcd.manager import EtcdManager
-from flanneld.subnet.etcd.v2.client import V2Watcher
+from flanneld.subnet.etcd.store import EtcdStore
+from flanneld.subnet.etcd.v2 import V2Watcher
 from tests.unit.simulation.world import World
 
 #: Seconds for which a poll or a silent stream lasts.
@@ -174,7 +174,7 @@ class SimulatedEtcd:
 
 
 class SimulatedClient:
-    """``keys.Client`` of one process. ``before_request`` is called first, and may raise."""
+    """``KeyClient`` of one process. ``before_request`` is called first, and may raise."""
 
     def __init__(self, etcd: SimulatedEtcd, before_request: Callable[[], None]) -> None:
         self._etcd = etcd
@@ -188,7 +188,7 @@ class SimulatedClient:
     def root(self, prefix: str) -> str:
         return prefix
 
-    def fetch(self, key: str, *, recursive: bool = False) -> Reply:
+    def fetch(self, key: str, *, recursive: bool = False) -> KeyReply:
         self._ask()
         keys, at = self._etcd.keys, self._etcd.position()
         if recursive and self._chance(self._etcd.faults.stale):
@@ -199,18 +199,18 @@ class SimulatedClient:
             )
             if not found and self.api == "v2":
                 raise NotFound(at)
-            return Reply("get", StoredKey(key, "", None, at.index, is_dir=True), found, at)
+            return KeyReply("get", StoredKey(key, "", None, at.index, is_dir=True), found, at)
         if key not in keys:
             raise NotFound(at)
-        return Reply("get", self._timed(keys[key]), (), at)
+        return KeyReply("get", self._timed(keys[key]), (), at)
 
-    def create(self, key: str, value: str, ttl: int | None) -> Reply:
+    def create(self, key: str, value: str, ttl: int | None) -> KeyReply:
         self._ask()
         if key in self._etcd.keys:
             raise Conflict(f"{key} is there")
         return self._write(key, value, ttl)
 
-    def replace(self, key: str, value: str, ttl: int | None, modified: int) -> Reply:
+    def replace(self, key: str, value: str, ttl: int | None, modified: int) -> KeyReply:
         self._ask()
         there = self._etcd.keys.get(key)
         if there is None or there.modified != modified:
@@ -255,13 +255,13 @@ class SimulatedClient:
         if self._etcd.is_down:
             raise NoAnswer("etcd does not answer")
 
-    def _write(self, key: str, value: str, ttl: int | None) -> Reply:
+    def _write(self, key: str, value: str, ttl: int | None) -> KeyReply:
         node = self._etcd.put(key, value, ttl)
         self._written[key] = self._seen = node.modified
         self._before_request()  # the process may end before it has the answer
         if self._chance(self._etcd.faults.lost_answer):
             raise NoAnswer("the answer of etcd got lost")
-        return Reply("put", node, (), self._etcd.position())
+        return KeyReply("put", node, (), self._etcd.position())
 
     def _timed(self, node: StoredKey) -> StoredKey:
         end = self._etcd.ends.get(node.key)
@@ -296,7 +296,7 @@ class SimulatedStream:
 
     def changes(
         self, key: str, after: Position, *, recursive: bool, is_stream: bool, timeout: float
-    ) -> tuple[list[Reply], Position]:
+    ) -> tuple[list[KeyReply], Position]:
         del key, recursive, timeout
         if self._begun is None or not is_stream:
             self._open(after)
@@ -307,7 +307,7 @@ class SimulatedStream:
             self.close()
         return told, begun
 
-    def fetch(self, key: str) -> Reply:
+    def fetch(self, key: str) -> KeyReply:
         return self._watcher.client.fetch(key)
 
     def close(self) -> None:
@@ -408,11 +408,11 @@ class SimulatedWatcher:
             self._etcd.watchers.remove(self)
 
 
-def _reply(change: Change, after: Position) -> Reply:
-    return Reply(change.action, change.node, (), Position(change.node.modified, after.cluster))
+def _reply(change: Change, after: Position) -> KeyReply:
+    return KeyReply(change.action, change.node, (), Position(change.node.modified, after.cluster))
 
 
-def open_manager(etcd: SimulatedEtcd, before_request: Callable[[], None]) -> EtcdManager:
+def open_manager(etcd: SimulatedEtcd, before_request: Callable[[], None]) -> EtcdStore:
     """The product's store over a client of one process."""
     client = SimulatedClient(etcd, before_request)
-    return EtcdManager(client, PREFIX, "simulation", pause_time=1.0, addresses=lambda: ADDRESSES)
+    return EtcdStore(client, PREFIX, "simulation", pause_time=1.0, addresses=lambda: ADDRESSES)

@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from flanneld.errors import Cancelled
 from flanneld.runtime import clock
-from flanneld.subnet.kube.api import NODES, ApiStream, BrokenOff, Expired, NoServer, Refusal
+from flanneld.subnet.kube.api import NODES, ApiRefusal, ApiStream, BrokenOff, Expired, NoServer
 from tests.unit.simulation.world import World
 
 #: Seconds after which a watch that says nothing gets a bookmark.
@@ -75,7 +75,7 @@ class SimulatedApiServer:
 
     def patch(self, name: str, body: Mapping[str, Any]) -> dict[str, Any]:
         if name not in self.nodes:
-            raise Refusal(f"no node {name}", "", 404)
+            raise ApiRefusal(f"no node {name}", "", 404)
         old = self.nodes[name]
         notes = {**old["metadata"]["annotations"], **body.get("metadata", {}).get("annotations", {})}
         new = {**old, "metadata": {**old["metadata"], "annotations": notes}, **_conditions(body)}

@@ -33,10 +33,10 @@ from flanneld.runtime.waits import Backoff
 from flanneld.state.removal_guard import RemovalGuard
 from flanneld.state.resources import ForeignLink, Key, Resource, Route
 from flanneld.subnet.lease_keeper import LeaseKeeper
-from flanneld.subnet.manager import LocalFacts
+from flanneld.subnet.store import LocalFacts
 from tests.unit.simulation.kernel import Kernel
 from tests.unit.simulation.kernel_tables import KernelTable, tables
-from tests.unit.simulation.stores import Store
+from tests.unit.simulation.stores import SimulatedStore
 from tests.unit.simulation.world import Crash, Task, World
 
 UPLINK = "eth0"
@@ -79,7 +79,7 @@ class SimulatedHost:
     """A machine: its kernel, ``subnet.env`` and the record of the last run outlive the daemon."""
 
     def __init__(
-        self, world: World, number: int, config: Config, open_store: Callable[[Process], Store]
+        self, world: World, number: int, config: Config, open_store: Callable[[Process], SimulatedStore]
     ) -> None:
         self.world = world
         self.name = f"n{number}"

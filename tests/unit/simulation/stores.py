@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from flanneld.model import Lease
-from flanneld.subnet.etcd.both import EtcdOfBoth
-from flanneld.subnet.etcd.manager import EtcdManager
-from flanneld.subnet.etcd.watch import KeyWatchMachine
-from flanneld.subnet.kube.manager import KubeManager, KubeOptions
+from flanneld.subnet.etcd.both import BothStores
+from flanneld.subnet.etcd.store import EtcdStore
 from flanneld.subnet.kube.nodes import DEFAULT_PREFIX
+from flanneld.subnet.kube.store import KubeOptions, KubeStore
 from flanneld.subnet.kube.watch import NodeWatchMachine
-from flanneld.subnet.manager import Deliver, SubnetManager
+from flanneld.subnet.list_watch import KeyWatchMachine
+from flanneld.subnet.store import Deliver, Store
 from tests.unit.simulation.etcd import SimulatedEtcd, SimulatedWatcher, open_manager
 from tests.unit.simulation.kube import SimulatedApi, SimulatedApiServer
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from tests.unit.simulation.node import Process
 
 
-class Store(Protocol):
+class SimulatedStore(Protocol):
     """What differs between the stores, for one process."""
 
     @property
-    def manager(self) -> SubnetManager: ...
+    def manager(self) -> Store: ...
 
     @property
     def contested(self) -> bool: ...
@@ -40,16 +40,16 @@ class Store(Protocol):
     def close(self) -> None: ...
 
 
-class EtcdStore:
+class SimulatedEtcdStore:
     """Watches of a process on etcd, in each API that the cluster uses."""
 
     contested = True
 
     def __init__(self, etcds: Sequence[SimulatedEtcd], process: Process) -> None:
         sides = [open_manager(etcd, process.count_operation) for etcd in etcds]
-        self._both = EtcdOfBoth(*sides, pause=process.world.pause) if len(sides) > 1 else None
+        self._both = BothStores(*sides, pause=process.world.pause) if len(sides) > 1 else None
         self._sides = sides
-        self.manager: SubnetManager = self._both or sides[0]
+        self.manager: Store = self._both or sides[0]
         self._watches: list[KeyWatchMachine] = []
 
     def watch(self, process: Process, deliver: Deliver) -> None:
@@ -70,7 +70,7 @@ class EtcdStore:
             machine.close()
         self.manager.close()
 
-    def _heard(self, deliver: Any) -> list[tuple[EtcdManager, Deliver]]:
+    def _heard(self, deliver: Any) -> list[tuple[EtcdStore, Deliver]]:
         return [(side, partial(deliver, side.api) if self._both else deliver) for side in self._sides]
 
     def _follow(self, process: Process, name: str, machine: KeyWatchMachine) -> None:
@@ -88,7 +88,7 @@ class EtcdStore:
         watcher.wake = task.wake
 
 
-class KubeStore:
+class SimulatedKubeStore:
     """Watches of a process on the API server."""
 
     contested = False
@@ -100,7 +100,7 @@ class KubeStore:
 
         self._apis: list[SimulatedApi] = []
         options = KubeOptions("http://127.0.0.1:1", "", DEFAULT_PREFIX, str(net_config), "")
-        self.manager = self._kube_manager = KubeManager(
+        self.manager = self._kube_manager = KubeStore(
             options, {"NODE_NAME": process.host.name}, open_api=open_api
         )
         self._machine: NodeWatchMachine | None = None

@@ -11,8 +11,8 @@ import pytest
 from flanneld.config import parse
 from flanneld.errors import Cancelled
 from flanneld.model import Added, Event, LeaseAttrs, Removed, Snapshot
-from flanneld.subnet.kube.manager import KubeManager, KubeOptions
 from flanneld.subnet.kube.nodes import DEFAULT_PREFIX
+from flanneld.subnet.kube.store import KubeOptions, KubeStore
 from tests.unit.simulation.etcd import PREFIX, V2_QUEUE, SimulatedEtcd, SimulatedWatcher, open_manager
 from tests.unit.simulation.kube import SimulatedApi, SimulatedApiServer
 from tests.unit.simulation.world import World
@@ -152,7 +152,7 @@ class KubeWatch:
         for number in (1, 2):
             self.register(number)
         options = KubeOptions("http://127.0.0.1:1", "", DEFAULT_PREFIX, str(net_config), "")
-        manager = KubeManager(
+        manager = KubeStore(
             options,
             {"NODE_NAME": "n1"},
             open_api=lambda *_: SimulatedApi(self.server, lambda: None),  # type: ignore[arg-type]

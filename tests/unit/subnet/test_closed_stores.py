@@ -11,20 +11,19 @@ import pytest
 from flanneld.errors import Cancelled
 from flanneld.model import Lease, LeaseAttrs
 from flanneld.options import read
-from flanneld.subnet.embedded.client import EmbeddedClient
-from flanneld.subnet.embedded.opening import open_store
+from flanneld.subnet.embedded.store import EmbeddedClient, open_file
 from flanneld.subnet.etcd.api_choice import open_client
-from flanneld.subnet.etcd.keys import Client, Position
+from flanneld.subnet.etcd.keys import KeyClient, Position
 from flanneld.subnet.etcd.transport import EtcdTimeouts
-from flanneld.subnet.manager import SubnetManager
-from flanneld.subnet.stores import open_manager
+from flanneld.subnet.opening import open_store
+from flanneld.subnet.store import Store
 from tests.etcd_clients import transport_to
 from tests.local_etcd import LocalEtcd
 from tests.unit.subnet.remote.servers import CONFIG, ROOT, LocalFile, running_server
 
 IP = IPv4Address("192.0.2.1")
 LEASE = Lease(LeaseAttrs(IP), IPv4Network("10.5.7.0/24"))
-CALLS: dict[str, Callable[[SubnetManager], object]] = {
+CALLS: dict[str, Callable[[Store], object]] = {
     "read_leases": lambda manager: list(manager.read_leases()),
     "stored": lambda manager: manager.stored(IP),
     "renew": lambda manager: manager.renew(LEASE),
@@ -34,7 +33,7 @@ CALLS: dict[str, Callable[[SubnetManager], object]] = {
 
 
 @pytest.fixture(params=["v2", "v3", "auto", "both", "remote", "file", "kube"])
-def manager(request: pytest.FixtureRequest, etcd: LocalEtcd, tmp_path: Path) -> Iterator[SubnetManager]:
+def manager(request: pytest.FixtureRequest, etcd: LocalEtcd, tmp_path: Path) -> Iterator[Store]:
     """A store that has answered, but for Kubernetes, and was closed then."""
     file = LocalFile(tmp_path / "leases.db")
     for keys in (etcd.keys("v2"), etcd.keys("v3"), file):
@@ -47,7 +46,7 @@ def manager(request: pytest.FixtureRequest, etcd: LocalEtcd, tmp_path: Path) -> 
             "file": [f"-store={tmp_path / 'leases.db'}"],
             "kube": ["-kube-subnet-mgr", "-kube-api-url=http://127.0.0.1:1", f"-net-config-path={net_conf}"],
         }.get(request.param, [f"-etcd-endpoints={etcd.url}", f"-etcd-api={request.param}"])
-        manager = open_manager(read(flags, {}), {"NODE_NAME": "n1"})
+        manager = open_store(read(flags, {}), {"NODE_NAME": "n1"})
         manager.network_config()
         if request.param != "kube":
             list(manager.read_leases())
@@ -56,13 +55,13 @@ def manager(request: pytest.FixtureRequest, etcd: LocalEtcd, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_closed_store_answers_no_call(manager: SubnetManager, name: str) -> None:
+def test_closed_store_answers_no_call(manager: Store, name: str) -> None:
     for _ in range(2):
         with pytest.raises(Cancelled):
             CALLS[name](manager)
 
 
-def test_closed_store_tells_no_config(manager: SubnetManager) -> None:
+def test_closed_store_tells_no_config(manager: Store) -> None:
     if "Kubernetes" in manager.name:
         manager.network_config()  # a file of this host
     else:
@@ -73,7 +72,7 @@ def test_closed_store_tells_no_config(manager: SubnetManager) -> None:
 @pytest.mark.parametrize("api", ["v2", "v3", "gRPC", "file"])
 def test_cancelled_watch_stays_cancelled(api: str, etcd: LocalEtcd, tmp_path: Path) -> None:
     if api == "file":
-        client: Client = EmbeddedClient(open_store(str(tmp_path / "leases.db"), create=True))
+        client: KeyClient = EmbeddedClient(open_file(str(tmp_path / "leases.db"), create=True))
     else:
         transport = "grpc" if api == "gRPC" else "json"
         client = open_client(

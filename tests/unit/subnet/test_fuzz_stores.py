@@ -18,11 +18,11 @@ from flanneld.backends.vxlan import vtep_mac
 from flanneld.compat import json as gojson
 from flanneld.errors import FlannelError, Refused, Retryable
 from flanneld.subnet import codec
+from flanneld.subnet.etcd import v3_messages
 from flanneld.subnet.etcd.http import Answer, ServerFailed
-from flanneld.subnet.etcd.keys import Position, Reply
+from flanneld.subnet.etcd.keys import KeyReply, Position
 from flanneld.subnet.etcd.leases import LeaseReader
-from flanneld.subnet.etcd.v2.answers import read
-from flanneld.subnet.etcd.v3 import answers
+from flanneld.subnet.etcd.v2_messages import read
 from tests.unit.mutations import JSON, tampered_json
 
 PATH = "/coreos.com/network/subnets"
@@ -138,10 +138,10 @@ def test_a_tampered_answer_of_v2_is_news_or_refused(body: Any, status: int) -> N
 def test_a_tampered_word_of_a_watch_of_v3_is_news_or_refused(body: Any) -> None:
     reader = LeaseReader(PATH)
     with suppress(Retryable, ServerFailed):
-        result = answers.stream_object(json.dumps(body).encode(), "http://a:1")
-        told, at = answers.changes(result, Position(5, "9"), Position(6, "9"))
+        result = v3_messages.stream_object(json.dumps(body).encode(), "http://a:1")
+        told, at = v3_messages.changes(result, Position(5, "9"), Position(6, "9"))
         for action, found in told:
-            reader.news(Reply(action, found.node(86400.0), (), at))
+            reader.news(KeyReply(action, found.node(86400.0), (), at))
 
 
 @pytest.mark.parametrize("seconds", [2**63, -(2**63), 10**400], ids=["large", "negative", "huge"])
@@ -150,7 +150,7 @@ def test_a_time_to_live_beyond_64_bits_is_not_etcds(seconds: int) -> None:
     with pytest.raises(ServerFailed):
         read(Answer("http://a:1", 200, AT, "application/json", body=body))
     with pytest.raises(ServerFailed):
-        answers.understood({"TTL": seconds})
+        v3_messages.understood({"TTL": seconds})
 
 
 # ---- far too large -------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from flanneld.subnet.lease_keeper import (
     LeaseKeeper,
 )
 from flanneld.subnet.lease_keeper import PROBATION as NEWCOMERS_PROBATION
-from flanneld.subnet.manager import NO_FACTS, Deliver, LocalFacts, SubnetManager
+from flanneld.subnet.store import NO_FACTS, Deliver, LocalFacts, Store
 from tests.clock import Clock
 from tests.lab.wait import wait_for
 
@@ -38,7 +38,7 @@ PATIENCE = 30.0
 KEY: LeaseKey = (IPv4Network("10.1.5.0/24"), None)
 
 
-class Store:
+class MemoryStore:
     """Leases in memory, with indexes, terms and watchers, as etcd has them."""
 
     name = "a store in memory"
@@ -123,12 +123,12 @@ class Store:
 class Node:
     """A keeper at work for a node, stepped by the test; ``error`` is with what it ended."""
 
-    def __init__(self, store: Store, clock: Clock, lease: Lease, *, contested: bool = True) -> None:
+    def __init__(self, store: MemoryStore, clock: Clock, lease: Lease, *, contested: bool = True) -> None:
         self.stop = threading.Event()
         self.revoked = threading.Event()
         self.error: BaseException | None = None
         self._clock = clock
-        manager: SubnetManager = store
+        manager: Store = store
         self.lease_keeper = LeaseKeeper(
             manager,
             lease,
@@ -186,15 +186,15 @@ def real_time(daemon_clock: Clock) -> Iterator[None]:
 
 
 @pytest.fixture
-def store(clock: Clock) -> Store:
-    return Store(clock)
+def store(clock: Clock) -> MemoryStore:
+    return MemoryStore(clock)
 
 
 Start = Callable[[Lease], Node]
 
 
 @pytest.fixture
-def start(store: Store, clock: Clock) -> Start:
+def start(store: MemoryStore, clock: Clock) -> Start:
     """Write a lease and let a keeper keep it."""
     nodes: list[Node] = []
 
@@ -224,7 +224,9 @@ def test_intervals_of_renewal_and_contest_are_those_of_the_docs() -> None:
 # ---- renewal -------------------------------------------------------------------------------------
 
 
-def test_a_lease_is_renewed_when_only_the_margin_is_left(node: Node, store: Store, clock: Clock) -> None:
+def test_a_lease_is_renewed_when_only_the_margin_is_left(
+    node: Node, store: MemoryStore, clock: Clock
+) -> None:
     node.pass_time(TTL - MARGIN - 1)
     assert store.attempts == []
     node.pass_time(1)
@@ -236,13 +238,13 @@ def test_thread_of_the_keeper_renews_on_time_takes_news_and_promises_heartbeats(
     real_time: None,
 ) -> None:
     del real_time
-    store = Store(monotonic_clock.now)
+    store = MemoryStore(monotonic_clock.now)
     store.term = MARGIN + 0.1
     lease = store.write(LEASE)
     store.term = TTL
     stop = threading.Event()
     promises: set[float] = set()
-    manager: SubnetManager = store
+    manager: Store = store
     keeper = LeaseKeeper(
         manager, lease, margin=MARGIN, stop=stop, heartbeat=promises.add, revoked=lambda: None
     )
@@ -260,7 +262,7 @@ def test_thread_of_the_keeper_renews_on_time_takes_news_and_promises_heartbeats(
     assert promises == {120.0}
 
 
-def test_keeper_tells_the_lease_as_it_was_last_written_and_heard(node: Node, store: Store) -> None:
+def test_keeper_tells_the_lease_as_it_was_last_written_and_heard(node: Node, store: MemoryStore) -> None:
     assert node.lease_keeper.lease == store.leases[KEY]
     node.pass_time(TTL - MARGIN)
     assert node.lease_keeper.lease == store.leases[KEY]
@@ -269,19 +271,19 @@ def test_keeper_tells_the_lease_as_it_was_last_written_and_heard(node: Node, sto
     assert node.lease_keeper.lease == replace(RESERVATION, asof=3)
 
 
-def test_a_lease_is_renewed_again_and_again(node: Node, store: Store) -> None:
+def test_a_lease_is_renewed_again_and_again(node: Node, store: MemoryStore) -> None:
     for day in range(1, 4):
         node.pass_time(TTL - MARGIN)
         assert len(store.attempts) == day
 
 
-def test_a_lease_past_its_time_is_renewed_at_once(start: Start, store: Store) -> None:
+def test_a_lease_past_its_time_is_renewed_at_once(start: Start, store: MemoryStore) -> None:
     store.term = -5.0
     start(LEASE)
     assert len(store.attempts) == 1
 
 
-def test_a_term_shorter_than_the_margin_does_not_make_it_spin(node: Node, store: Store) -> None:
+def test_a_term_shorter_than_the_margin_does_not_make_it_spin(node: Node, store: MemoryStore) -> None:
     store.term = MARGIN / 2
     node.pass_time(TTL - MARGIN)
     node.settle()
@@ -290,7 +292,9 @@ def test_a_term_shorter_than_the_margin_does_not_make_it_spin(node: Node, store:
     assert len(store.attempts) == 2
 
 
-def test_a_renewal_that_fails_is_tried_again_each_minute(node: Node, store: Store, clock: Clock) -> None:
+def test_a_renewal_that_fails_is_tried_again_each_minute(
+    node: Node, store: MemoryStore, clock: Clock
+) -> None:
     store.failures = [Retryable("no answer")] * 3
     node.pass_time(TTL - MARGIN)
     due = clock.time
@@ -302,7 +306,7 @@ def test_a_renewal_that_fails_is_tried_again_each_minute(node: Node, store: Stor
 
 
 def test_a_failure_is_logged_once_a_minute_and_its_end_once(
-    node: Node, store: Store, caplog: pytest.LogCaptureFixture
+    node: Node, store: MemoryStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     store.failures = [Retryable("no answer", "start etcd")] * 2
@@ -315,7 +319,7 @@ def test_a_failure_is_logged_once_a_minute_and_its_end_once(
 
 
 def test_wait_and_renewal_are_told_once_each_and_a_new_reading_of_the_same_is_not(
-    start: Start, store: Store, caplog: pytest.LogCaptureFixture
+    start: Start, store: MemoryStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     node = start(LEASE)
@@ -328,7 +332,7 @@ def test_wait_and_renewal_are_told_once_each_and_a_new_reading_of_the_same_is_no
 
 
 @pytest.mark.parametrize("failure", [Fatal("forbidden"), Cancelled()])
-def test_fatal_error_ends_the_keeper(node: Node, store: Store, failure: Exception) -> None:
+def test_fatal_error_ends_the_keeper(node: Node, store: MemoryStore, failure: Exception) -> None:
     store.failures = [failure]
     node.pass_time(TTL - MARGIN)
     assert (node.ended, node.error) == (True, failure)
@@ -341,13 +345,13 @@ def test_a_stop_ends_the_keeper_though_nothing_is_due(node: Node) -> None:
 # ---- reservations --------------------------------------------------------------------------------
 
 
-def test_a_reservation_is_never_renewed(start: Start, store: Store) -> None:
+def test_a_reservation_is_never_renewed(start: Start, store: MemoryStore) -> None:
     node = start(RESERVATION)
     node.pass_time(100 * 365 * 24 * HOUR)
     assert store.attempts == []
 
 
-def test_a_reservation_stays_one_when_its_attributes_change(start: Start, store: Store) -> None:
+def test_a_reservation_stays_one_when_its_attributes_change(start: Start, store: MemoryStore) -> None:
     node = start(RESERVATION)
     node.lease_keeper.announce(OTHERS)
     node.settle()
@@ -356,13 +360,15 @@ def test_a_reservation_stays_one_when_its_attributes_change(start: Start, store:
     assert len(store.attempts) == 1
 
 
-def test_a_lease_that_an_operator_makes_permanent_is_no_longer_renewed(node: Node, store: Store) -> None:
+def test_a_lease_that_an_operator_makes_permanent_is_no_longer_renewed(
+    node: Node, store: MemoryStore
+) -> None:
     store.write(RESERVATION)
     node.pass_time(10 * TTL)
     assert store.attempts == []
 
 
-def test_a_reservation_that_an_operator_ends_is_renewed(start: Start, store: Store) -> None:
+def test_a_reservation_that_an_operator_ends_is_renewed(start: Start, store: MemoryStore) -> None:
     node = start(RESERVATION)
     store.write(LEASE)
     node.pass_time(TTL - MARGIN)
@@ -372,26 +378,28 @@ def test_a_reservation_that_an_operator_ends_is_renewed(start: Start, store: Sto
 # ---- what we are ---------------------------------------------------------------------------------
 
 
-def test_changed_attributes_are_written_at_once(node: Node, store: Store, clock: Clock) -> None:
+def test_changed_attributes_are_written_at_once(node: Node, store: MemoryStore, clock: Clock) -> None:
     node.lease_keeper.announce(OTHERS)
     node.settle()
     assert store.leases[KEY] == Lease(OTHERS, *KEY, expires=clock.time + TTL, asof=2)
 
 
-def test_attributes_that_change_twice_are_written_twice_without_a_pause(node: Node, store: Store) -> None:
+def test_attributes_that_change_twice_are_written_twice_without_a_pause(
+    node: Node, store: MemoryStore
+) -> None:
     for changed in (OTHERS, attrs(3)):
         node.lease_keeper.announce(changed)
         node.settle()
         assert store.leases[KEY].attrs == changed
 
 
-def test_the_same_attributes_are_not_written_again(node: Node, store: Store) -> None:
+def test_the_same_attributes_are_not_written_again(node: Node, store: MemoryStore) -> None:
     node.lease_keeper.announce(OURS)
     node.settle()
     assert store.attempts == []
 
 
-def test_renewals_keep_the_changed_attributes(node: Node, store: Store) -> None:
+def test_renewals_keep_the_changed_attributes(node: Node, store: MemoryStore) -> None:
     node.lease_keeper.announce(OTHERS)
     node.settle()
     for _ in range(2):
@@ -399,7 +407,7 @@ def test_renewals_keep_the_changed_attributes(node: Node, store: Store) -> None:
     assert (store.index, store.leases[KEY].attrs) == (4, OTHERS)
 
 
-def test_an_announcement_that_fails_is_tried_again_each_second(node: Node, store: Store) -> None:
+def test_an_announcement_that_fails_is_tried_again_each_second(node: Node, store: MemoryStore) -> None:
     store.failures = [Retryable("no answer")] * 2
     node.lease_keeper.announce(OTHERS)
     node.settle()
@@ -411,7 +419,7 @@ def test_an_announcement_that_fails_is_tried_again_each_second(node: Node, store
     assert store.leases[KEY].attrs == OTHERS
 
 
-def test_a_store_that_asks_for_more_time_is_given_it(node: Node, store: Store) -> None:
+def test_a_store_that_asks_for_more_time_is_given_it(node: Node, store: MemoryStore) -> None:
     store.failures = [Retryable("too many requests", retry_after=ANNOUNCE_RETRY * 8)]
     node.lease_keeper.announce(OTHERS)
     node.settle()
@@ -421,7 +429,7 @@ def test_a_store_that_asks_for_more_time_is_given_it(node: Node, store: Store) -
     assert len(store.attempts) == 2
 
 
-def test_once_announced_there_is_no_hurry_any_more(node: Node, store: Store, clock: Clock) -> None:
+def test_once_announced_there_is_no_hurry_any_more(node: Node, store: MemoryStore, clock: Clock) -> None:
     node.lease_keeper.announce(OTHERS)
     node.settle()
     store.failures = [Retryable("no answer")]
@@ -432,7 +440,7 @@ def test_once_announced_there_is_no_hurry_any_more(node: Node, store: Store, clo
     assert store.attempts[1:] == [due, due + RENEW_RETRY]
 
 
-def test_the_last_announcement_counts(node: Node, store: Store) -> None:
+def test_the_last_announcement_counts(node: Node, store: MemoryStore) -> None:
     store.failures = [Retryable("no answer")]
     node.lease_keeper.announce(OTHERS)
     node.lease_keeper.announce(attrs(3))
@@ -445,7 +453,7 @@ def test_the_last_announcement_counts(node: Node, store: Store) -> None:
 
 
 def test_a_revoked_lease_is_reported_and_not_written_again(
-    node: Node, store: Store, caplog: pytest.LogCaptureFixture
+    node: Node, store: MemoryStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     store.remove(KEY)
     node.settle()
@@ -454,7 +462,9 @@ def test_a_revoked_lease_is_reported_and_not_written_again(
     assert (store.leases, store.attempts) == ({}, [])
 
 
-def test_a_revoked_lease_that_was_due_is_not_written_again(node: Node, store: Store, clock: Clock) -> None:
+def test_a_revoked_lease_that_was_due_is_not_written_again(
+    node: Node, store: MemoryStore, clock: Clock
+) -> None:
     clock.time += 2 * TTL
     store.remove(KEY)
     node.settle()
@@ -466,7 +476,7 @@ def test_a_revoked_lease_that_was_due_is_not_written_again(node: Node, store: St
 
 
 def test_the_newcomer_yields_and_the_older_node_keeps_the_lease(
-    start: Start, store: Store, clock: Clock
+    start: Start, store: MemoryStore, clock: Clock
 ) -> None:
     older = start(LEASE)
     older.pass_time(PROBATION)
@@ -480,7 +490,7 @@ def test_the_newcomer_yields_and_the_older_node_keeps_the_lease(
     assert store.leases[KEY].expires == clock.time - PROBATION + TTL
 
 
-def test_holder_within_the_probation_is_a_newcomer(node: Node, store: Store) -> None:
+def test_holder_within_the_probation_is_a_newcomer(node: Node, store: MemoryStore) -> None:
     node.pass_time(PROBATION / 2)
     store.write(replace(LEASE, attrs=OTHERS))
     node.settle()
@@ -489,7 +499,9 @@ def test_holder_within_the_probation_is_a_newcomer(node: Node, store: Store) -> 
     assert store.leases[KEY].attrs == OTHERS
 
 
-def test_the_older_node_complains_once(node: Node, store: Store, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_older_node_complains_once(
+    node: Node, store: MemoryStore, caplog: pytest.LogCaptureFixture
+) -> None:
     node.pass_time(PROBATION)
     for _ in range(3):
         store.write(replace(LEASE, attrs=OTHERS))
@@ -499,7 +511,7 @@ def test_the_older_node_complains_once(node: Node, store: Store, caplog: pytest.
 
 
 def test_two_nodes_of_old_standing_do_not_write_over_each_other_without_pause(
-    store: Store, clock: Clock
+    store: MemoryStore, clock: Clock
 ) -> None:
     lease = store.write(LEASE)
     ours, theirs = Node(store, clock, lease), Node(store, clock, lease)
@@ -523,7 +535,7 @@ def test_two_nodes_of_old_standing_do_not_write_over_each_other_without_pause(
     ("term", "attempts"), [(TTL, 1), (TTL - 59, 1), (TTL - 60, 0), (TTL - 61, 0), (HOUR * 2, 0)]
 )
 def test_full_term_is_another_nodes_renewal_and_a_shorter_one_an_operators_extension(
-    node: Node, store: Store, clock: Clock, term: float, attempts: int
+    node: Node, store: MemoryStore, clock: Clock, term: float, attempts: int
 ) -> None:
     node.pass_time(PROBATION)
     store.term = term
@@ -534,7 +546,9 @@ def test_full_term_is_another_nodes_renewal_and_a_shorter_one_an_operators_exten
     assert node.lease_keeper.lease.expires == (clock.time + TTL if attempts else expires)
 
 
-def test_newcomer_waits_for_the_length_of_the_probation_before_it_ends(node: Node, store: Store) -> None:
+def test_newcomer_waits_for_the_length_of_the_probation_before_it_ends(
+    node: Node, store: MemoryStore
+) -> None:
     store.write(replace(LEASE, attrs=OTHERS))
     node.pass_time(PROBATION - 1)
     node.pass_time(PROBATION - 1)
@@ -547,7 +561,7 @@ def test_newcomer_waits_for_the_length_of_the_probation_before_it_ends(node: Nod
 
 @pytest.mark.parametrize("asof", [0, 1])
 def test_write_of_another_node_no_later_than_ours_is_no_contest(
-    node: Node, store: Store, asof: int, caplog: pytest.LogCaptureFixture
+    node: Node, store: MemoryStore, asof: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     theirs = replace(store.leases[KEY], attrs=OTHERS, asof=asof)
     for _ in range(2):
@@ -558,7 +572,7 @@ def test_write_of_another_node_no_later_than_ours_is_no_contest(
 
 
 def test_store_restored_from_a_backup_hears_of_our_present_attributes(
-    node: Node, store: Store, clock: Clock
+    node: Node, store: MemoryStore, clock: Clock
 ) -> None:
     former = store.leases[KEY]
     node.pass_time(PROBATION)
@@ -574,7 +588,7 @@ def test_store_restored_from_a_backup_hears_of_our_present_attributes(
 
 @pytest.mark.parametrize("passed", [0.0, PROBATION])
 def test_own_write_whose_answer_got_lost_is_no_contest(
-    node: Node, store: Store, passed: float, caplog: pytest.LogCaptureFixture
+    node: Node, store: MemoryStore, passed: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As when the uplink has another address: the watch tells of our write before it is tried again."""
     node.pass_time(passed)
@@ -589,7 +603,7 @@ def test_own_write_whose_answer_got_lost_is_no_contest(
 
 
 def test_only_as_many_writes_are_taken_for_ours_as_answers_got_lost(
-    node: Node, store: Store, caplog: pytest.LogCaptureFixture
+    node: Node, store: MemoryStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     node.pass_time(PROBATION)
     store.failures = [Retryable("no answer")]
@@ -601,7 +615,7 @@ def test_only_as_many_writes_are_taken_for_ours_as_answers_got_lost(
     assert "another node writes itself into our lease" in caplog.text
 
 
-def test_an_older_echo_of_ours_does_not_undo_an_announcement(node: Node, store: Store) -> None:
+def test_an_older_echo_of_ours_does_not_undo_an_announcement(node: Node, store: MemoryStore) -> None:
     node.pass_time(PROBATION)
     node.lease_keeper.announce(OTHERS)
     node.lease_keeper.deliver([Added(replace(LEASE, expires=TTL, asof=1))])
@@ -613,7 +627,7 @@ def test_an_older_echo_of_ours_does_not_undo_an_announcement(node: Node, store: 
 
 
 def test_overwritten_attributes_are_rewritten(
-    store: Store, clock: Clock, caplog: pytest.LogCaptureFixture
+    store: MemoryStore, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     node = Node(store, clock, store.write(RESERVATION), contested=False)
     store.write(replace(RESERVATION, attrs=LeaseAttrs()))
@@ -629,7 +643,7 @@ def test_overwritten_attributes_are_rewritten(
 
 
 def test_contested_attributes_are_rewritten_with_growing_intervals_and_logged_once(
-    store: Store, clock: Clock, caplog: pytest.LogCaptureFixture
+    store: MemoryStore, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     node = Node(store, clock, store.write(RESERVATION), contested=False)
@@ -661,7 +675,7 @@ def test_contested_attributes_are_rewritten_with_growing_intervals_and_logged_on
 
 @pytest.mark.parametrize(("quiet", "warnings"), [(INTERVAL_RESET - 1, 1), (INTERVAL_RESET, 2)])
 def test_foreign_change_is_a_repetition_until_ten_minutes_have_passed_without_one(
-    quiet: float, warnings: int, store: Store, clock: Clock, caplog: pytest.LogCaptureFixture
+    quiet: float, warnings: int, store: MemoryStore, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     node = Node(store, clock, store.write(RESERVATION), contested=False)
     for _ in range(2):
@@ -673,7 +687,7 @@ def test_foreign_change_is_a_repetition_until_ten_minutes_have_passed_without_on
 
 
 def test_renewals_against_something_that_changes_them_back_are_logged_at_verbosity_one(
-    store: Store, clock: Clock, caplog: pytest.LogCaptureFixture
+    store: MemoryStore, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(V(2))
     node = Node(store, clock, store.write(RESERVATION), contested=False)

@@ -16,11 +16,11 @@ from msgspec import structs
 from flanneld.diagnostics.dry_run import all_leases
 from flanneld.errors import Cancelled, Fatal
 from flanneld.model import Added, Event, Lease, LeaseAttrs, Snapshot
-from flanneld.subnet.embedded import opening
-from flanneld.subnet.manager import Deliver, LocalFacts
+from flanneld.subnet.embedded.store import config_of, store_of, write_config
 from flanneld.subnet.remote.connection import RemoteServer
-from flanneld.subnet.remote.manager import RemoteManager, RemoteOptions
 from flanneld.subnet.remote.rest import RestApi, RestRequest
+from flanneld.subnet.remote.store import RemoteOptions, RemoteStore
+from flanneld.subnet.store import Deliver, LocalFacts
 from tests.local_etcd import LocalEtcd, running_etcd
 from tests.unit.subnet.remote.servers import CONFIG, ROOT, LocalFile, Running, running_server
 
@@ -38,8 +38,8 @@ def server(file: LocalFile) -> Iterator[Running]:
         yield server
 
 
-def client(server: Running) -> RemoteManager:
-    return RemoteManager(RemoteOptions((RemoteServer("127.0.0.1", server.port),)), 0.05)
+def client(server: Running) -> RemoteStore:
+    return RemoteStore(RemoteOptions((RemoteServer("127.0.0.1", server.port),)), 0.05)
 
 
 def attributes(number: int) -> LeaseAttrs:
@@ -102,7 +102,7 @@ def test_order_of_joins_reaches_clients_that_ask_for_it(file: LocalFile, server:
 
 
 def test_node_in_the_servers_process_shares_the_network(file: LocalFile, server: Running) -> None:
-    own = opening.manager_of(file.keystore)
+    own = store_of(file.keystore)
     lease = own.acquire(own.network_config(), attributes(1), (None, None))
     remote, heard = client(server), threading.Event()
     known: list[set[str]] = []
@@ -122,7 +122,7 @@ def test_node_in_the_servers_process_shares_the_network(file: LocalFile, server:
     assert known == [{str(lease)}]
 
 
-def _watch(manager: RemoteManager, deliver: Deliver) -> None:
+def _watch(manager: RemoteStore, deliver: Deliver) -> None:
     with suppress(Cancelled):
         manager.watch(deliver, lambda: None)
 
@@ -181,7 +181,7 @@ def check_own_watch(place: LocalFile | LocalEtcd, api: str) -> None:
         watch.join(30)
 
 
-def _watch_own(manager: RemoteManager, lease: Lease, heard: Queue[Event]) -> None:
+def _watch_own(manager: RemoteStore, lease: Lease, heard: Queue[Event]) -> None:
     def deliver(events: list[Event]) -> None:
         for each in events:
             heard.put(each)
@@ -199,21 +199,21 @@ def _watch_own(manager: RemoteManager, lease: Lease, heard: Queue[Event]) -> Non
     ],
 )
 def test_network_is_a_network_or_a_whole_config(text: str, config: dict[str, object]) -> None:
-    assert json.loads(opening.config_of(text)).items() >= config.items()
+    assert json.loads(config_of(text)).items() >= config.items()
 
 
 @pytest.mark.parametrize("text", ["10.5.0.0/33", "10.5.0.1/16", "net", '{"Network": 5}', "{"])
 def test_network_that_makes_no_sense_is_refused(text: str) -> None:
     with pytest.raises(Fatal, match="-network: "):
-        opening.config_of(text)
+        config_of(text)
 
 
 def test_network_is_written_once_and_changed_on_demand(file: LocalFile) -> None:
     store = file.keystore
     path = f"{ROOT}/config"
-    opening.write_config(store, "10.5.0.0/16")
+    write_config(store, "10.5.0.0/16")
     assert store.get(path)[0].value == CONFIG
-    opening.write_config(store, '{"Network":"10.5.0.0/16","Backend":{"Type":"alloc"}}')
+    write_config(store, '{"Network":"10.5.0.0/16","Backend":{"Type":"alloc"}}')
     assert '"alloc"' in store.get(path)[0].value
-    opening.write_config(store, "10.7.0.0/16")
+    write_config(store, "10.7.0.0/16")
     assert "10.7.0.0/16" in store.get(path)[0].value

@@ -21,14 +21,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from flanneld.errors import Cancelled, Fatal, Retryable
 from flanneld.runtime import clock
 from flanneld.subnet.embedded import store as store_module
-from flanneld.subnet.embedded.client import PREFIX, EmbeddedClient
 from flanneld.subnet.embedded.database import Database, restore
-from flanneld.subnet.embedded.opening import open_store
-from flanneld.subnet.embedded.store import KeyStore, Moment, time_since
+from flanneld.subnet.embedded.store import PREFIX, EmbeddedClient, KeyStore, Moment, open_file, time_since
 from flanneld.subnet.etcd.api_choice import open_client
+from flanneld.subnet.etcd.copy import Migration
 from flanneld.subnet.etcd.endpoints import EtcdOptions, Servers
 from flanneld.subnet.etcd.keys import Conflict, NotFound, Position, RelistNeeded
-from flanneld.subnet.etcd.migration import Migration
 from flanneld.subnet.etcd.transport import EtcdTimeouts, Transport
 from tests.clock import Clock
 from tests.local_etcd import LocalEtcd
@@ -171,7 +169,7 @@ TestStoreModel = StoreModel.TestCase
 
 
 def test_one_of_many_writers_succeeds_at_each_revision(path: Path) -> None:
-    stores = [open_store(str(path), create=True) for _ in range(2)]
+    stores = [open_file(str(path), create=True) for _ in range(2)]
     stores[0].create("/counter", "0", None)
 
     def count(store: KeyStore) -> None:
@@ -210,7 +208,7 @@ def _together(works: list[Callable[[], None]]) -> None:
 def test_watch_hears_of_each_write_of_this_and_of_another_process_once(store: KeyStore, path: Path) -> None:
     _, at = store.below("/net")
     watcher = EmbeddedClient(store).watcher("/net", recursive=True, contact=lambda: None)
-    other = open_store(str(path))
+    other = open_file(str(path))
 
     def write() -> None:
         for number in range(30):
@@ -272,7 +270,7 @@ def test_backup_is_a_store_with_another_history(store: KeyStore, path: Path, tmp
     _, at = store.create("/net/b", "y", None)
     Database(path).backup(tmp_path / "copy")
     restore(tmp_path / "copy", tmp_path / "again.db")
-    again = open_store(str(tmp_path / "again.db"))
+    again = open_file(str(tmp_path / "again.db"))
     nodes, now = again.below("/net")
     assert [(each.key, each.value) for each in nodes] == [("/net/a", "x"), ("/net/b", "y")]
     assert now.index > at.index + 1000
@@ -308,7 +306,7 @@ def test_order_of_creation_is_kept_by_backups_and_moves_and_unknown_for_keys_of_
 
     with Database(path).writing() as connection:
         connection.execute("DROP TABLE created")
-    reopened = open_store(str(path))
+    reopened = open_file(str(path))
     assert [each.created for each in reopened.below(root)[0]] == [0, 0, 0]
     node, _ = reopened.create(f"{root}/10.5.5.0-24", "", 600)
     assert reopened.get(node.key)[0].created == node.modified
@@ -328,7 +326,7 @@ def test_file_that_is_no_store_is_refused_and_left_alone(
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(Fatal, match=text):
-        open_store(str(path), create=content is not None)
+        open_file(str(path), create=content is not None)
     assert (path.read_bytes() if path.exists() else None) == content
 
 
@@ -342,16 +340,16 @@ def test_database_of_another_program_or_format_is_refused(path: Path) -> None:
     with sqlite3.connect(path) as connection:
         connection.execute("CREATE TABLE songs (title)")
     with pytest.raises(Fatal, match="another program"):
-        open_store(str(path), create=True)
+        open_file(str(path), create=True)
     with sqlite3.connect(path) as connection:
         connection.execute("PRAGMA application_id=0x666c616e")
         connection.execute("PRAGMA user_version=9")
     with pytest.raises(Fatal, match="has format 9, this flanneld reads 1"):
-        open_store(str(path))
+        open_file(str(path))
 
 
 def test_damaged_store_is_refused_and_left_alone(path: Path) -> None:
-    store = open_store(str(path), create=True)
+    store = open_file(str(path), create=True)
     for number in range(300):
         store.create(f"/net/{number}", "x" * 200, None)
     store.database.close()
@@ -359,14 +357,14 @@ def test_damaged_store_is_refused_and_left_alone(path: Path) -> None:
     content[8192:40960] = os.urandom(32768)
     path.write_bytes(content)
     with pytest.raises(Fatal, match="flannelctl store restore"):
-        open_store(str(path), create=True)
+        open_file(str(path), create=True)
     assert path.read_bytes() == content
 
 
 def test_log_of_a_lost_store_is_not_mixed_with_a_new_one(path: Path) -> None:
     path.with_name("leases.db-wal").write_bytes(b"leases")
     with pytest.raises(Fatal, match="-wal is there"):
-        open_store(str(path), create=True)
+        open_file(str(path), create=True)
 
 
 def test_full_store_refuses_writes_keeps_what_it_has_and_goes_on(store: KeyStore) -> None:
@@ -383,8 +381,8 @@ def test_full_store_refuses_writes_keeps_what_it_has_and_goes_on(store: KeyStore
 
 WRITER = """
 import sys
-from flanneld.subnet.embedded.opening import open_store
-store = open_store(sys.argv[1], create=True)
+from flanneld.subnet.embedded.store import open_file
+store = open_file(sys.argv[1], create=True)
 for number in range(int(sys.argv[2]), 10 ** 6):
     node, _ = store.create(f"/net/{number}", "x" * 100, None)
     print(number, node.modified, flush=True)
@@ -402,6 +400,6 @@ def test_kill_9_at_any_write_loses_nothing_acknowledged(path: Path) -> None:
             lines += writer.stdout.readlines()
         for number, modified in (line.split() for line in lines if line.endswith("\n")):
             acknowledged[f"/net/{number}"] = int(modified)
-        found = {each.key: each.modified for each in open_store(str(path)).below("/net")[0]}
+        found = {each.key: each.modified for each in open_file(str(path)).below("/net")[0]}
         assert found.items() >= acknowledged.items()
         acknowledged = found

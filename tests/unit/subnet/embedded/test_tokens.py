@@ -15,7 +15,7 @@ from flanneld.model import LeaseAttrs
 from flanneld.runtime import clock
 from flanneld.subnet.embedded.tokens import Tokens, fingerprint_of_pem
 from flanneld.subnet.remote.connection import RemoteServer
-from flanneld.subnet.remote.manager import RemoteManager, RemoteOptions
+from flanneld.subnet.remote.store import RemoteOptions, RemoteStore
 from flanneld.subnet.remote.tls import identity_context
 from flanneld.subnet.remote.token import Denied, JoinToken, Permission, parse_token
 from tests.clock import Clock
@@ -28,9 +28,9 @@ class Guarded(NamedTuple):
     server: Running
     tokens: Tokens
 
-    def client(self, token: str, file: Path | None = None) -> RemoteManager:
+    def client(self, token: str, file: Path | None = None) -> RemoteStore:
         server = RemoteServer("127.0.0.1", self.server.port)
-        return RemoteManager(RemoteOptions((server,), token=token, token_file=str(file or "")), 0.05)
+        return RemoteStore(RemoteOptions((server,), token=token, token_file=str(file or "")), 0.05)
 
     def join(self, token: str, number: int = 1) -> str:
         manager = self.client(token)
@@ -67,7 +67,7 @@ def test_node_with_a_token_joins_renews_and_watches(guarded: Guarded) -> None:
 
 
 def test_node_without_a_token_gets_nothing(guarded: Guarded) -> None:
-    plain = RemoteManager(RemoteOptions((RemoteServer("127.0.0.1", guarded.server.port),)))
+    plain = RemoteStore(RemoteOptions((RemoteServer("127.0.0.1", guarded.server.port),)))
     with pytest.raises(NoAnswer):
         plain.network_config()
     plain.close()

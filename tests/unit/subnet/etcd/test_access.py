@@ -17,7 +17,7 @@ from flanneld.errors import Fatal, Retryable
 from flanneld.subnet.etcd.api_choice import open_client
 from flanneld.subnet.etcd.endpoints import EtcdOptions, Servers
 from flanneld.subnet.etcd.http import NoSuchApi
-from flanneld.subnet.etcd.keys import Client, KeyChanges, Position
+from flanneld.subnet.etcd.keys import KeyChanges, KeyClient, Position
 from flanneld.subnet.etcd.transport import EtcdTimeouts
 from tests.etcd_clients import transport_of
 from tests.lab.etcd_v3 import V3Keys
@@ -31,18 +31,18 @@ def api(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def client(api: str, *endpoints: str, **options: str) -> Client:
+def client(api: str, *endpoints: str, **options: str) -> KeyClient:
     return client_of(api, EtcdOptions(endpoints, **options))
 
 
-def client_of(api: str, options: EtcdOptions) -> Client:
+def client_of(api: str, options: EtcdOptions) -> KeyClient:
     transport = "grpc" if "gRPC" in api else "json"
     return open_client(
         api[:2], transport_of(Servers(replace(options, transport=transport)), EtcdTimeouts(read=20.0))
     )
 
 
-def changes(asker: Client, key: str, after: Position) -> KeyChanges:
+def changes(asker: KeyClient, key: str, after: Position) -> KeyChanges:
     """What has happened to a key, by a watch."""
     watcher = asker.watcher(key, recursive=False, contact=lambda: None)
     try:

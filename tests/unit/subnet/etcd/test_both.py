@@ -21,7 +21,7 @@ from flanneld.subnet.etcd.api_choice import open_etcd
 from flanneld.subnet.etcd.endpoints import EtcdOptions
 from flanneld.subnet.etcd.transport import EtcdTimeouts
 from flanneld.subnet.lease_keeper import LeaseKeeper
-from flanneld.subnet.manager import LocalFacts, SubnetManager
+from flanneld.subnet.store import LocalFacts, Store
 from tests.lab.wait import wait_for
 from tests.local_etcd import LocalEtcd, running_etcd
 
@@ -57,11 +57,11 @@ class Node:
         self.revoked = threading.Event()
         self.ended: list[BaseException] = []
         self._threads: list[threading.Thread] = []
-        self._opened: list[SubnetManager] = []
+        self._opened: list[Store] = []
         self._cancel: Callable[[], None] = lambda: None
         self.manager = self.open("both")
 
-    def open(self, api: str) -> SubnetManager:
+    def open(self, api: str) -> Store:
         timeouts = EtcdTimeouts(read=20.0, pause=0.05)
         options = EtcdOptions((self.etcd.url,), self.prefix, transport="json")
         self._opened.append(open_etcd(options, api, timeouts))

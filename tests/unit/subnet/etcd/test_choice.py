@@ -15,7 +15,7 @@ from flanneld.model import LeaseAttrs
 from flanneld.subnet.etcd.api_choice import open_etcd
 from flanneld.subnet.etcd.endpoints import EtcdOptions
 from flanneld.subnet.etcd.transport import EtcdTimeouts
-from flanneld.subnet.manager import SubnetManager
+from flanneld.subnet.store import Store
 from tests.etcd_clients import opened
 from tests.lab.etcd_v3 import V3Keys
 from tests.local_etcd import LocalEtcd, Relay, running_etcd, server
@@ -30,7 +30,7 @@ def prefix() -> str:
     return f"/chosen-{next(_numbers)}"
 
 
-def manager(url: str, prefix: str, api: str = "auto", transport: str = "auto") -> SubnetManager:
+def manager(url: str, prefix: str, api: str = "auto", transport: str = "auto") -> Store:
     manager = open_etcd(EtcdOptions((url,), prefix, transport=transport), api, EtcdTimeouts(read=20.0))
     opened.callback(manager.close)
     return manager

@@ -18,7 +18,7 @@ from flanneld.model import Added, Event, Lease, LeaseAttrs, Snapshot
 from flanneld.subnet.etcd.api_choice import open_etcd
 from flanneld.subnet.etcd.endpoints import EtcdOptions
 from flanneld.subnet.etcd.transport import EtcdTimeouts
-from flanneld.subnet.manager import SubnetManager
+from flanneld.subnet.store import Store
 from tests.lab.etcd_v3 import V3Keys
 from tests.lab.wait import wait_for
 from tests.local_etcd import LocalEtcd, running_cluster
@@ -43,15 +43,15 @@ class Members:
         self.prefix = f"/cluster-{next(_numbers)}"
         self._urls = tuple(member.url for member in cluster)
         self._timeouts = timeouts
-        self._managers: list[SubnetManager] = []
+        self._managers: list[Store] = []
         self._threads: list[threading.Thread] = []
 
-    def manager(self, *urls: str) -> SubnetManager:
+    def manager(self, *urls: str) -> Store:
         options = EtcdOptions(urls or self._urls, self.prefix, transport=self._transport)
         self._managers.append(open_etcd(options, "v3", self._timeouts))
         return self._managers[-1]
 
-    def watch(self, manager: SubnetManager) -> list[Event]:
+    def watch(self, manager: Store) -> list[Event]:
         events: list[Event] = []
 
         def run() -> None:
@@ -106,7 +106,7 @@ def known(events: list[Event]) -> set[str]:
     return found
 
 
-def join(manager: SubnetManager, number: int) -> Lease:
+def join(manager: Store, number: int) -> Lease:
     """As a daemon does: try again until it works."""
     attrs = LeaseAttrs(IPv4Address(f"192.0.2.{number}"))
     while True:

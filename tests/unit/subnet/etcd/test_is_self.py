@@ -15,7 +15,7 @@ from flanneld.model import Lease, LeaseAttrs
 from flanneld.subnet.etcd.api_choice import open_etcd
 from flanneld.subnet.etcd.endpoints import EtcdOptions
 from flanneld.subnet.etcd.transport import EtcdTimeouts
-from flanneld.subnet.manager import NO_FACTS, LocalFacts, SubnetManager
+from flanneld.subnet.store import NO_FACTS, LocalFacts, Store
 from tests.local_etcd import LocalEtcd
 
 CONFIG = '{"Network": "10.5.0.0/16", "Backend": {"Type": "wireguard"}}'
@@ -44,12 +44,12 @@ class Network:
         self._api = api
         self._apis = ("v2", "v3") if api == "both" else (api,)
         self._prefix = f"/nat-{next(_numbers)}"
-        self.opened: list[SubnetManager] = []
+        self.opened: list[Store] = []
         self._put("config", CONFIG)
 
     def join(
         self, key: str, public_ip: IPv4Address = NAT, local: LocalFacts | None = None
-    ) -> tuple[SubnetManager, Lease]:
+    ) -> tuple[Store, Lease]:
         """Start a node; without ``local`` its backend goes by its key."""
         options = EtcdOptions((self._etcd.url,), self._prefix, transport="json")
         manager = open_etcd(options, self._api, EtcdTimeouts(read=20.0))

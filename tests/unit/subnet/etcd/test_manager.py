@@ -22,9 +22,9 @@ from flanneld.runtime import clock
 from flanneld.subnet.allocation import fits
 from flanneld.subnet.etcd.api_choice import open_etcd
 from flanneld.subnet.etcd.endpoints import EtcdOptions
-from flanneld.subnet.etcd.manager import SUBNET_TTL, EtcdManager, LeaseTaken
+from flanneld.subnet.etcd.store import SUBNET_TTL, EtcdStore, LeaseTaken
 from flanneld.subnet.etcd.transport import EtcdTimeouts
-from flanneld.subnet.manager import LocalFacts, SubnetManager
+from flanneld.subnet.store import LocalFacts, Store
 from tests.lab.etcd_v3 import V3Keys
 from tests.lab.wait import wait_for
 from tests.local_etcd import LocalEtcd, Relay, server
@@ -39,7 +39,7 @@ FOUR = parse('{"Network": "10.9.0.0/24", "SubnetLen": 26, "SubnetMin": "10.9.0.0
 _numbers = itertools.count()
 
 
-class Store:
+class EtcdPrefix:
     """A prefix of its own in an etcd, and managers that are closed at the end of the test."""
 
     def __init__(self, etcd: LocalEtcd, api: str) -> None:
@@ -48,9 +48,9 @@ class Store:
         self.keys = etcd.keys(self.api)
         self.transport = "grpc" if "gRPC" in api else "json"
         self.prefix = f"/network-{next(_numbers)}"
-        self.managers: list[SubnetManager] = []
+        self.managers: list[Store] = []
 
-    def manager(self, url: str = "", randrange: Callable[[int], int] | None = None) -> SubnetManager:
+    def manager(self, url: str = "", randrange: Callable[[int], int] | None = None) -> Store:
         options = EtcdOptions((url or self.etcd.url,), self.prefix, transport=self.transport)
         extra = (randrange,) if randrange else ()
         self.managers.append(open_etcd(options, self.api, EtcdTimeouts(read=20.0), *extra))
@@ -70,9 +70,9 @@ class Store:
 
 
 @pytest.fixture(params=["v2", "v3", "v3 of a newer etcd", "v3 over gRPC"])
-def store(request: pytest.FixtureRequest) -> Iterator[Store]:
+def store(request: pytest.FixtureRequest) -> Iterator[EtcdPrefix]:
     etcd = request.getfixturevalue("newer_etcd" if "newer" in request.param else "etcd")
-    store = Store(etcd, request.param)
+    store = EtcdPrefix(etcd, request.param)
     yield store
     for manager in store.managers:
         manager.close()
@@ -108,7 +108,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 # ---- config and name -----------------------------------------------------------------------------
 
 
-def test_a_missing_config_comes_with_the_command_that_writes_it(store: Store) -> None:
+def test_a_missing_config_comes_with_the_command_that_writes_it(store: EtcdPrefix) -> None:
     with pytest.raises(Retryable) as caught:
         store.manager().network_config()
     api, verb = {"v2": (2, "set"), "v3": (3, "put")}[store.api]
@@ -118,7 +118,7 @@ def test_a_missing_config_comes_with_the_command_that_writes_it(store: Store) ->
     assert command in caught.value.remedy
 
 
-def test_the_config_is_read_below_the_prefix_however_it_is_spelt(store: Store) -> None:
+def test_the_config_is_read_below_the_prefix_however_it_is_spelt(store: EtcdPrefix) -> None:
     text = '{"Network": "10.5.0.0/16", "Backend": {"Type": "vxlan"}}'
     store.keys.put(f"{store.prefix}/config", text)
     store.prefix = f"/{store.prefix}///"
@@ -127,21 +127,21 @@ def test_the_config_is_read_below_the_prefix_however_it_is_spelt(store: Store) -
     assert f"{store.etcd.url} under /network-" in manager.name
 
 
-def test_a_config_that_makes_no_sense_may_be_corrected(store: Store) -> None:
+def test_a_config_that_makes_no_sense_may_be_corrected(store: EtcdPrefix) -> None:
     store.keys.put(f"{store.prefix}/config", "{")
     with pytest.raises(Retryable, match="JSON"):
         store.manager().network_config()
 
 
-def test_etcd_manager_is_a_subnet_manager(store: Store) -> None:
-    manager: SubnetManager = store.manager()
+def test_etcd_manager_is_a_subnet_manager(store: EtcdPrefix) -> None:
+    manager: Store = store.manager()
     assert manager.name
 
 
 # ---- acquiring -----------------------------------------------------------------------------------
 
 
-def test_a_lease_is_written_as_go_flanneld_writes_it(store: Store) -> None:
+def test_a_lease_is_written_as_go_flanneld_writes_it(store: EtcdPrefix) -> None:
     before = clock.now()
     lease = store.manager().acquire(NETWORK, node(4), NOTHING)
     written = store.get(lease)
@@ -153,7 +153,7 @@ def test_a_lease_is_written_as_go_flanneld_writes_it(store: Store) -> None:
     assert lease.attrs == node(4)
 
 
-def test_backend_data_and_ipv6_are_written_as_later_versions_do(store: Store) -> None:
+def test_backend_data_and_ipv6_are_written_as_later_versions_do(store: EtcdPrefix) -> None:
     config = parse('{"Network": "10.3.0.0/16", "EnableIPv6": true, "IPv6Network": "fd00:3::/48"}')
     attrs = LeaseAttrs(
         IPv4Address("192.0.2.1"), IPv6Address("2001:db8::1"), "vxlan", {"VtepMAC": "a"}, {"VtepMAC": "b"}
@@ -168,13 +168,13 @@ def test_backend_data_and_ipv6_are_written_as_later_versions_do(store: Store) ->
     assert store.manager().acquire(config, attrs, NOTHING).key == lease.key
 
 
-def test_only_what_is_stored_is_claimed(store: Store) -> None:
+def test_only_what_is_stored_is_claimed(store: EtcdPrefix) -> None:
     attrs = replace(node(1), public_ipv6=IPv6Address("2001:db8::1"))
     stored = attrs if store.api == "v3" else node(1)
     assert store.manager().acquire(NETWORK, attrs, NOTHING).attrs == stored
 
 
-def test_subnets_come_from_the_range_and_avoid_what_is_taken(store: Store) -> None:
+def test_subnets_come_from_the_range_and_avoid_what_is_taken(store: EtcdPrefix) -> None:
     taken = {net(f"10.3.{number}.0/24") for number in range(1, 26) if number not in (7, 19)}
     for number, subnet in enumerate(taken):
         store.put(str(subnet).replace("/", "-"), node(100 + number))
@@ -182,7 +182,7 @@ def test_subnets_come_from_the_range_and_avoid_what_is_taken(store: Store) -> No
     assert got == {net("10.3.7.0/24"), net("10.3.19.0/24")}
 
 
-def test_a_node_gets_its_own_lease_back_with_its_new_attributes(store: Store) -> None:
+def test_a_node_gets_its_own_lease_back_with_its_new_attributes(store: EtcdPrefix) -> None:
     first = store.manager().acquire(NETWORK, node(1), NOTHING)
     second = store.manager().acquire(NETWORK, node(1, {"VNI": 1}), (net("10.3.25.0/24"), None))
     assert second.key == first.key
@@ -190,12 +190,12 @@ def test_a_node_gets_its_own_lease_back_with_its_new_attributes(store: Store) ->
     assert store.get(first)["value"] == store.value('{"PublicIP":"192.0.2.1","BackendData":{"VNI":1}}')
 
 
-def test_the_previous_subnet_is_taken_again(store: Store) -> None:
+def test_the_previous_subnet_is_taken_again(store: EtcdPrefix) -> None:
     assert store.manager().acquire(NETWORK, node(1), (net("10.3.6.0/24"), None)).subnet == net("10.3.6.0/24")
 
 
 def test_choice_of_a_subnet_is_told_once_however_often_it_is_tried(
-    store: Store, caplog: pytest.LogCaptureFixture
+    store: EtcdPrefix, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     for number in range(1, 26):
@@ -207,7 +207,7 @@ def test_choice_of_a_subnet_is_told_once_however_often_it_is_tried(
     assert caplog.messages == ["Picking subnet in range 10.3.1.0 ... 10.3.25.0"]
 
 
-def test_a_previous_subnet_outside_of_the_range_is_not_taken(store: Store) -> None:
+def test_a_previous_subnet_outside_of_the_range_is_not_taken(store: EtcdPrefix) -> None:
     lease = store.manager().acquire(NETWORK, node(1), (net("10.4.1.0/24"), None))
     assert lease.subnet
     assert NETWORK.ranges[0].contains(lease.subnet)
@@ -215,7 +215,7 @@ def test_a_previous_subnet_outside_of_the_range_is_not_taken(store: Store) -> No
 
 @pytest.mark.parametrize("holder", ["10.3.6.0-24", "10.3.6.128-25"])
 def test_a_previous_subnet_of_another_node_is_left_to_it(
-    store: Store, caplog: pytest.LogCaptureFixture, holder: str
+    store: EtcdPrefix, caplog: pytest.LogCaptureFixture, holder: str
 ) -> None:
     index = store.put(holder, node(2))
     lease = store.manager().acquire(NETWORK, node(1), (net("10.3.6.0/24"), None))
@@ -225,7 +225,7 @@ def test_a_previous_subnet_of_another_node_is_left_to_it(
 
 
 def test_the_key_of_a_previous_subnet_that_is_leased_elsewhere_is_named(
-    store: Store, caplog: pytest.LogCaptureFixture
+    store: EtcdPrefix, caplog: pytest.LogCaptureFixture
 ) -> None:
     store.put("10.3.6.0-24", node(2))
     store.manager().acquire(NETWORK, node(1), (net("10.3.6.0/24"), None))
@@ -233,7 +233,7 @@ def test_the_key_of_a_previous_subnet_that_is_leased_elsewhere_is_named(
     assert f"{store.prefix}/subnets/10.3.6.0-24 (public IP 192.0.2.2)" in line
 
 
-def test_a_proven_lease_is_kept_under_another_public_ip(store: Store) -> None:
+def test_a_proven_lease_is_kept_under_another_public_ip(store: EtcdPrefix) -> None:
     former = store.manager().acquire(NETWORK, node(1, {"VNI": 1}), NOTHING)
     lease = store.manager().acquire(NETWORK, node(2, {"VNI": 1}), former.key, LocalFacts(former))
     assert lease.key == former.key
@@ -245,7 +245,7 @@ def test_a_proven_lease_is_kept_under_another_public_ip(store: Store) -> None:
     ("backend", "mac", "is_kept"), [("vxlan", 1, True), ("vxlan", 2, False), ("x", 1, False)]
 )
 def test_a_backup_that_shows_an_earlier_address_proves_the_lease_by_its_mac(
-    store: Store, backend: str, mac: int, is_kept: bool
+    store: EtcdPrefix, backend: str, mac: int, is_kept: bool
 ) -> None:
     def attributes(address: int, mac: int = 1) -> LeaseAttrs:
         return replace(node(address, {"VtepMAC": f"0a:00:00:00:00:0{mac}"}), backend_type=backend)
@@ -256,7 +256,7 @@ def test_a_backup_that_shows_an_earlier_address_proves_the_lease_by_its_mac(
     assert (lease.key == shown.key) is is_kept
 
 
-def test_a_proven_lease_comes_before_another_one_with_our_public_ip(store: Store) -> None:
+def test_a_proven_lease_comes_before_another_one_with_our_public_ip(store: EtcdPrefix) -> None:
     former = store.manager().acquire(NETWORK, node(1), NOTHING)
     other = store.manager().acquire(NETWORK, node(2), NOTHING)
     lease = store.manager().acquire(NETWORK, node(2), former.key, LocalFacts(former))
@@ -269,12 +269,12 @@ def test_a_proven_lease_comes_before_another_one_with_our_public_ip(store: Store
 )
 @pytest.mark.parametrize("is_known", [True, False], ids=["before the list", "after the list"])
 def test_a_lease_that_somebody_else_wrote_is_not_proven(
-    store: Store, meanwhile: LeaseAttrs, is_known: bool
+    store: EtcdPrefix, meanwhile: LeaseAttrs, is_known: bool
 ) -> None:
     former = store.manager().acquire(NETWORK, node(1, {"VNI": 1}), NOTHING)
     manager = store.manager()
     if not is_known:
-        assert isinstance(manager, EtcdManager)
+        assert isinstance(manager, EtcdStore)
         manager.listing()
     index = store.put(str(former).replace("/", "-"), meanwhile)
     lease = manager.acquire(NETWORK, node(2, {"VNI": 1}), former.key, LocalFacts(former))
@@ -282,7 +282,7 @@ def test_a_lease_that_somebody_else_wrote_is_not_proven(
     assert store.get(former)["modifiedIndex"] == index
 
 
-def test_a_new_subnet_avoids_the_networks_of_this_host(store: Store) -> None:
+def test_a_new_subnet_avoids_the_networks_of_this_host(store: EtcdPrefix) -> None:
     local = LocalFacts(connected=tuple(net(f"10.3.{number}.0/24") for number in range(1, 25)))
     assert store.manager().acquire(NETWORK, node(1), NOTHING, local).subnet == net("10.3.25.0/24")
     # Reused and previous ones stay.
@@ -292,7 +292,7 @@ def test_a_new_subnet_avoids_the_networks_of_this_host(store: Store) -> None:
     assert store.manager().acquire(NETWORK, node(2), previous, everything).key == previous
 
 
-def test_new_subnet_is_not_around_the_public_ip_of_a_node_if_another_is_free(store: Store) -> None:
+def test_new_subnet_is_not_around_the_public_ip_of_a_node_if_another_is_free(store: EtcdPrefix) -> None:
     store.put("10.9.0.192-26", LeaseAttrs(IPv4Address("10.9.0.7")))
     manager = store.manager(randrange=lambda _: 0)
     assert str(manager.acquire(FOUR, node(1), NOTHING)) == "10.9.0.64/26"
@@ -300,7 +300,7 @@ def test_new_subnet_is_not_around_the_public_ip_of_a_node_if_another_is_free(sto
     assert str(manager.acquire(FOUR, node(3), NOTHING)) == "10.9.0.0/26"
 
 
-def test_a_lease_that_does_not_fit_a_new_config_is_given_back(store: Store) -> None:
+def test_a_lease_that_does_not_fit_a_new_config_is_given_back(store: EtcdPrefix) -> None:
     old = store.manager().acquire(NETWORK, node(1), NOTHING)
     new = store.manager().acquire(FOUR, node(1), old.key)
     assert new.subnet
@@ -308,7 +308,7 @@ def test_a_lease_that_does_not_fit_a_new_config_is_given_back(store: Store) -> N
     assert not store.get(old)
 
 
-def test_a_lease_without_a_family_that_the_config_has_is_given_back(store: Store) -> None:
+def test_a_lease_without_a_family_that_the_config_has_is_given_back(store: EtcdPrefix) -> None:
     old = store.manager().acquire(NETWORK, node(1), NOTHING)
     config = parse('{"Network": "10.3.0.0/16", "EnableIPv6": true, "IPv6Network": "fd00:3::/48"}')
     new = store.manager().acquire(config, node(1), old.key)
@@ -316,13 +316,13 @@ def test_a_lease_without_a_family_that_the_config_has_is_given_back(store: Store
     assert not store.get(old)
 
 
-def test_of_two_own_leases_the_one_that_fits_is_taken(store: Store) -> None:
+def test_of_two_own_leases_the_one_that_fits_is_taken(store: EtcdPrefix) -> None:
     store.put("10.2.0.0-24", node(1))
     store.put("10.3.9.0-24", node(1))
     assert store.manager().acquire(NETWORK, node(1), NOTHING).subnet == net("10.3.9.0/24")
 
 
-def test_of_two_own_leases_the_one_we_had_is_taken(store: Store) -> None:
+def test_of_two_own_leases_the_one_we_had_is_taken(store: EtcdPrefix) -> None:
     for key in ("10.3.7.0-24", "10.3.8.0-24", "10.3.9.0-24"):
         store.put(key, node(1))
     assert store.manager().acquire(NETWORK, node(1), NOTHING).subnet == net("10.3.7.0/24")
@@ -330,7 +330,7 @@ def test_of_two_own_leases_the_one_we_had_is_taken(store: Store) -> None:
     assert store.manager().acquire(NETWORK, node(1), had).key == had
 
 
-def test_a_reservation_is_taken_and_stays_one(store: Store) -> None:
+def test_a_reservation_is_taken_and_stays_one(store: EtcdPrefix) -> None:
     store.put("10.3.9.0-24", node(1), ttl=None)
     lease = store.manager().acquire(NETWORK, node(1, {"VNI": 2}), NOTHING)
     assert (lease.subnet, lease.expires) == (net("10.3.9.0/24"), None)
@@ -338,7 +338,7 @@ def test_a_reservation_is_taken_and_stays_one(store: Store) -> None:
     assert "VNI" in store.get(lease)["value"]
 
 
-def test_when_nothing_is_free_the_range_and_the_remedy_are_named(store: Store) -> None:
+def test_when_nothing_is_free_the_range_and_the_remedy_are_named(store: EtcdPrefix) -> None:
     for number, base in enumerate((0, 64, 128, 192)):
         store.put(f"10.9.0.{base}-26", node(number))
     with pytest.raises(Retryable) as caught:
@@ -360,7 +360,7 @@ def test_when_nothing_is_free_the_range_and_the_remedy_are_named(store: Store) -
 )
 @pytest.mark.parametrize("value", [node(9), "garbage"], ids=["readable", "unreadable"])
 def test_record_that_no_node_follows_blocks_no_join_and_is_named(
-    store: Store, caplog: pytest.LogCaptureFixture, keys: list[str], more: str, value: LeaseAttrs | str
+    store: EtcdPrefix, caplog: pytest.LogCaptureFixture, keys: list[str], more: str, value: LeaseAttrs | str
 ) -> None:
     config = parse(f'{{"Network": "10.3.0.0/16", "SubnetMin": "10.3.1.0", "SubnetMax": "10.3.25.0"{more}}}')
     for key in keys:
@@ -377,7 +377,7 @@ def test_record_that_no_node_follows_blocks_no_join_and_is_named(
 
 
 def test_a_lease_of_our_address_from_another_host_is_warned_of(
-    store: Store, caplog: pytest.LogCaptureFixture
+    store: EtcdPrefix, caplog: pytest.LogCaptureFixture
 ) -> None:
     store.manager().acquire(NETWORK, node(1, {"VtepMAC": "02:00:00:00:00:01"}), NOTHING)
     assert not warnings(caplog)
@@ -388,7 +388,7 @@ def test_a_lease_of_our_address_from_another_host_is_warned_of(
 
 
 @pytest.mark.parametrize("more", ["", IPV6], ids=["ipv4", "dual"])
-def test_twenty_nodes_that_start_at_once_get_twenty_subnets(store: Store, more: str) -> None:
+def test_twenty_nodes_that_start_at_once_get_twenty_subnets(store: EtcdPrefix, more: str) -> None:
     config = parse(f'{{"Network": "10.3.0.0/16", "SubnetMin": "10.3.1.0", "SubnetMax": "10.3.20.0"{more}}}')
     leases: list[Lease] = []
     ready = threading.Barrier(20)
@@ -413,7 +413,7 @@ def test_twenty_nodes_that_start_at_once_get_twenty_subnets(store: Store, more: 
     assert len(nodes(store)) == 20
 
 
-def test_of_two_new_leases_with_one_subnet_in_common_the_later_is_given_back(store: Store) -> None:
+def test_of_two_new_leases_with_one_subnet_in_common_the_later_is_given_back(store: EtcdPrefix) -> None:
     dual = parse(f'{{"Network": "10.3.0.0/16"{IPV6}}}')
     common = IPv6Network("fc00:3:0:6::/64")
     slow = store.manager()
@@ -426,7 +426,7 @@ def test_of_two_new_leases_with_one_subnet_in_common_the_later_is_given_back(sto
     assert len(nodes(store)) == 2
 
 
-def test_loser_of_a_race_takes_another_subnet(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+def test_loser_of_a_race_takes_another_subnet(store: EtcdPrefix, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(V(1))
     slow = store.manager()
     assert slow.stored(IPv4Address("192.0.2.1")) is None
@@ -436,7 +436,7 @@ def test_loser_of_a_race_takes_another_subnet(store: Store, caplog: pytest.LogCa
 
 
 def test_of_two_hosts_with_one_address_the_later_learns_of_the_earlier(
-    store: Store, caplog: pytest.LogCaptureFixture
+    store: EtcdPrefix, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = store.manager().acquire(NETWORK, node(1, "a"), NOTHING)
     slow = store.manager()
@@ -448,7 +448,7 @@ def test_of_two_hosts_with_one_address_the_later_learns_of_the_earlier(
 
 
 @over_http
-def test_a_new_lease_is_compared_with_others_even_if_the_answer_was_lost(store: Store) -> None:
+def test_a_new_lease_is_compared_with_others_even_if_the_answer_was_lost(store: EtcdPrefix) -> None:
     dual = parse(f'{{"Network": "10.3.0.0/16"{IPV6}}}')
     common = IPv6Network("fc00:3:0:6::/64")
     relay = Relay(store.etcd.url)
@@ -467,7 +467,7 @@ def test_a_new_lease_is_compared_with_others_even_if_the_answer_was_lost(store: 
 
 
 @over_http
-def test_a_create_whose_answer_was_lost_is_found_again(store: Store) -> None:
+def test_a_create_whose_answer_was_lost_is_found_again(store: EtcdPrefix) -> None:
     relay = Relay(store.etcd.url)
     relay.answers_to_lose = 1
     with server(relay) as url:
@@ -501,12 +501,12 @@ class LaggingRelay(Relay):
 
 
 @over_http
-def test_a_create_whose_answer_was_lost_is_found_again_behind_a_stale_read(store: Store) -> None:
+def test_a_create_whose_answer_was_lost_is_found_again_behind_a_stale_read(store: EtcdPrefix) -> None:
     relay = LaggingRelay(store.etcd.url)
     with server(relay) as url:
         numbers = itertools.count()
         manager = store.manager(url, randrange=lambda _: next(numbers))
-        assert isinstance(manager, EtcdManager)
+        assert isinstance(manager, EtcdStore)
         assert manager.listing().leases == {}
         relay.answers_to_lose = 1
         with pytest.raises(Retryable):
@@ -522,7 +522,7 @@ def test_a_create_whose_answer_was_lost_is_found_again_behind_a_stale_read(store
 @over_http
 @pytest.mark.parametrize("because", ["another node has it", "the network has moved"])
 def test_a_create_whose_answer_was_lost_is_not_repeated_where_the_subnet_is_not_to_be_had(
-    store: Store, because: str
+    store: EtcdPrefix, because: str
 ) -> None:
     relay = Relay(store.etcd.url)
     relay.answers_to_lose = 1
@@ -545,11 +545,13 @@ def test_a_create_whose_answer_was_lost_is_not_repeated_where_the_subnet_is_not_
     assert not lost["key"].endswith(str(lease).replace("/", "-"))
 
 
-def nodes(store: Store) -> list[dict[str, Any]]:
+def nodes(store: EtcdPrefix) -> list[dict[str, Any]]:
     return store.keys.children(f"{store.prefix}/subnets")
 
 
-def test_values_that_make_no_sense_keep_their_subnet(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+def test_values_that_make_no_sense_keep_their_subnet(
+    store: EtcdPrefix, caplog: pytest.LogCaptureFixture
+) -> None:
     config = parse('{"Network": "10.9.0.0/24", "SubnetLen": 26}')  # .64, .128 and .192
     store.put("10.9.0.64-26", "{")
     store.put("10.9.0.128-26", '{"PublicIP": "nonsense"}')
@@ -566,7 +568,7 @@ def test_values_that_make_no_sense_keep_their_subnet(store: Store, caplog: pytes
 # ---- stored --------------------------------------------------------------------------------------
 
 
-def test_stored_attributes_are_those_of_the_lowest_lease(store: Store) -> None:
+def test_stored_attributes_are_those_of_the_lowest_lease(store: EtcdPrefix) -> None:
     store.put("10.3.20.0-24", '{"PublicIP":"192.0.2.1","BackendType":"high"}')
     store.put("10.3.3.0-24", '{"PublicIP":"192.0.2.1","BackendType":"low"}')
     manager = store.manager()
@@ -578,7 +580,7 @@ def test_stored_attributes_are_those_of_the_lowest_lease(store: Store) -> None:
 
 
 @over_http
-def test_one_list_serves_the_whole_start(store: Store) -> None:
+def test_one_list_serves_the_whole_start(store: EtcdPrefix) -> None:
     store.put("10.3.3.0-24", node(3))
     relay = Relay(store.etcd.url)
     events: list[Any] = []
@@ -624,12 +626,12 @@ def ignore_cancelled(call: Callable[[], object]) -> None:
 # ---- renewing ------------------------------------------------------------------------------------
 
 
-def acquired(store: Store, config: Config = NETWORK) -> tuple[SubnetManager, Lease]:
+def acquired(store: EtcdPrefix, config: Config = NETWORK) -> tuple[Store, Lease]:
     manager = store.manager()
     return manager, manager.acquire(config, node(1, {"VNI": 1}), NOTHING)
 
 
-def test_a_renewed_lease_has_its_full_term_and_its_attributes(store: Store) -> None:
+def test_a_renewed_lease_has_its_full_term_and_its_attributes(store: EtcdPrefix) -> None:
     manager, lease = acquired(store)
     value = store.get(lease)["value"]
     store.put(dashed(lease), value, ttl=100)
@@ -647,7 +649,7 @@ only_v3 = pytest.mark.parametrize("store", ["v3", "v3 of a newer etcd", "v3 over
 
 
 @only_v3
-def test_a_renewal_in_v3_keeps_the_lease_alive_and_tells_nobody(store: Store) -> None:
+def test_a_renewal_in_v3_keeps_the_lease_alive_and_tells_nobody(store: EtcdPrefix) -> None:
     manager, lease = acquired(store)
     written = store.get(lease)
     # etcd counts whole seconds: a lease that is a second older by its count may be a little younger by ours.
@@ -662,7 +664,7 @@ def test_a_renewal_in_v3_keeps_the_lease_alive_and_tells_nobody(store: Store) ->
 
 
 @only_v3
-def test_a_lease_that_was_left_behind_does_not_take_the_key_along(store: Store) -> None:
+def test_a_lease_that_was_left_behind_does_not_take_the_key_along(store: EtcdPrefix) -> None:
     _, lease = acquired(store)
     left = store.get(lease)["lease"]
     acquired(store)  # as after a restart
@@ -671,7 +673,7 @@ def test_a_lease_that_was_left_behind_does_not_take_the_key_along(store: Store) 
 
 
 @only_v3
-def test_changed_attributes_are_written_with_a_new_etcd_lease(store: Store) -> None:
+def test_changed_attributes_are_written_with_a_new_etcd_lease(store: EtcdPrefix) -> None:
     manager, lease = acquired(store)
     written = store.get(lease)
     manager.renew(replace(lease, attrs=node(1, "new")))
@@ -680,7 +682,7 @@ def test_changed_attributes_are_written_with_a_new_etcd_lease(store: Store) -> N
     assert again["lease"] != written["lease"]
 
 
-def test_lease_with_a_former_address_of_ours_is_renewed_whoever_brought_it_back(store: Store) -> None:
+def test_lease_with_a_former_address_of_ours_is_renewed_whoever_brought_it_back(store: EtcdPrefix) -> None:
     """As after a write whose answer got lost, or in an etcd that was restored from a backup."""
     manager, lease = acquired(store)
     former = store.get(lease)["value"]
@@ -692,7 +694,7 @@ def test_lease_with_a_former_address_of_ours_is_renewed_whoever_brought_it_back(
         manager.renew(renewed)
 
 
-def test_lease_that_a_backup_shows_as_a_former_nodes_is_renewed(store: Store) -> None:
+def test_lease_that_a_backup_shows_as_a_former_nodes_is_renewed(store: EtcdPrefix) -> None:
     manager, lease = acquired(store)
     index = store.put(dashed(lease), node(2))
     with pytest.raises(LeaseTaken):
@@ -702,14 +704,14 @@ def test_lease_that_a_backup_shows_as_a_former_nodes_is_renewed(store: Store) ->
     assert store.get(lease)["modifiedIndex"] == renewed.asof > index
 
 
-def test_a_lease_that_has_gone_is_written_again(store: Store) -> None:
+def test_a_lease_that_has_gone_is_written_again(store: EtcdPrefix) -> None:
     manager, lease = acquired(store)
     store.keys.delete(f"{store.prefix}/subnets/{dashed(lease)}")
     assert manager.renew(lease).key == lease.key
     assert has_full_term(store.get(lease))
 
 
-def test_a_reservation_is_left_alone_unless_we_changed(store: Store) -> None:
+def test_a_reservation_is_left_alone_unless_we_changed(store: EtcdPrefix) -> None:
     store.put("10.3.9.0-24", '{"PublicIP":"192.0.2.1"}', ttl=None)
     manager = store.manager()
     lease = manager.acquire(NETWORK, node(1), NOTHING)
@@ -720,14 +722,14 @@ def test_a_reservation_is_left_alone_unless_we_changed(store: Store) -> None:
     assert "ttl" not in store.get(lease)
 
 
-def test_reservation_of_an_operator_stays_one(store: Store) -> None:
+def test_reservation_of_an_operator_stays_one(store: EtcdPrefix) -> None:
     manager, lease = acquired(store)
     store.put(dashed(lease), store.get(lease)["value"], ttl=None)
     assert manager.renew(lease).expires is None
     assert "ttl" not in store.get(lease)
 
 
-def test_a_lease_that_another_node_has_taken_is_not_overwritten(store: Store) -> None:
+def test_a_lease_that_another_node_has_taken_is_not_overwritten(store: EtcdPrefix) -> None:
     manager, lease = acquired(store)
     index = store.put(dashed(lease), node(2))
     with pytest.raises(LeaseTaken, match=r"192\.0\.2\.2"):
@@ -735,7 +737,7 @@ def test_a_lease_that_another_node_has_taken_is_not_overwritten(store: Store) ->
     assert store.get(lease)["modifiedIndex"] == index
 
 
-def test_renewal_overwrites_only_its_last_known_value(store: Store) -> None:
+def test_renewal_overwrites_only_its_last_known_value(store: EtcdPrefix) -> None:
     manager, lease = acquired(store)
     moved = manager.renew(replace(lease, attrs=node(7)))
     assert moved.attrs == node(7)
@@ -743,7 +745,7 @@ def test_renewal_overwrites_only_its_last_known_value(store: Store) -> None:
     assert manager.renew(replace(moved, asof=index)).attrs == node(7)
 
 
-def test_an_unreadable_value_of_our_lease_is_repaired(store: Store) -> None:
+def test_an_unreadable_value_of_our_lease_is_repaired(store: EtcdPrefix) -> None:
     manager, lease = acquired(store)
     store.put(dashed(lease), "{")
     manager.renew(lease)
@@ -753,7 +755,7 @@ def test_an_unreadable_value_of_our_lease_is_repaired(store: Store) -> None:
 # ---- closing -------------------------------------------------------------------------------------
 
 
-def test_after_close_every_call_is_cancelled(store: Store) -> None:
+def test_after_close_every_call_is_cancelled(store: EtcdPrefix) -> None:
     manager, lease = acquired(store)
     manager.stored(None)
     manager.close()

@@ -10,12 +10,12 @@ import pytest
 
 from flanneld.errors import Retryable
 from flanneld.main import run
+from flanneld.subnet.etcd.copy import Migration, migrate
 from flanneld.subnet.etcd.endpoints import EtcdOptions, Servers
-from flanneld.subnet.etcd.keys import Reply
-from flanneld.subnet.etcd.migration import Migration, migrate
+from flanneld.subnet.etcd.keys import KeyReply
 from flanneld.subnet.etcd.transport import EtcdTimeouts, Transport
-from flanneld.subnet.etcd.v2.client import V2Client as OldClient
-from flanneld.subnet.etcd.v3.client import V3Client as NewClient
+from flanneld.subnet.etcd.v2 import V2Client as OldClient
+from flanneld.subnet.etcd.v3 import V3Client as NewClient
 from tests.lab.etcd_v3 import V3Keys
 from tests.local_etcd import LocalEtcd, make_certificates, running_etcd
 
@@ -188,7 +188,7 @@ class Rushed(NewClient):
         self._cluster = cluster
         self._is_due = True
 
-    def create(self, key: str, value: str, ttl: int | None) -> Reply:
+    def create(self, key: str, value: str, ttl: int | None) -> KeyReply:
         if self._is_due:
             self._is_due = False
             self._cluster.v3.put(key, value, ttl)
@@ -206,7 +206,7 @@ def test_a_daemon_that_writes_its_lease_meanwhile_is_no_error(cluster: Cluster) 
 class Unanswered(NewClient):
     """A client whose reads of single keys are not answered."""
 
-    def fetch(self, key: str, *, recursive: bool = False) -> Reply:
+    def fetch(self, key: str, *, recursive: bool = False) -> KeyReply:
         if recursive:
             return super().fetch(key, recursive=True)
         raise Retryable(f"no answer about {key}", "see that etcd runs")

@@ -17,10 +17,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from flanneld.errors import Retryable
+from flanneld.subnet.etcd.carriers import GatewayStream
 from flanneld.subnet.etcd.endpoints import EtcdOptions, Servers
 from flanneld.subnet.etcd.http import ServerFailed
 from flanneld.subnet.etcd.transport import EtcdTimeouts
-from flanneld.subnet.etcd.v3.gateway import GatewayStream
 from tests.lab.listener import Listener
 from tests.unit.mutations import tampered_bytes
 

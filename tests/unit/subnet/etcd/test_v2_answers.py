@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from flanneld.errors import Retryable
 from flanneld.subnet.etcd.http import Answer, ServerFailed
-from flanneld.subnet.etcd.keys import Conflict, NotFound, Position, RelistNeeded, Reply, StoredKey
-from flanneld.subnet.etcd.v2.answers import check_history, read
+from flanneld.subnet.etcd.keys import Conflict, KeyReply, NotFound, Position, RelistNeeded, StoredKey
+from flanneld.subnet.etcd.v2_messages import check_history, read
 
 AT = Position(7, "cafe")
 KEYS = [
@@ -63,7 +63,7 @@ def test_any_answer_is_understood_or_refused(given_answer: Answer) -> None:
         reply = read(given_answer)
     except (Retryable, ServerFailed):
         return
-    assert isinstance(reply, Reply)
+    assert isinstance(reply, KeyReply)
     assert given_answer.status in (200, 201) or given_answer.body is None
 
 

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flanneld.errors import Retryable
+from flanneld.subnet.etcd import v3_messages
 from flanneld.subnet.etcd.http import Answer, ServerFailed
 from flanneld.subnet.etcd.keys import Position, RelistNeeded
-from flanneld.subnet.etcd.v3 import answers
-from flanneld.subnet.etcd.v3.answers import GatewayMessage
+from flanneld.subnet.etcd.v3_messages import GatewayMessage
 
 AT = Position(7, "9")
 NAMES = [
@@ -65,53 +65,55 @@ BODIES = st.binary(max_size=30) | JSON.map(lambda value: json.dumps(value).encod
 @given(st.sampled_from([200, 301, 400, 401, 403, 404, 412, 500, 503]), BODIES)
 def test_any_answer_is_an_object_or_an_error_with_a_meaning(status: int, body: bytes) -> None:
     with suppress(Retryable, ServerFailed):
-        assert isinstance(answers.read(Answer("http://a:1", status, Position(0), body=body)), GatewayMessage)
+        assert isinstance(
+            v3_messages.read(Answer("http://a:1", status, Position(0), body=body)), GatewayMessage
+        )
 
 
 @given(OBJECTS)
 def test_any_object_is_understood_or_of_no_use(body: dict[str, Any]) -> None:
     for read in (
         lambda said: said.at,
-        answers.other_branch,
+        v3_messages.other_branch,
         lambda said: [found.node() for found in said.kvs or ()],
-        lambda said: answers.began(said, AT),
-        lambda said: answers.changes(said, AT, AT),
+        lambda said: v3_messages.began(said, AT),
+        lambda said: v3_messages.changes(said, AT, AT),
     ):
         with suppress(Retryable, ServerFailed):
-            read(answers.understood(body))
+            read(v3_messages.understood(body))
 
 
 @given(BODIES)
 def test_any_line_of_a_stream_is_an_object_or_an_error_with_a_meaning(line: bytes) -> None:
     with suppress(Retryable, ServerFailed):
-        assert isinstance(answers.stream_object(line, "http://a:1"), GatewayMessage)
+        assert isinstance(v3_messages.stream_object(line, "http://a:1"), GatewayMessage)
 
 
 def event(key: str, modified: int, **more: object) -> dict[str, object]:
-    return {"kv": {"key": answers.text64(key), "mod_revision": str(modified)}, **more}
+    return {"kv": {"key": v3_messages.text64(key), "mod_revision": str(modified)}, **more}
 
 
 def test_events_tell_only_up_to_the_last_of_them() -> None:
     header = {"revision": "99", "cluster_id": "9"}
-    result = answers.understood({"header": header, "events": [event("/a", 8), event("/b", 9)]})
-    told, at = answers.changes(result, AT, AT)
+    result = v3_messages.understood({"header": header, "events": [event("/a", 8), event("/b", 9)]})
+    told, at = v3_messages.changes(result, AT, AT)
     assert [item.node().key for _, item in told] == ["/a", "/b"]
     assert at == Position(9, "9")
-    assert answers.changes(answers.understood({"header": header}), AT, AT) == ([], Position(99, "9"))
+    assert v3_messages.changes(v3_messages.understood({"header": header}), AT, AT) == ([], Position(99, "9"))
 
 
 def test_known_events_are_left_out() -> None:
     header = {"revision": "99", "cluster_id": "9"}
-    result = answers.understood({"header": header, "events": [event("/a", 7, type="DELETE")]})
-    assert answers.changes(result, AT, AT) == ([], AT)
-    told, at = answers.changes(result, Position(6, "9"), Position(8, "9"))
+    result = v3_messages.understood({"header": header, "events": [event("/a", 7, type="DELETE")]})
+    assert v3_messages.changes(result, AT, AT) == ([], AT)
+    told, at = v3_messages.changes(result, Position(6, "9"), Position(8, "9"))
     assert [action for action, _ in told] == ["delete"]
     assert at == Position(8, "9")
 
 
 def test_a_compacted_watch_has_to_read_everything_again() -> None:
     with pytest.raises(RelistNeeded):
-        answers.stream_object(b'{"result":{"canceled":true,"compact_revision":"3"}}', "http://a:1")
+        v3_messages.stream_object(b'{"result":{"canceled":true,"compact_revision":"3"}}', "http://a:1")
 
 
 @pytest.mark.parametrize(
@@ -120,14 +122,14 @@ def test_a_compacted_watch_has_to_read_everything_again() -> None:
 def test_a_watch_that_ends_for_want_of_a_login_says_so(text: str) -> None:
     reason = f"rpc error: code = InvalidArgument desc = etcdserver: {text}"
     line = json.dumps({"result": {"created": True, "canceled": True, "cancel_reason": reason}}).encode()
-    with pytest.raises(answers.LoginNeeded, match=text):
-        answers.stream_object(line, "http://a:1")
+    with pytest.raises(v3_messages.LoginNeeded, match=text):
+        v3_messages.stream_object(line, "http://a:1")
 
 
 def test_a_directory_is_what_lies_below_its_slash() -> None:
-    span = answers.directory("/net/subnets")
-    inside = [answers.text64(f"/net/subnets/{name}") for name in ("0", "10.5.1.0-24", "~")]
-    outside = [answers.text64(name) for name in ("/net/subnets", "/net/subnets-2/x", "/net/subnets1")]
+    span = v3_messages.directory("/net/subnets")
+    inside = [v3_messages.text64(f"/net/subnets/{name}") for name in ("0", "10.5.1.0-24", "~")]
+    outside = [v3_messages.text64(name) for name in ("/net/subnets", "/net/subnets-2/x", "/net/subnets1")]
     low, high = raw(span["key"]), raw(span["range_end"])
     assert all(low <= raw(key) < high for key in inside)
     assert not any(low <= raw(key) < high for key in outside)

@@ -19,8 +19,7 @@ from flanneld.runtime import clock
 from flanneld.subnet.etcd.http import NoSuchApi
 from flanneld.subnet.etcd.keys import Conflict, KeyChanges, NotFound, Position, RelistNeeded
 from flanneld.subnet.etcd.transport import EtcdTimeouts
-from flanneld.subnet.etcd.v3.client import V3Client
-from flanneld.subnet.etcd.v3.watch import V3Watcher
+from flanneld.subnet.etcd.v3 import V3Client, V3Watcher
 from tests.etcd_clients import transport_to
 from tests.lab.etcd_v3 import V3Keys
 from tests.lab.impostor import http

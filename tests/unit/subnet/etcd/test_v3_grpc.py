@@ -18,12 +18,12 @@ from flanneld.errors import Cancelled, Fatal, Retryable
 from flanneld.model import Added, Event, LeaseAttrs, Snapshot
 from flanneld.subnet.etcd.api_choice import open_etcd
 from flanneld.subnet.etcd.endpoints import EtcdOptions, Servers
+from flanneld.subnet.etcd.grpc import Grpc
 from flanneld.subnet.etcd.http import NoSuchApi, ServerFailed
 from flanneld.subnet.etcd.keys import NotFound, Position, RelistNeeded
 from flanneld.subnet.etcd.transport import EtcdTimeouts
-from flanneld.subnet.etcd.v3.answers import AccessRefused, GatewayRefused
-from flanneld.subnet.etcd.v3.client import V3Client
-from flanneld.subnet.etcd.v3.grpc import Grpc
+from flanneld.subnet.etcd.v3 import V3Client
+from flanneld.subnet.etcd.v3_messages import AccessRefused, GatewayRefused
 from tests.etcd_clients import opened, transport_to
 from tests.lab.etcd_v3 import V3Keys
 from tests.lab.wait import wait_for

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flanneld.subnet.etcd.v3.protobuf import METHODS, Field, MalformedProtobuf, MessageType, decode, encode
+from flanneld.subnet.etcd.protobuf import METHODS, Field, MalformedProtobuf, MessageType, decode, encode
 from tests.unit.mutations import tampered_bytes
 
 INNER = MessageType(name=Field(1, "string"))

@@ -18,10 +18,10 @@ from flanneld.model import Added, Event, Lease, LeaseAttrs, Removed, Snapshot
 from flanneld.runtime import clock
 from flanneld.subnet.etcd.api_choice import open_client, open_etcd
 from flanneld.subnet.etcd.endpoints import EtcdOptions
-from flanneld.subnet.etcd.keys import Client, Position
+from flanneld.subnet.etcd.keys import KeyClient, Position
 from flanneld.subnet.etcd.transport import EtcdTimeouts
-from flanneld.subnet.etcd.watch import KeyWatchMachine
-from flanneld.subnet.manager import Deliver
+from flanneld.subnet.list_watch import KeyWatchMachine
+from flanneld.subnet.store import Deliver
 from tests.etcd_clients import transport_to
 from tests.lab.etcd_v3 import V3Keys
 from tests.lab.wait import PATIENCE, wait_for
@@ -366,7 +366,7 @@ def test_relist_is_a_pause_after_the_beginning_of_the_last_list(api: str, etcd: 
     client = open_client(api, transport_to(etcd.url, timeouts=QUICK))
     lists: list[Position] = []
 
-    def start(client: Client) -> tuple[list[Event], Position]:
+    def start(client: KeyClient) -> tuple[list[Event], Position]:
         lists.append(client.fetch("/relisted", recursive=True).at)
         return [], lists[-1]
 

@@ -15,8 +15,8 @@ from flanneld.errors import Cancelled, Fatal, Retryable
 from flanneld.model import Added, Lease, LeaseAttrs
 from flanneld.runtime.sockets import interruptible
 from flanneld.subnet.kube.api import ApiTimeouts
-from flanneld.subnet.kube.manager import KubeManager, KubeOptions
-from flanneld.subnet.manager import NodeStore, SubnetManager
+from flanneld.subnet.kube.store import KubeOptions, KubeStore
+from flanneld.subnet.store import NodeStore, Store
 from tests.lab.credentials import write_kubeconfig
 from tests.lab.kube_api.crowd import PREFIX
 from tests.lab.kube_api.faults import Fault
@@ -36,7 +36,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 
 def test_kube_manager_is_a_node_store(cluster: Cluster) -> None:
-    manager: SubnetManager = cluster.open()
+    manager: Store = cluster.open()
     assert isinstance(manager, NodeStore)
     assert manager.name == f"Kubernetes at the server in {cluster.directory}/kubeconfig-{FLANNEL_TOKEN}"
 
@@ -49,7 +49,7 @@ def test_a_daemon_that_does_not_know_its_node_is_told_how(cluster: Cluster) -> N
 def test_outside_a_pod_the_api_server_has_to_be_named(tmp_path: Path) -> None:
     options = KubeOptions("", "", PREFIX, str(tmp_path), "")
     with pytest.raises(Fatal, match="-kubeconfig-file or -kube-api-url"):
-        KubeManager(options, {"NODE_NAME": "n1"})
+        KubeStore(options, {"NODE_NAME": "n1"})
 
 
 def test_the_name_of_the_node_is_asked_of_the_pod(cluster: Cluster) -> None:

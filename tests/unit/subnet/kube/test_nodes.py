@@ -15,11 +15,11 @@ from msgspec.structs import replace
 from flanneld.config import Config, parse
 from flanneld.errors import Fatal, Refused, Retryable
 from flanneld.model import Lease, LeaseAttrs
-from flanneld.subnet.kube.node_cache import NAME, NodeCache, Saved
+from flanneld.subnet.kube.node_table import NAME, NodeCache, Saved
 from flanneld.subnet.kube.nodes import (
     MANAGED,
     SUFFIXES,
-    Node,
+    KubeNode,
     NodeReader,
     changed_notes,
     decoded,
@@ -42,7 +42,7 @@ IPV6 = parse(
     '{"EnableIPv4": false, "EnableIPv6": true, "IPv6Network": "fd00:5::/48", "Backend": {"Type": "vxlan"}}'
 )
 MAC, MAC6 = {"VNI": 1, "VtepMAC": "02:cf:cf:86:37:9c"}, {"VNI": 1, "VtepMAC": "02:cf:cf:86:37:9d"}
-NODE = Node(
+NODE = KubeNode(
     "n1",
     "some-uid",
     ("10.5.1.0/24", "fd00:5:0:1::/64"),
@@ -59,7 +59,7 @@ ATTRS = LeaseAttrs(IPv4Address("198.18.0.1"), IPv6Address("fd00:18::1"), "vxlan"
 KEY = (IPv4Network("10.5.1.0/24"), IPv6Network("fd00:5:0:1::/64"))
 
 
-def saying(**notes: str) -> Node:
+def saying(**notes: str) -> KubeNode:
     """The node with other annotations, ``_`` for ``-``; an empty one is left out."""
     changed = {**NODE.notes, **{name.replace("_", "-"): text for name, text in notes.items()}}
     return replace(NODE, notes={name: text for name, text in changed.items() if text})
@@ -101,7 +101,7 @@ def api_node(**spec: Any) -> dict[str, Any]:
 
 def test_node_reader_keeps_only_used_fields() -> None:
     node = NodeReader(PREFIX).read(api_node(podCIDR="10.5.1.0/24", podCIDRs=["10.5.1.0/24"]))
-    assert node == Node("n1", "u", ("10.5.1.0/24",), {"public-ip": "198.18.0.1"})
+    assert node == KubeNode("n1", "u", ("10.5.1.0/24",), {"public-ip": "198.18.0.1"})
     assert NodeReader("org.com/9-").read(api_node()).notes == {}
 
 
@@ -199,7 +199,7 @@ def some_node(images: Any) -> dict[str, Any]:
     return api_node(podCIDR="10.5.1.0/24") | {"status": {"images": images, "conditions": [{"type": "Ready"}]}}
 
 
-def read(value: Any) -> Node | None:
+def read(value: Any) -> KubeNode | None:
     try:
         return NodeReader(PREFIX).read(value)
     except Refused:
@@ -318,7 +318,7 @@ def test_backend_data_may_be_any_json(data: Any) -> None:
         (replace(NODE, cidrs=("x" * 1000,)), "no network"),
     ],
 )
-def test_a_node_that_makes_no_sense_is_refused_by_its_name(node: Node, words: str) -> None:
+def test_a_node_that_makes_no_sense_is_refused_by_its_name(node: KubeNode, words: str) -> None:
     with pytest.raises(Refused) as refusal:
         lease_of(node, DUAL)
     assert "node n1 " in str(refusal.value)
@@ -336,7 +336,7 @@ def test_a_node_that_makes_no_sense_is_refused_by_its_name(node: Node, words: st
         ),
     ],
 )
-def test_long_value_is_truncated_in_messages(node: Node, problem: str) -> None:
+def test_long_value_is_truncated_in_messages(node: KubeNode, problem: str) -> None:
     with pytest.raises(Refused) as caught:
         lease_of(node, DUAL)
     assert caught.value.problem == f"node n1 {problem}"
@@ -369,7 +369,7 @@ def test_our_own_node_is_waited_for_until_it_has_what_it_needs(
 BARE = replace(NODE, notes={})
 
 
-def patch(attrs: LeaseAttrs, node: Node = BARE) -> str:
+def patch(attrs: LeaseAttrs, node: KubeNode = BARE) -> str:
     return NodeReader(PREFIX).patch(changed_notes(attrs, node))
 
 

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from flanneld.errors import Retryable
 from flanneld.model import Added, Cached, Lease, LeaseAttrs, Removed, Snapshot
 from flanneld.subnet.kube.api import ApiTimeouts
-from flanneld.subnet.kube.manager import KubeManager
+from flanneld.subnet.kube.store import KubeStore
 from tests.lab.kube_api.crowd import PREFIX
 from tests.lab.wait import wait_for
 from tests.local_cluster import ATTRS, SUBNET, Cluster, peers, running_cluster
@@ -148,7 +148,7 @@ def test_cached_nodes_are_replaced_by_the_first_list(cluster: Cluster) -> None:
 
 
 @contextmanager
-def saved_before(cluster: Cluster) -> Iterator[KubeManager]:
+def saved_before(cluster: Cluster) -> Iterator[KubeStore]:
     """A daemon that starts anew with n2 on disk; meanwhile n2 has gone and n3 has come."""
     with without_server(cluster):
         cluster.control.delete_node("n2")

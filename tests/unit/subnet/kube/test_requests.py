@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from flanneld.subnet.kube.access import Access
-from flanneld.subnet.kube.api import NODES, Api, ApiTimeouts, Refusal
+from flanneld.subnet.kube.api import NODES, Api, ApiRefusal, ApiTimeouts
 from tests.lab.impostor import http
 from tests.local_etcd import DEADLINE, answering, server
 
@@ -49,14 +49,14 @@ def test_connection_of_a_refused_request_is_left() -> None:
     served = Served(http("403 Forbidden", "{}"))
     with server(served) as url:
         client = api(url)
-        with pytest.raises(Refusal):
+        with pytest.raises(ApiRefusal):
             client.get(NODES)
         assert served.is_left.wait(DEADLINE)
 
 
 def test_message_of_a_refusal_is_one_line_of_300_characters_at_most() -> None:
     with server(answering(http("403 No", json.dumps({"message": "no\n\tright " + 400 * "x"})))) as url:
-        with pytest.raises(Refusal) as refusal:
+        with pytest.raises(ApiRefusal) as refusal:
             api(url).get(NODES)
         assert refusal.value.problem == f"the API server says 403: no right {291 * 'x'}"
 
@@ -64,6 +64,6 @@ def test_message_of_a_refusal_is_one_line_of_300_characters_at_most() -> None:
 @pytest.mark.parametrize("body", ["[]", '{"message": 5}', "forbidden"])
 def test_refusal_without_a_message_is_told_by_its_status(body: str) -> None:
     with server(answering(http("403 No", body))) as url:
-        with pytest.raises(Refusal) as refusal:
+        with pytest.raises(ApiRefusal) as refusal:
             api(url).get(NODES)
         assert refusal.value.problem == "the API server says 403"

@@ -14,7 +14,7 @@ from flanneld.errors import NoAnswer
 from flanneld.runtime.waits import Backoff
 from flanneld.subnet.kube import watch
 from flanneld.subnet.kube.access import Access
-from flanneld.subnet.kube.api import Api, ApiTimeouts, Expired, NoServer, Refusal
+from flanneld.subnet.kube.api import Api, ApiRefusal, ApiTimeouts, Expired, NoServer
 from flanneld.subnet.kube.watch import backoffs, is_behind
 from tests.lab.credentials import write_kubeconfig
 from tests.lab.wait import wait_for
@@ -127,7 +127,7 @@ def slowest() -> Backoff:
     return Backoff(chance=lambda: 1.0)
 
 
-@pytest.mark.parametrize("kind", [Expired, Refusal])
+@pytest.mark.parametrize("kind", [Expired, ApiRefusal])
 @pytest.mark.parametrize("outage", [NoAnswer, NoServer])
 def test_the_first_answer_after_an_outage_does_not_pay_for_it(outage: type, kind: type) -> None:
     """410 (its history is gone) and 403 (it does not know our rights yet) are what a new server says."""

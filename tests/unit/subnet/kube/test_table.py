@@ -16,13 +16,13 @@ from msgspec.structs import replace
 from flanneld.config import parse
 from flanneld.model import Added, Event, Lease, LeaseAttrs, LeaseKey, LeaseTable, Removed
 from flanneld.subnet.kube.node_table import NodeTable
-from flanneld.subnet.kube.nodes import Node, lease_of
+from flanneld.subnet.kube.nodes import KubeNode, lease_of
 
 CONFIG = parse('{"Network": "10.5.0.0/16", "Backend": {"Type": "vxlan"}}')
 OWN = Lease(LeaseAttrs(), IPv4Network("10.5.0.0/24"))
 
 
-def node(name: str, number: int, mac: int = 0, **notes: str) -> Node:
+def node(name: str, number: int, mac: int = 0, **notes: str) -> KubeNode:
     data = json.dumps({"VtepMAC": f"02:00:00:00:{number:02x}:{mac:02x}"})
     known = {
         "kube-subnet-manager": "true",
@@ -30,7 +30,7 @@ def node(name: str, number: int, mac: int = 0, **notes: str) -> Node:
         "backend-data": data,
         "public-ip": f"198.18.0.{number}",
     }
-    return Node(
+    return KubeNode(
         name,
         f"uid of {name}",
         (f"10.5.{number}.0/24",),
@@ -42,7 +42,7 @@ def key(number: int) -> LeaseKey:
     return (IPv4Network(f"10.5.{number}.0/24"), None)
 
 
-def lease(of: Node) -> Lease:
+def lease(of: KubeNode) -> Lease:
     return lease_of(of, CONFIG)
 
 
@@ -156,8 +156,8 @@ changes = st.lists(puts | names, max_size=12)
 
 
 @given(changes)
-def test_news_one_by_one_and_a_list_lead_to_the_same(history: list[Node | str]) -> None:
-    one_by_one, there = NodeTable("own", OWN.key, CONFIG), dict[str, Node]()
+def test_news_one_by_one_and_a_list_lead_to_the_same(history: list[KubeNode | str]) -> None:
+    one_by_one, there = NodeTable("own", OWN.key, CONFIG), dict[str, KubeNode]()
     told = LeaseTable(OWN.key, synced=True)
     for item in history:
         events: list[Event]

@@ -13,15 +13,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flanneld.errors import Cancelled
-from flanneld.subnet.embedded.opening import open_store
+from flanneld.subnet.embedded.store import open_file
 from flanneld.subnet.etcd.endpoints import EtcdOptions
 from flanneld.subnet.etcd.keys import NotFound
 from flanneld.subnet.etcd.transport import EtcdTimeouts
 from flanneld.subnet.remote.change_log import ChangeLog
-from flanneld.subnet.remote.http_server import LeaseServer
-from flanneld.subnet.remote.lease_store import over_etcd, over_file
-from flanneld.subnet.remote.listener import open_listener
+from flanneld.subnet.remote.leases import over_etcd, over_file
 from flanneld.subnet.remote.rest import RestApi
+from flanneld.subnet.remote.server import LeaseServer, open_listener
 from flanneld.subnet.remote.tls import TlsFiles, server_context
 from flanneld.subnet.remote.token import Permission
 from tests.local_etcd import LocalEtcd, free_port
@@ -47,7 +46,7 @@ class LocalFile:
     """A store in a file, filled as a ``LocalEtcd`` is."""
 
     def __init__(self, path: Path) -> None:
-        self.keystore = open_store(str(path), create=True)
+        self.keystore = open_file(str(path), create=True)
 
     def keys(self, _api: str) -> LocalFile:
         return self

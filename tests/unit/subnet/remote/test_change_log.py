@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from flanneld.subnet.etcd.keys import Position, RelistNeeded, Reply, StoredKey
+from flanneld.subnet.etcd.keys import KeyReply, Position, RelistNeeded, StoredKey
 from flanneld.subnet.etcd.transport import EtcdTimeouts
-from flanneld.subnet.etcd.v3.client import V3Client
+from flanneld.subnet.etcd.v3 import V3Client
 from flanneld.subnet.remote.change_log import ChangeLog
 from tests.etcd_clients import transport_to
 
@@ -19,9 +19,9 @@ def changes() -> ChangeLog:
     return ChangeLog(client, ROOT, 1.0)
 
 
-def reply(action: str, path: str, *, is_dir: bool = False) -> Reply:
+def reply(action: str, path: str, *, is_dir: bool = False) -> KeyReply:
     node = StoredKey(f"{ROOT}/{path}", "{}", None, 7, is_dir=is_dir)
-    return Reply(action, node, (), Position(7))
+    return KeyReply(action, node, (), Position(7))
 
 
 def test_removed_directory_calls_for_a_list_and_a_new_one_tells_nothing(changes: ChangeLog) -> None:

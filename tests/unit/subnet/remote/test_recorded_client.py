@@ -19,7 +19,7 @@ from flanneld.errors import Cancelled, Retryable
 from flanneld.model import Added, Event, Lease, LeaseAttrs, Removed, Snapshot
 from flanneld.runtime import clock
 from flanneld.subnet.remote.connection import RemoteServer
-from flanneld.subnet.remote.manager import RemoteManager, RemoteOptions
+from flanneld.subnet.remote.store import RemoteOptions, RemoteStore
 from tests.local_etcd import answering, hang_up, server
 from tests.unit.subnet.remote.servers import exchange
 
@@ -79,14 +79,14 @@ def timeless(request: dict[str, Any]) -> dict[str, Any]:
     return request | {"body": re.sub(r'"Expiration":"(?!0001)[^"]*"', "T", request["body"])}
 
 
-def manager_of(*urls: str) -> RemoteManager:
+def manager_of(*urls: str) -> RemoteStore:
     servers = [url.removeprefix("http://").split(":") for url in urls]
-    return RemoteManager(RemoteOptions(tuple(RemoteServer(host, int(port)) for host, port in servers)), 0.05)
+    return RemoteStore(RemoteOptions(tuple(RemoteServer(host, int(port)) for host, port in servers)), 0.05)
 
 
 @contextmanager
 def following(
-    manager: RemoteManager, lease: Lease | None = None, then: Iterable[Callable[[], None]] = ()
+    manager: RemoteStore, lease: Lease | None = None, then: Iterable[Callable[[], None]] = ()
 ) -> Iterator[SimpleQueue[list[Event]]]:
     """Watch in a thread; with each delivery one of ``then`` is called."""
     events: SimpleQueue[list[Event]] = SimpleQueue()
@@ -252,7 +252,7 @@ def test_config_that_is_no_text_is_an_error_with_a_remedy() -> None:
     ],
     ids=["request", "watch"],
 )
-def test_blocked_call_ends_when_the_manager_is_closed(call: Callable[[RemoteManager], object]) -> None:
+def test_blocked_call_ends_when_the_manager_is_closed(call: Callable[[RemoteStore], object]) -> None:
     ended: SimpleQueue[str] = SimpleQueue()
     with server(Script()) as url:
         manager = manager_of(url)
@@ -274,5 +274,5 @@ def test_blocked_call_ends_when_the_manager_is_closed(call: Callable[[RemoteMana
 
 def test_addresses_are_those_of_all_servers() -> None:
     servers = (RemoteServer("192.0.2.1", 8888), RemoteServer("2001:db8::1", 8888))
-    manager = RemoteManager(RemoteOptions(servers))
+    manager = RemoteStore(RemoteOptions(servers))
     assert manager.addresses == {IPv4Address("192.0.2.1"), IPv6Address("2001:db8::1")}

@@ -22,15 +22,15 @@ from flanneld.errors import Fatal
 from flanneld.model import LeaseAttrs
 from flanneld.subnet.codec import format_key
 from flanneld.subnet.etcd.endpoints import EtcdOptions
-from flanneld.subnet.manager import LocalFacts
-from flanneld.subnet.remote import http_server
+from flanneld.subnet.remote import server as http_server
 from flanneld.subnet.remote.connection import RemoteServer
-from flanneld.subnet.remote.lease_store import over_etcd
-from flanneld.subnet.remote.listener import open_listener
-from flanneld.subnet.remote.manager import RemoteManager, RemoteOptions
+from flanneld.subnet.remote.leases import over_etcd
+from flanneld.subnet.remote.server import open_listener
+from flanneld.subnet.remote.store import RemoteOptions, RemoteStore
 from flanneld.subnet.remote.tls import TlsFiles, client_context, server_context
 from flanneld.subnet.remote.token import Denied, Permission
 from flanneld.subnet.remote.wire import Acquisition
+from flanneld.subnet.store import LocalFacts
 from tests.lab.wait import wait_for
 from tests.local_etcd import LocalEtcd, free_port, make_certificates, running_etcd
 from tests.unit.subnet.remote.servers import CONFIG, ROOT, LocalFile, Running, running_server
@@ -210,7 +210,7 @@ def test_request_without_sense_is_refused(server: Running, request_text: bytes, 
 
 
 def test_log_has_a_line_for_each_request(server: Running, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", "flanneld.subnet.remote.http_server"):
+    with caplog.at_level("INFO", "flanneld.subnet.remote.server"):
         server.ask("GET", "/v1/_/leases?next=x")
         wait_for(lambda: bool(caplog.messages), what="the line")
     assert caplog.messages == ["GET /v1/_/leases?next=x - 500"]
@@ -250,7 +250,7 @@ def test_address_that_cannot_be_used_is_fatal(text: str, problem: str) -> None:
 def test_socket_of_systemd_is_used() -> None:
     code = (
         "import os, sys\n"
-        "from flanneld.subnet.remote.listener import open_listener\n"
+        "from flanneld.subnet.remote.server import open_listener\n"
         "os.dup2(int(sys.argv[1]), 3)\n"
         "environ = {'LISTEN_PID': str(os.getpid()), 'LISTEN_FDS': '1'}\n"
         "print(open_listener('fd://', environ).getsockname()[1])\n"
@@ -495,7 +495,7 @@ def test_leases_and_watch_of_ipv6_are_told(server: Running, etcd: LocalEtcd) -> 
         f"{ROOT}/six/config",
         '{"Network":"10.6.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:6::/48","Backend":{"Type":"host-gw"}}',
     )
-    manager = RemoteManager(RemoteOptions((RemoteServer("127.0.0.1", server.port),), network="six"))
+    manager = RemoteStore(RemoteOptions((RemoteServer("127.0.0.1", server.port),), network="six"))
     config = manager.network_config()
     attrs = LeaseAttrs(IPv4Address("10.99.0.41"), IPv6Address("fd00::41"), "host-gw")
     lease = manager.acquire(config, attrs, (None, None))
@@ -507,7 +507,7 @@ def test_leases_and_watch_of_ipv6_are_told(server: Running, etcd: LocalEtcd) -> 
 
 
 def test_lease_of_our_former_address_is_kept(server: Running) -> None:
-    manager = RemoteManager(RemoteOptions((RemoteServer("127.0.0.1", server.port),)))
+    manager = RemoteStore(RemoteOptions((RemoteServer("127.0.0.1", server.port),)))
     config = manager.network_config()
     old = manager.acquire(config, LeaseAttrs(IPv4Address("10.99.0.51"), None, "host-gw"), (None, None))
     new = LeaseAttrs(IPv4Address("10.99.0.52"), None, "host-gw")

@@ -93,7 +93,8 @@ class GatewayMessage(Struct, frozen=True, gc=False):
         return Position(self.header.revision, str(self.header.cluster_id))
 
 
-#: Function that calls one server, given the gateway's path, the body, and a token or "". Raises ``Useless``.
+#: Function that calls one server, given the gateway's path, the body, and a token or "".
+#: Raises ``ServerFailed``.
 CallServer = Callable[[str, Mapping[str, object], str], GatewayMessage]
 
 _DECODER = msgspec.json.Decoder(GatewayMessage, strict=False)  # numbers may be strings

@@ -1,4 +1,4 @@
-"""Subnet manager over a flannel server: the client side of v0.6.2's REST API."""
+"""Store over a flannel server: the client side of v0.6.2's REST API."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ from flanneld.runtime import clock, files, waits
 from flanneld.runtime.complaints import Outage
 from flanneld.subnet.allocation import fits
 from flanneld.subnet.codec import format_key
-from flanneld.subnet.manager import NO_FACTS, Deliver, LocalFacts
 from flanneld.subnet.remote import wire
 from flanneld.subnet.remote.connection import (
     RemoteAnswer,
@@ -43,6 +42,7 @@ from flanneld.subnet.remote.connection import (
 from flanneld.subnet.remote.tls import TlsFiles, client_context
 from flanneld.subnet.remote.token import JoinToken, parse_token
 from flanneld.subnet.remote.wire import Acquisition, Reservation, WatchResult, WireLease
+from flanneld.subnet.store import NO_FACTS, Deliver, LocalFacts
 
 log = logging.getLogger(__name__)
 
@@ -78,8 +78,8 @@ class RemoteOptions(Struct, frozen=True, gc=False):
             raise Retryable(f"cannot read {source}: {cause_of(error)}", "write the token there") from None
 
 
-class RemoteManager:
-    """``SubnetManager`` over one of several servers. The constructor connects to nothing."""
+class RemoteStore:
+    """``Store`` over one of several servers. The constructor connects to nothing."""
 
     def __init__(self, options: RemoteOptions, pause: float = PAUSE) -> None:
         is_pinned = bool(options.token or options.token_file)

@@ -27,19 +27,18 @@ from flanneld.model import (
 )
 from flanneld.runtime import clock
 from flanneld.subnet.codec import format_attrs, format_key, parse_attrs
-from flanneld.subnet.embedded.client import PREFIX, EmbeddedClient
-from flanneld.subnet.embedded.store import KeyStore
+from flanneld.subnet.embedded.store import PREFIX, EmbeddedClient, KeyStore
 from flanneld.subnet.etcd.api_choice import open_client
 from flanneld.subnet.etcd.endpoints import EtcdOptions, Servers
 from flanneld.subnet.etcd.http import NoSuchApi
-from flanneld.subnet.etcd.keys import Client, Conflict, NoConfig, NotFound, Reply
+from flanneld.subnet.etcd.keys import Conflict, KeyClient, KeyReply, NoConfig, NotFound
 from flanneld.subnet.etcd.leases import node_address
-from flanneld.subnet.etcd.manager import SUBNET_TTL, TRIES, EtcdManager
+from flanneld.subnet.etcd.store import SUBNET_TTL, TRIES, EtcdStore
 from flanneld.subnet.etcd.transport import EtcdTimeouts, Transport
-from flanneld.subnet.manager import LocalFacts
 from flanneld.subnet.remote.change_log import ChangeLog, expires_ns
 from flanneld.subnet.remote.token import ANOTHER, Denied
 from flanneld.subnet.remote.wire import Acquisition, Reservation, WireLease
+from flanneld.subnet.store import LocalFacts
 
 #: Name of the network that lies directly under the prefix.
 UNNAMED = "_"
@@ -56,7 +55,7 @@ class LeaseStore:
 
     def __init__(
         self,
-        clients: Sequence[Client],
+        clients: Sequence[KeyClient],
         prefix: str,
         name: str,
         pause: float = 1.0,
@@ -69,8 +68,8 @@ class LeaseStore:
         self._turn = threading.Lock()
         self._lock = threading.Lock()
         self._is_closed = False
-        self._chosen: Client | None = clients[0] if len(clients) == 1 else None
-        self._managers: dict[str, EtcdManager] = {}
+        self._chosen: KeyClient | None = clients[0] if len(clients) == 1 else None
+        self._managers: dict[str, EtcdStore] = {}
         self._changes: ChangeLog | None = None
         self.name = name
 
@@ -257,7 +256,7 @@ class LeaseStore:
             raise Retryable("subnet: no more tries")
 
     @staticmethod
-    def _reserve_once(client: Client, path: str, wanted: Reservation) -> None:
+    def _reserve_once(client: KeyClient, path: str, wanted: Reservation) -> None:
         value = format_attrs(LeaseAttrs(public_ip=wanted.public_ip), with_ipv6=client.names_ipv6)
         try:
             client.create(path, value, None)
@@ -283,13 +282,13 @@ class LeaseStore:
     # ---- etcd ----------------------------------------------------------------------------------
 
     @contextmanager
-    def _asking(self) -> Iterator[Client]:
+    def _asking(self) -> Iterator[KeyClient]:
         with self._turn:
             if self._is_closed:
                 raise Cancelled
             yield self._client()
 
-    def _client(self) -> Client:
+    def _client(self) -> KeyClient:
         """Return the client of the API that has a network, else of the first existing API."""
         if self._chosen is not None:
             return self._chosen
@@ -306,14 +305,14 @@ class LeaseStore:
             raise lacking[0]
         return usable[0]
 
-    def _has_config(self, client: Client, name: str) -> bool:
+    def _has_config(self, client: KeyClient, name: str) -> bool:
         try:
             client.fetch(posixpath.join(client.root(self._prefix), name, "config"))
         except NotFound:
             return False
         return True
 
-    def _has_networks(self, client: Client) -> bool:
+    def _has_networks(self, client: KeyClient) -> bool:
         try:
             children = client.fetch(client.root(self._prefix), recursive=True).children
         except NotFound:
@@ -327,12 +326,12 @@ class LeaseStore:
             self._fetch(self._path(network, "config"))  # raises the same error in the words that clients know
             raise
 
-    def _manager(self, network: str) -> EtcdManager:
+    def _manager(self, network: str) -> EtcdStore:
         client = self._client()
         if self._chosen is None or network not in self._managers:
             if len(self._managers) >= _MANAGERS:
                 self._managers.pop(next(iter(self._managers)))
-            self._managers[network] = EtcdManager(
+            self._managers[network] = EtcdStore(
                 client,
                 self._prefix if network == UNNAMED else posixpath.join(self._prefix, network),
                 self.name,
@@ -345,7 +344,7 @@ class LeaseStore:
         base = root if network == UNNAMED else posixpath.join(root, network)
         return posixpath.join(base, last if isinstance(last, str) else f"subnets/{format_key(last)}")
 
-    def _fetch(self, path: str) -> Reply:
+    def _fetch(self, path: str) -> KeyReply:
         """Read a key, in the words of etcd's v2 API if it is not there: clients know them."""
         try:
             return self._client().fetch(path)

@@ -1,4 +1,4 @@
-"""Subnet managers by option. Each is imported when opened, because it needs libraries of its own."""
+"""Stores by option. Each is imported when opened, because it needs libraries of its own."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from flanneld.options import Options
-from flanneld.subnet.manager import SubnetManager
+from flanneld.subnet.store import Store
 
 if TYPE_CHECKING:
     from flanneld.subnet.etcd.endpoints import EtcdOptions
     from flanneld.subnet.remote.connection import RemoteServer
-    from flanneld.subnet.remote.manager import RemoteOptions
+    from flanneld.subnet.remote.store import RemoteOptions
     from flanneld.subnet.remote.tls import TlsFiles
 
 
-def open_manager(options: Options, environ: Mapping[str, str], network: str = "") -> SubnetManager:
+def open_store(options: Options, environ: Mapping[str, str], network: str = "") -> Store:
     """Open the store that the options name; ``network`` is the network's name, if it has one.
 
     Raises ``Fatal`` for options that cannot be used.
     """
     if options.remote:
-        from flanneld.subnet.remote.manager import RemoteManager
+        from flanneld.subnet.remote.store import RemoteStore
 
-        return RemoteManager(remote_options(options, network))
+        return RemoteStore(remote_options(options, network))
     if options.store:
-        from flanneld.subnet.embedded.opening import manager_of, open_store
+        from flanneld.subnet.embedded.store import open_file, store_of
 
-        return manager_of(open_store(options.store), network)
+        return store_of(open_file(options.store), network)
     if not options.kube_subnet_mgr:
         from flanneld.subnet.etcd.api_choice import open_etcd
 
         return open_etcd(etcd_options(options, network), options.etcd_api)
-    from flanneld.subnet.kube.manager import KubeManager, KubeOptions
+    from flanneld.subnet.kube.store import KubeOptions, KubeStore
 
-    return KubeManager(
+    return KubeStore(
         KubeOptions(
             api_url=options.kube_api_url,
             kubeconfig=options.kubeconfig_file,
@@ -66,7 +66,7 @@ def etcd_options(options: Options, network: str = "") -> EtcdOptions:
 
 def remote_options(options: Options, network: str = "") -> RemoteOptions:
     """Return how to reach the flannel servers, and the token for them."""
-    from flanneld.subnet.remote.manager import RemoteOptions
+    from flanneld.subnet.remote.store import RemoteOptions
 
     servers, tls = remote_servers(options), remote_tls(options)
     return RemoteOptions(servers, tls, network, options.token, options.token_file)

@@ -1,4 +1,4 @@
-"""Subnet manager on Kubernetes: a node's podCIDR is its subnet, its annotations are the lease's attributes.
+"""Store on Kubernetes: a node's podCIDR is its subnet, its annotations are the lease's attributes.
 
 Requests, annotations and conditions are those of Go flanneld 0.12 and later, so both can share a cluster. A
 lease lasts as long as its node. ``docs/kubernetes.md`` lists the intended differences.
@@ -26,11 +26,10 @@ from flanneld.runtime.loop import StepLoop
 from flanneld.runtime.sockets.host_addresses import HostAddresses
 from flanneld.runtime.waits import Backoff
 from flanneld.subnet.kube.access import Access
-from flanneld.subnet.kube.api import NODES, Api, ApiTimeouts, Refusal
-from flanneld.subnet.kube.node_cache import NodeCache, Saved
-from flanneld.subnet.kube.node_table import NodeTable
+from flanneld.subnet.kube.api import NODES, Api, ApiRefusal, ApiTimeouts
+from flanneld.subnet.kube.node_table import NodeCache, NodeTable, Saved
 from flanneld.subnet.kube.nodes import (
-    Node,
+    KubeNode,
     NodeReader,
     announced,
     full_prefix,
@@ -39,12 +38,11 @@ from flanneld.subnet.kube.nodes import (
     own_key,
     own_public_ip,
 )
-from flanneld.subnet.kube.own_node import OwnNode
-from flanneld.subnet.kube.upkeep import Upkeep
+from flanneld.subnet.kube.own_node import NodeUpkeep, OwnNode
 from flanneld.subnet.kube.watch import NodeWatchMachine, pages
-from flanneld.subnet.manager import NO_FACTS, Deliver, LocalFacts
+from flanneld.subnet.store import NO_FACTS, Deliver, LocalFacts
 
-__all__ = ["KubeManager", "KubeOptions"]
+__all__ = ["KubeOptions", "KubeStore"]
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +59,7 @@ def _ignore(_: object) -> None:
 
 
 class KubeOptions(Struct, frozen=True, gc=False):
-    """Command line options of the Kubernetes subnet manager. An empty ``state_dir`` disables the cache."""
+    """Command line options of the store in Kubernetes. An empty ``state_dir`` disables the cache."""
 
     api_url: str
     kubeconfig: str
@@ -70,8 +68,8 @@ class KubeOptions(Struct, frozen=True, gc=False):
     state_dir: str
 
 
-class KubeManager:
-    """``SubnetManager`` and ``NodeStore`` on the API server.
+class KubeStore:
+    """``Store`` and ``NodeStore`` on the API server.
 
     The constructor connects to nothing. It raises ``Fatal`` for unusable options.
     """
@@ -104,7 +102,7 @@ class KubeManager:
         self._watching: tuple[NodeWatchMachine, StepLoop] | None = None
         self._config: Config | None = None
         #: Our node, and the time it was read.
-        self._read: tuple[float, Node] | None = None
+        self._read: tuple[float, KubeNode] | None = None
         #: The saved nodes in use while the API server does not answer.
         self._saved: Saved | None = None
         self._unanswered: Retryable | None = None
@@ -155,14 +153,14 @@ class KubeManager:
         found: list[Lease] = []
         own = self._own()
         config = self._config or self.network_config()
-        nodes: Iterable[Node] = self._saved.peers if self._saved else self._listed()
+        nodes: Iterable[KubeNode] = self._saved.peers if self._saved else self._listed()
         for node in nodes:
             with suppress(Refused):
                 if node.name != own.name and node.is_managed:
                     found.append(lease_of(node, config))
         return found
 
-    def _listed(self) -> Iterator[Node]:
+    def _listed(self) -> Iterator[KubeNode]:
         for page in pages(partial(self._requests.get, NODES)):
             for each in items(page):
                 with suppress(Refused):
@@ -177,7 +175,7 @@ class KubeManager:
         if self._saved is None:
             try:
                 self._own_node.announce(node, attrs)
-            except (NoAnswer, Refusal) as reason:
+            except (NoAnswer, ApiRefusal) as reason:
                 self._saved = self._known(reason, node)
         return lease
 
@@ -301,13 +299,13 @@ class KubeManager:
         assert self._member is not None, "there is no lease yet"
         return self._member
 
-    def _own(self) -> Node:
+    def _own(self) -> KubeNode:
         """Return our node, or its saved copy if the API server fails and has not answered since the start."""
         if self._read and clock.now() - self._read[0] <= _FRESH:
             return self._read[1]
         try:
             node = self._own_node.fetch()
-        except (NoAnswer, Refusal) as reason:
+        except (NoAnswer, ApiRefusal) as reason:
             self._saved = self._known(reason)
             node = self._saved.own
         else:
@@ -315,13 +313,13 @@ class KubeManager:
         self._read = (clock.now(), node)
         return node
 
-    def _known(self, reason: Retryable, own: Node | None = None) -> Saved:
+    def _known(self, reason: Retryable, own: KubeNode | None = None) -> Saved:
         """Return the saved nodes, with ``own`` for ours if the API server has told it.
 
         Raises ``reason`` if there are none, if the server refuses for good, or if our node was made anew.
         """
         saved = self._saved or self._state.load()
-        is_final = isinstance(reason, Refusal) and not reason.is_passing
+        is_final = isinstance(reason, ApiRefusal) and not reason.is_passing
         if saved is None or is_final or (own is not None and own.uid != saved.own.uid):
             raise reason
         self._unanswered = remembered(reason)
@@ -332,21 +330,23 @@ class KubeManager:
 class _Member:
     """This node's membership of the cluster, and the audience of the node watch."""
 
-    def __init__(self, own: Node, lease: Lease, config: Config, own_node: OwnNode, state: NodeCache) -> None:
+    def __init__(
+        self, own: KubeNode, lease: Lease, config: Config, own_node: OwnNode, state: NodeCache
+    ) -> None:
         self.lease = lease
         self.config = config
         self.name = own.name
         self._table = NodeTable(own.name, lease.key, config)
         self._state = state
-        self.own: Node | None = own
+        self.own: KubeNode | None = own
         self._has_listed = False
-        self.upkeep = Upkeep(own_node, config, lambda: self.lease, self._save)
+        self.upkeep = NodeUpkeep(own_node, config, lambda: self.lease, self._save)
 
     def saved(self, known: Saved) -> list[Event]:
         snapshot = self._table.replace([known.own, *known.peers], self.lease)
         return [Cached(snapshot.leases, self._state.description)]
 
-    def listed(self, nodes: list[Node]) -> list[Event]:
+    def listed(self, nodes: list[KubeNode]) -> list[Event]:
         own = next((node for node in nodes if node.name == self.name), None)
         if own is None:
             # A server that lost its nodes must not take the network down.
@@ -361,13 +361,13 @@ class _Member:
         self._see_own(own)
         return [snapshot]
 
-    def seen(self, node: Node) -> list[Event]:
+    def seen(self, node: KubeNode) -> list[Event]:
         if node.name == self.name:
             self._see_own(node)
             return []
         return self._table.put(node)
 
-    def gone(self, node: Node) -> list[Event]:
+    def gone(self, node: KubeNode) -> list[Event]:
         if node.name == self.name:
             log.warning("Our node %s was deleted: keeping all objects until it is back", node.name)
             self.own = None
@@ -377,9 +377,9 @@ class _Member:
     def complain(self) -> None:
         self._table.complain()
 
-    def _see_own(self, node: Node) -> None:
+    def _see_own(self, node: KubeNode) -> None:
         self.own = node
         self.upkeep.post(node)
 
-    def _save(self, own: Node) -> None:
+    def _save(self, own: KubeNode) -> None:
         self._state.save(Saved(own, self._table.nodes()))

@@ -1,4 +1,4 @@
-"""Subnet manager on one etcd API: ``<prefix>/config`` and ``<prefix>/subnets/<key>``.
+"""Store on one etcd API: ``<prefix>/config`` and ``<prefix>/subnets/<key>``.
 
 Keys, values and TTLs are those of Go flanneld: of 0.12 in v2, of 0.20 and later in v3. So both share one
 network. Two differences are intended:
@@ -39,10 +39,10 @@ from flanneld.runtime import clock, randomness
 from flanneld.runtime.loop import StepLoop
 from flanneld.subnet.allocation import choose, fits, public_ips_in, unfollowed
 from flanneld.subnet.codec import format_attrs
-from flanneld.subnet.etcd.keys import Client, Conflict, NotFound, Position, Reply
+from flanneld.subnet.etcd.keys import Conflict, KeyClient, KeyReply, NotFound, Position
 from flanneld.subnet.etcd.leases import LeaseReader, Listing, node_address, say_kept
-from flanneld.subnet.etcd.watch import KeyWatchMachine
-from flanneld.subnet.manager import NO_FACTS, Deliver, IsSelf, LocalFacts
+from flanneld.subnet.list_watch import KeyWatchMachine
+from flanneld.subnet.store import NO_FACTS, Deliver, IsSelf, LocalFacts
 
 log = logging.getLogger(__name__)
 
@@ -60,17 +60,17 @@ class LeaseTaken(Retryable):
     """Error for our lease if another node has it now. It is not overwritten."""
 
 
-class EtcdManager:
-    """``SubnetManager`` on one API of etcd. The constructor connects to nothing.
+class EtcdStore:
+    """``Store`` on one API of etcd. The constructor connects to nothing.
 
     ``store`` and ``name`` are for the log; a watch that failed goes on after ``pause_time``, in seconds;
-    ``randrange`` chooses among free subnets, as ``allocate.choose`` says; ``is_elsewhere`` looks for a key in
+    ``randrange`` chooses among free subnets, see ``allocation.choose``; ``is_elsewhere`` looks for a key in
     the other API, for a better complaint; ``addresses`` returns those of all servers.
     """
 
     def __init__(
         self,
-        client: Client,
+        client: KeyClient,
         prefix: str,
         store: str,
         *,
@@ -193,7 +193,7 @@ class EtcdManager:
     def watch_machine(self, deliver: Deliver) -> KeyWatchMachine:
         """Return the state machine of ``watch``."""
 
-        def start(client: Client) -> tuple[list[Event], Position]:
+        def start(client: KeyClient) -> tuple[list[Event], Position]:
             listing, self._unwatched, self._known = self._unwatched, None, None
             if listing is None or not listing.is_fresh():
                 listing = self._reader.read_all(client)
@@ -216,14 +216,14 @@ class EtcdManager:
         """Return the state machine of ``watch_own``."""
         path = self._reader.key_of(lease.key)
 
-        def start(client: Client) -> tuple[list[Event], Position]:
+        def start(client: KeyClient) -> tuple[list[Event], Position]:
             try:
                 reply = client.fetch(path)
             except NotFound as missing:
                 return [Removed(lease.key)], missing.at
             return news(reply), reply.at
 
-        def news(reply: Reply) -> list[Event]:
+        def news(reply: KeyReply) -> list[Event]:
             events = self._reader.news_of(lease.key, reply)
             if events or reply.node is None:
                 return events
@@ -468,7 +468,7 @@ class EtcdManager:
     def _value(self, key: LeaseKey, attrs: LeaseAttrs) -> str:
         return format_attrs(attrs, with_ipv6=self._requests.names_ipv6 or key[1] is not None)
 
-    def _written(self, key: LeaseKey, reply: Reply) -> Lease:
+    def _written(self, key: LeaseKey, reply: KeyReply) -> Lease:
         """Return the lease as other nodes read it: etcd may store fewer attributes than were given."""
         lease = self._reader.lease(reply.node, key) if reply.node else None
         if lease is None:

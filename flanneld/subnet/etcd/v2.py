@@ -17,21 +17,21 @@ from urllib.parse import quote, urlencode
 import etcd
 from msgspec.structs import replace
 
+from flanneld.subnet.etcd import v2_messages
 from flanneld.subnet.etcd.endpoints import Server
 from flanneld.subnet.etcd.http import Answer, Request
 from flanneld.subnet.etcd.keys import (
     Conflict,
     KeyChanges,
+    KeyReply,
     NoConfig,
     NotFound,
     Position,
     PossibleGap,
     RelistNeeded,
-    Reply,
     check_reread,
 )
 from flanneld.subnet.etcd.transport import Send, Transport
-from flanneld.subnet.etcd.v2 import answers
 
 #: Changes that etcd queues for a stream.
 _QUEUE = 100
@@ -40,7 +40,7 @@ _QUIET = 0.05
 
 
 class V2Client(etcd.Client):  # type: ignore[misc] # python-etcd has no types
-    """``keys.Client`` on v2. Each watch needs a client of its own.
+    """``KeyClient`` on v2. Each watch needs a client of its own.
 
     ``contact`` is called when a response begins, which a long poll does before there is a change.
     """
@@ -60,17 +60,17 @@ class V2Client(etcd.Client):  # type: ignore[misc] # python-etcd has no types
     def root(self, prefix: str) -> str:
         return "/" + posixpath.normpath(f"/{prefix}").lstrip("/")
 
-    def fetch(self, key: str, *, recursive: bool = False) -> Reply:
-        reply: Reply = self.read(key, quorum=True, recursive=recursive, sorted=False)
+    def fetch(self, key: str, *, recursive: bool = False) -> KeyReply:
+        reply: KeyReply = self.read(key, quorum=True, recursive=recursive, sorted=False)
         return reply
 
-    def create(self, key: str, value: str, ttl: int | None) -> Reply:
-        reply: Reply = self.write(key, value, ttl=ttl, prevExist=False)
+    def create(self, key: str, value: str, ttl: int | None) -> KeyReply:
+        reply: KeyReply = self.write(key, value, ttl=ttl, prevExist=False)
         return reply
 
-    def replace(self, key: str, value: str, ttl: int | None, modified: int) -> Reply:
+    def replace(self, key: str, value: str, ttl: int | None, modified: int) -> KeyReply:
         try:
-            reply: Reply = self.write(key, value, ttl=ttl, prevIndex=modified)
+            reply: KeyReply = self.write(key, value, ttl=ttl, prevIndex=modified)
         except NotFound:
             raise Conflict(f"{key} has gone") from None
         return reply
@@ -99,7 +99,7 @@ class V2Client(etcd.Client):  # type: ignore[misc] # python-etcd has no types
 
     def changes(
         self, key: str, after: Position, *, recursive: bool, is_stream: bool, timeout: float = math.inf
-    ) -> tuple[list[Reply], Position]:
+    ) -> tuple[list[KeyReply], Position]:
         """Wait for the next changes of a key after a position.
 
         Return them, and the position of the history when etcd began to watch; none after ``timeout``
@@ -111,7 +111,7 @@ class V2Client(etcd.Client):  # type: ignore[misc] # python-etcd has no types
             query["stream"] = "true"
         self._after, self._poll_timeout = after, min(timeout, self._transport.timeouts.poll)
         try:
-            answer: Reply | list[Reply] = self.api_execute(self.key_endpoint + key, "GET", query)
+            answer: KeyReply | list[KeyReply] = self.api_execute(self.key_endpoint + key, "GET", query)
         finally:
             self._after = None
         found = answer if isinstance(answer, list) else [answer]
@@ -141,7 +141,7 @@ class V2Client(etcd.Client):  # type: ignore[misc] # python-etcd has no types
 
     def api_execute(
         self, path: str, method: str, params: Mapping[str, Any] | None = None, timeout: float | None = None
-    ) -> Reply | list[Reply]:
+    ) -> KeyReply | list[KeyReply]:
         """Send a request. All of python-etcd's requests go through this method.
 
         Return the reply; for a stream a list.
@@ -150,10 +150,10 @@ class V2Client(etcd.Client):  # type: ignore[misc] # python-etcd has no types
         query = {name: value for name, value in (params or {}).items() if name not in ("value", "ttl")}
         request = self._request(path, method, params or {}, query)
 
-        def attempt(server: Server, send: Send) -> Reply | list[Reply]:
+        def attempt(server: Server, send: Send) -> KeyReply | list[KeyReply]:
             login = server.basic_login() | dict(request.headers)
             answer = send(replace(request, headers=login))
-            return answers.changes(answer) if request.is_stream else answers.read(answer)
+            return v2_messages.changes(answer) if request.is_stream else v2_messages.read(answer)
 
         repeatable = method != "DELETE" and query.get("prevExist") != "false"
         return self._transport.ask(attempt, repeatable=repeatable)
@@ -173,7 +173,7 @@ class V2Client(etcd.Client):  # type: ignore[misc] # python-etcd has no types
             if after is not None and answer.status == 200:
                 # Not earlier: a reread shuts the connection down, so it must be there by then.
                 check_reread(self._reread)
-                answers.check_history(after, answer.at)
+                v2_messages.check_history(after, answer.at)
                 if self._transport.losses > losses:
                     raise PossibleGap("the connection was lost, or given up")
 
@@ -187,7 +187,7 @@ class V2Client(etcd.Client):  # type: ignore[misc] # python-etcd has no types
             on_head,
         )
 
-    def _result_from_response(self, response: Reply) -> Reply:
+    def _result_from_response(self, response: KeyReply) -> KeyReply:
         return response
 
 
@@ -273,6 +273,6 @@ class V2Watcher:
         self.client.close()
 
 
-def _index(reply: Reply) -> int:
+def _index(reply: KeyReply) -> int:
     assert reply.node is not None
     return reply.node.modified

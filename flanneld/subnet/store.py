@@ -1,4 +1,4 @@
-"""Interface of the subnet manager, the store of the cluster's leases."""
+"""Interface of a store of the cluster's leases; Go flannel calls it subnet manager."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class LocalFacts(Struct, frozen=True, gc=False):
 NO_FACTS = LocalFacts()
 
 
-class SubnetManager(Protocol):
+class Store(Protocol):
     """Store of leases. Every call may raise ``Retryable``, ``Fatal`` or ``Cancelled``."""
 
     @property

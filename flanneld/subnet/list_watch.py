@@ -11,15 +11,15 @@ from flanneld.errors import Retryable
 from flanneld.model import Event
 from flanneld.runtime import clock
 from flanneld.runtime.complaints import LogRateLimit, Outage
-from flanneld.subnet.etcd.keys import Client, Position, PossibleGap, RelistNeeded, Reply
-from flanneld.subnet.manager import Deliver
+from flanneld.subnet.etcd.keys import KeyClient, KeyReply, Position, PossibleGap, RelistNeeded
+from flanneld.subnet.store import Deliver
 
 log = logging.getLogger(__name__)
 
 #: Function that reads the current state; returns its events and the position to watch from.
-Start = Callable[[Client], tuple[list[Event], Position]]
+Start = Callable[[KeyClient], tuple[list[Event], Position]]
 #: Function that returns the events of a change. Raises ``RelistNeeded`` if everything must be read again.
-EventsOf = Callable[[Reply], list[Event]]
+EventsOf = Callable[[KeyReply], list[Event]]
 
 
 class KeyWatchMachine:
@@ -38,7 +38,7 @@ class KeyWatchMachine:
 
     def __init__(
         self,
-        client: Client,
+        client: KeyClient,
         path: str,
         start: Start,
         news: EventsOf,

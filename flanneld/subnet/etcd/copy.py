@@ -1,4 +1,4 @@
-"""Copy a network from one store to another, and list what was copied: etcd v2, v3, or a file.
+"""Copy networks from one store to another, and list what was copied: etcd v2, v3, or a file.
 
 Leases are copied first and the config last: daemons with ``-etcd-api=auto`` use the API that has a config.
 """
@@ -18,11 +18,13 @@ from flanneld.errors import Refused, Retryable
 from flanneld.model import IPNetwork, Lease, name_of, overlap
 from flanneld.runtime import clock
 from flanneld.subnet.codec import format_attrs, format_key, parse_attrs
+from flanneld.subnet.embedded.store import PREFIX, EmbeddedClient, KeyStore
 from flanneld.subnet.etcd.api_choice import open_client
 from flanneld.subnet.etcd.endpoints import EtcdOptions, Servers
-from flanneld.subnet.etcd.keys import Client, Conflict, NotFound, StoredKey
+from flanneld.subnet.etcd.keys import Conflict, KeyClient, NotFound, StoredKey
 from flanneld.subnet.etcd.leases import LeaseReader
 from flanneld.subnet.etcd.transport import EtcdTimeouts, Transport
+from flanneld.subnet.remote.leases import LeaseStore
 
 #: Seconds by which a copy may expire before its original in v2. Beyond that it is prolonged.
 TOLERANCE = 300.0
@@ -88,8 +90,8 @@ class Migration:
 
     def __init__(
         self,
-        old: Client,
-        new: Client,
+        old: KeyClient,
+        new: KeyClient,
         prefix: str,
         say: Callable[[str], None],
         *,
@@ -209,3 +211,46 @@ class Migration:
 
 def _addresses(lease: Lease) -> tuple[object, ...]:
     return tuple(ip for ip in (lease.attrs.public_ip, lease.attrs.public_ipv6) if ip)
+
+
+def move(
+    file: KeyStore,
+    options: EtcdOptions,
+    api: str,
+    say: Callable[[str], None],
+    *,
+    into_file: bool,
+    dry_run: bool,
+) -> bool:
+    """Copy every network from the file to etcd, or back; ``api`` is "v2", else v3 is meant.
+
+    Each key is reported in a line. Leases keep their remaining term. Only an earlier copy with too short a
+    term is overwritten. Return False if something could not be copied. Raises ``Retryable``.
+    """
+    etcd = open_client("v2" if api == "v2" else "v3", Transport(Servers(options), EtcdTimeouts()))
+    sides: list[tuple[KeyClient, str]] = [(EmbeddedClient(file), PREFIX), (etcd, options.prefix)]
+    (old, old_prefix), (new, new_prefix) = reversed(sides) if into_file else sides
+    names = _names(old, old_prefix)
+    if not names:
+        raise Retryable(
+            "there is no network to copy", "check -store, -etcd-prefix, -etcd-endpoints and -etcd-api"
+        )
+    runs = [
+        Migration(
+            old,
+            new,
+            posixpath.join(old_prefix, name),
+            say,
+            dry_run=dry_run,
+            new_prefix=posixpath.join(new_prefix, name),
+        ).run()
+        for name in names
+    ]
+    return all(runs)
+
+
+def _names(client: KeyClient, prefix: str) -> list[str]:
+    """Return the networks that have a config, the unnamed one as an empty name."""
+    store = LeaseStore([client], prefix, "")
+    names, _ = store.networks()
+    return [*([""] if store.has_unnamed() else []), *names]

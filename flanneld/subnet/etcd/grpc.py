@@ -19,12 +19,12 @@ from msgspec.structs import replace
 from flanneld.errors import Cancelled, NoAnswer, Retryable
 from flanneld.runtime.sockets.interruptible import WITHIN
 from flanneld.runtime.waits import Reader
+from flanneld.subnet.etcd import v3_messages
 from flanneld.subnet.etcd.endpoints import EtcdOptions, Server, Servers
 from flanneld.subnet.etcd.http import NoSuchApi, ServerFailed
+from flanneld.subnet.etcd.protobuf import METHODS, MalformedProtobuf, decode, encode
 from flanneld.subnet.etcd.transport import NO_SERVER, NO_TLS, EtcdTimeouts, Failover, server_failed
-from flanneld.subnet.etcd.v3 import answers
-from flanneld.subnet.etcd.v3.answers import CallServer
-from flanneld.subnet.etcd.v3.protobuf import METHODS, MalformedProtobuf, decode, encode
+from flanneld.subnet.etcd.v3_messages import CallServer
 
 # Set before the import: grpc would write to our log in its own format, and install fork handlers.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
@@ -128,7 +128,7 @@ class GrpcConnection:
                 self._channel = self._open(server)
             return self._channel
 
-    def exchange(self, server: Server, request: Rpc) -> answers.GatewayMessage:
+    def exchange(self, server: Server, request: Rpc) -> v3_messages.GatewayMessage:
         if "range_end" not in request.body or request.path != "/kv/range":
             return self._exchange(server, request, self._timeouts.read)
         body = {**request.body, "limit": _FIRST}
@@ -141,7 +141,7 @@ class GrpcConnection:
             found += page.kvs or ()
         return replace(answer, kvs=found)
 
-    def _exchange(self, server: Server, request: Rpc, seconds: float) -> answers.GatewayMessage:
+    def _exchange(self, server: Server, request: Rpc, seconds: float) -> v3_messages.GatewayMessage:
         method = METHODS[request.path]
         call = self.channel(server).unary_unary(server.path + method.name)
         data = encode(method.request, request.body)
@@ -173,7 +173,7 @@ class GrpcConnection:
 
 
 class GrpcStream:
-    """``carrier.Stream`` over gRPC."""
+    """``Stream`` over gRPC."""
 
     def __init__(self, open_channel: _Open, timeouts: EtcdTimeouts) -> None:
         self._connection = GrpcConnection(open_channel, timeouts)
@@ -192,13 +192,13 @@ class GrpcStream:
             raise _given_up() from None
         self._reader = Reader("watch", self._hear(messages, server))
 
-    def next(self, timeout: float) -> answers.GatewayMessage | None:
+    def next(self, timeout: float) -> v3_messages.GatewayMessage | None:
         assert self._reader
         assert self._server
         message = self._reader.next(timeout)
         if message is None:
             return None
-        return answers.watch_object(understood(METHODS["/watch"].response, message), self._server.name)
+        return v3_messages.watch_object(understood(METHODS["/watch"].response, message), self._server.name)
 
     def cancel(self) -> None:
         self._connection.cancel()
@@ -214,10 +214,10 @@ class GrpcStream:
         raise ServerFailed("it has ended the watch")
 
 
-def understood(kind: Any, data: bytes) -> answers.GatewayMessage:
+def understood(kind: Any, data: bytes) -> v3_messages.GatewayMessage:
     """Return the decoded message. Raises ``ServerFailed``."""
     try:
-        return answers.understood(decode(kind, data))
+        return v3_messages.understood(decode(kind, data))
     except MalformedProtobuf:
         raise ServerFailed("it answers with a message that is not etcd's") from None
 
@@ -233,7 +233,7 @@ def failure(error: grpc.RpcError, server: Server, seconds: float) -> Exception:
             return server_failed(TimeoutError(), seconds, server)
         if code in _OF_CONNECTION:
             return _no_connection(text.lower(), server, seconds)
-    return answers.refusal(server.name, {"code": code.value[0], "message": text}, 0)
+    return v3_messages.refusal(server.name, {"code": code.value[0], "message": text}, 0)
 
 
 def _no_connection(text: str, server: Server, seconds: float) -> ServerFailed:
