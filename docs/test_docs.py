@@ -129,8 +129,11 @@ def flags() -> str:
 
 
 def checks() -> str:
-    rows = [(check.theme, THEMES[check.theme], check.name, check.meaning) for check in CHECKS]
-    return table(("", "Theme", "Check", "All is well if"), *rows)
+    themes: dict[str, list[str]] = {}
+    for check in CHECKS:
+        themes.setdefault(check.theme, []).append(f"{check.name}: {check.meaning}")
+    rows = [(theme, THEMES[theme], "<br>".join(each)) for theme, each in themes.items()]
+    return table(("", "Theme", "Checks, and when all is well"), *rows)
 
 
 def metrics() -> str:
