@@ -254,7 +254,7 @@ def _kernel_tables(member: Member, stale_links: Callable[[], Iterable[Link]]) ->
 
         found += stale_tables(network for network, _ in member.uplink_manager.ranges)
     if ipsec_traces.CHARON_PID_FILE.exists():
-        from flanneld.backends.ipsec.stale import stale_charon  # the same
+        from flanneld.backends.ipsec.table_charon import stale_charon  # the same
 
         found += stale_charon()
     return found

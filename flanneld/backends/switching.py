@@ -12,7 +12,6 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from flanneld.backends.announcement import announced, with_also
 from flanneld.backends.contract import (
     Backend,
     ExitPolicy,
@@ -22,10 +21,12 @@ from flanneld.backends.contract import (
     Host,
     OtherBackend,
     RecognizesItself,
+    announced,
     claims_of,
     encrypts,
     exit_policy,
     stands_alone,
+    with_also,
 )
 from flanneld.compat.json import GoJsonError
 from flanneld.config import Config

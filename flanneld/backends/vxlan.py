@@ -18,8 +18,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from flanneld.backends.announcement import announced
-from flanneld.backends.contract import Host, peers_public_ip, require_type
+from flanneld.backends.contract import Host, announced, peers_public_ip, require_type
 from flanneld.compat.json import GoJsonError
 from flanneld.config import Config
 from flanneld.errors import Fatal, Refused

@@ -10,12 +10,11 @@ from ipaddress import IPv4Network
 from itertools import chain
 from pathlib import Path
 
-from flanneld.backends.cloud.cleanup import routes_in
-from flanneld.backends.cloud.record import SUFFIX, Record
-from flanneld.backends.extension.commands import ConfigCommandFailed, ConfigCommands
+from flanneld.backends.cloud.record import SUFFIX, Record, routes_in
+from flanneld.backends.extension.backend import ConfigCommandFailed, ConfigCommands
 from flanneld.backends.extension.journal import Journal, JournalEntry
 from flanneld.backends.ipsec import charon_process as charon
-from flanneld.backends.udp.proxy_client import NoProxy, ProxyClient, ProxySilent
+from flanneld.backends.udp.client import NoProxy, ProxyClient, ProxySilent
 from flanneld.diagnostics import other_daemons
 from flanneld.errors import Fatal, cause_of
 from flanneld.model import lies_in

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from flanneld.backends.ipsec.charon import NoCharon
 from flanneld.backends.ipsec.charon import ViciConnection as Control
-from flanneld.backends.ipsec.sessions import ConnectionSas, by_connection
+from flanneld.backends.ipsec.resources import ConnectionSas, by_connection
 from flanneld.backends.ipsec.vici import texts
 from tests.lab import Node
 

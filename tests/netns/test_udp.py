@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from flanneld.backends.udp.proxy_client import NoProxy, ProxyClient, RunningProxy
+from flanneld.backends.udp.client import NoProxy, ProxyClient, RunningProxy
 from flanneld.network.rtnetlink.tables import AUDIT_PERIOD
 from tests.lab import Lab, Node, own_command, wait_for
 from tests.netns.exchange import check_content

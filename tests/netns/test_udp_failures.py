@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import pytest
 from msgspec.structs import replace
 
-from flanneld.backends.udp.proxy_client import ProxyClient
+from flanneld.backends.udp.client import ProxyClient
 from flanneld.network import tun
 from tests.lab import Lab, Node, wait_for
 from tests.netns.pair import connect

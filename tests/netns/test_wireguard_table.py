@@ -15,8 +15,8 @@ import pytest
 from pyroute2 import WireGuard as Reader
 
 from flanneld.backends.wireguard import keys
-from flanneld.backends.wireguard.resources import AllowedIp, DeviceKey, Peer
-from flanneld.backends.wireguard.table_peers import ROAMING, WireGuardTable
+from flanneld.backends.wireguard.resources import AllowedIp, DeviceKey, WgPeer
+from flanneld.backends.wireguard.table import ROAMING, WireGuardTable
 from flanneld.model import Secret
 from flanneld.network.rtnetlink import devices as links
 from flanneld.runtime import clock
@@ -62,8 +62,8 @@ class Host:
         known |= {"listen_port": 51820}
         return DeviceKey(DEVICE, **(known | changes))
 
-    def as_peer(self, **changes: Any) -> Peer:
-        return Peer(
+    def as_peer(self, **changes: Any) -> WgPeer:
+        return WgPeer(
             DEVICE, **({"public_key": self.public_key, "endpoint": self.address, "port": 51820} | changes)
         )
 
@@ -165,7 +165,7 @@ def peer_of(number: int, *nets: str, **changes: Any) -> list[Resource]:
     """Return a peer that nobody is, and its allowed IPs."""
     public_key = keys.public_key(keys.private_key(bytes([100 + number]) * 32))
     address = ip_address(f"192.0.2.{100 + number}")
-    peer = Peer(DEVICE, public_key, **({"endpoint": address, "port": 51820, "keepalive": 25} | changes))
+    peer = WgPeer(DEVICE, public_key, **({"endpoint": address, "port": 51820, "keepalive": 25} | changes))
     return [peer, *(AllowedIp(DEVICE, ip_network(net), public_key) for net in nets)]
 
 
@@ -262,7 +262,7 @@ def test_several_hundred_peers_are_made_found_and_removed(host: Host) -> None:
     many: list[Resource] = []
     for number in range(400):
         public_key = bytes([9, *number.to_bytes(31)])
-        many.append(Peer(DEVICE, public_key, ip_address("192.0.2.7"), 1000 + number))
+        many.append(WgPeer(DEVICE, public_key, ip_address("192.0.2.7"), 1000 + number))
         many.append(AllowedIp(DEVICE, IPv4Network(((11 << 24) + (number << 8), 24)), public_key))
     host.want(host.key(), *FIRST, *SECOND, *many)
     assert len(host.repair().made) == len(many)

@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from flanneld.backends.cloud.backend import CloudFactory
+from flanneld.backends.cloud.calls import SdkCloud
 from flanneld.backends.cloud.contract import (
     ApiCall,
     CloudError,
@@ -29,7 +30,6 @@ from flanneld.backends.cloud.contract import (
 from flanneld.backends.cloud.metadata import Metadata
 from flanneld.backends.cloud.options import ENDPOINT, METADATA, access_keys, endpoint, table_ids
 from flanneld.backends.cloud.paging import BATCH, batches, by_token
-from flanneld.backends.cloud.sdk_client import SdkCloud
 from flanneld.backends.contract import HostServices
 from flanneld.compat.json import Fields
 

@@ -15,6 +15,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from flanneld.backends.cloud.backend import CloudFactory
+from flanneld.backends.cloud.calls import SdkCloud
 from flanneld.backends.cloud.contract import (
     ApiCall,
     CloudError,
@@ -28,7 +29,6 @@ from flanneld.backends.cloud.contract import (
 )
 from flanneld.backends.cloud.metadata import Metadata, MetadataSession
 from flanneld.backends.cloud.options import ENDPOINT, endpoint, table_ids
-from flanneld.backends.cloud.sdk_client import SdkCloud
 from flanneld.backends.contract import HostServices
 from flanneld.compat.json import Fields
 

@@ -10,12 +10,10 @@ from collections.abc import Callable, Iterator
 
 from msgspec import Struct
 
-from flanneld.backends.cloud.contract import Cloud
-from flanneld.backends.cloud.forwarding import CloudForwardingTable
+from flanneld.backends.cloud.contract import Cloud, CloudRoute, Forwarding
 from flanneld.backends.cloud.options import table_ids
 from flanneld.backends.cloud.record import SUFFIX, Record
-from flanneld.backends.cloud.resources import CloudRoute, Forwarding
-from flanneld.backends.cloud.routes import CloudRoutes
+from flanneld.backends.cloud.routes import CloudForwardingTable, CloudRoutes
 from flanneld.backends.contract import Host, HostServices
 from flanneld.compat.json import Fields, GoJsonError
 from flanneld.config import Config, SubnetRange

@@ -1,15 +1,19 @@
-"""Contract between the table of cloud routes and the client of a cloud's API (pure)."""
+"""Contract between the tables of a cloud and the client of its API, and the tables' resources (pure)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from ipaddress import IPv4Address, IPv4Network
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from msgspec import Struct, field
 
 from flanneld.errors import Fatal, Retryable, install_command
+from flanneld.state.resources import Key, Kind
+
+#: Names of the tables.
+ROUTES, FORWARDING = "cloud-routes", "cloud-forwarding"
 
 
 class ErrorKind(Enum):
@@ -201,3 +205,38 @@ def check_scope(table: str, scope: str, place: CloudNode, option: str) -> None:
 def missing_extra(cloud: str, package: str) -> Fatal:
     """Return the error for a cloud whose SDK is not installed."""
     return Fatal(f"the backend for {cloud} needs the package {package}", install_command(cloud))
+
+
+class CloudRoute(Struct, frozen=True, gc=False):
+    """Route in a cloud's table. ``table`` is empty for the table of the node's own subnet.
+
+    ``via`` is this node's address, or the cloud's name of another next hop.
+    """
+
+    kind: ClassVar[Kind] = Kind.REMOTE
+    destination: IPv4Network
+    via: str
+    table: str = ""
+
+    @property
+    def key(self) -> Key:
+        return (ROUTES, self.table, str(self.destination))
+
+    def __str__(self) -> str:
+        where = f"in {self.table}" if self.table else "in this node's table"
+        return f"cloud route {self.destination} via {self.via} {where}"
+
+
+class Forwarding(Struct, frozen=True, gc=False):
+    """Permission of a cloud for this node to send and receive packets of containers."""
+
+    kind: ClassVar[Kind] = Kind.REMOTE
+    address: IPv4Address
+    allowed: bool = True
+
+    @property
+    def key(self) -> Key:
+        return (FORWARDING, "allowed")
+
+    def __str__(self) -> str:
+        return f"permission to forward at {self.address}" + ("" if self.allowed else ", which is not given")

@@ -14,6 +14,7 @@ from ipaddress import IPv4Address, IPv4Network
 from typing import Any
 
 from flanneld.backends.cloud.backend import CloudFactory
+from flanneld.backends.cloud.calls import SdkCloud
 from flanneld.backends.cloud.contract import (
     ApiCall,
     CloudError,
@@ -27,7 +28,6 @@ from flanneld.backends.cloud.contract import (
 from flanneld.backends.cloud.metadata import Metadata
 from flanneld.backends.cloud.options import ENDPOINT, endpoint
 from flanneld.backends.cloud.paging import by_token
-from flanneld.backends.cloud.sdk_client import SdkCloud
 from flanneld.backends.contract import HostServices
 from flanneld.compat.json import Fields
 

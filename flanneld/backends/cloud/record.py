@@ -1,24 +1,33 @@
-"""Record of the routes that this node has made in a cloud's table, in a file that outlives the daemon.
+"""Record of the routes that this node has made in a cloud's table, and their removal by it.
 
-``-cleanup`` has no network config, so the file also holds the backend type and the options without secrets.
+The file outlives the daemon. ``-cleanup`` has no network config, so it also holds the backend type and the
+options without secrets.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
-from ipaddress import IPv4Network
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
 from typing import Any
 
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from flanneld.backends.cloud.contract import CloudTableEntry
+from flanneld.backends import registry
+from flanneld.backends.cloud.calls import absence_is_fine, understood
+from flanneld.backends.cloud.contract import Cloud, CloudTableEntry
+from flanneld.backends.contract import HostServices
 from flanneld.compat.glog import OneTimeWarnings
-from flanneld.errors import cause_of
+from flanneld.compat.json import Fields
+from flanneld.errors import Fatal, FlannelError, cause_of
 from flanneld.runtime import files
+from flanneld.runtime.sockets.http_client import HttpClient
+from flanneld.runtime.waits import DetachedCalls
 
 log = logging.getLogger(__name__)
 
@@ -119,3 +128,61 @@ def _entry(value: Mapping[str, Any]) -> CloudTableEntry:
     return CloudTableEntry(
         str(value["table"]), IPv4Network(value["destination"]), str(value["hop"]), name=str(value["name"])
     )
+
+
+def routes_in(record: Record) -> Iterator[tuple[str, Callable[[], bool]]]:
+    """Yield each recorded route with the function that removes it, then the record itself."""
+    try:
+        recorded = record.read()
+    except OSError as failure:
+        yield f"what {record.path} names: {cause_of(failure)}", lambda: False
+        return
+    for entry in recorded.routes:
+        what = f"cloud route {entry.destination} via {entry.hop} in {entry.table}"
+        yield what, partial(_removed, record, recorded, entry)
+    if record.path.exists():
+        yield str(record.path), lambda: not record.read().routes and _unlinked(record)
+
+
+def _removed(record: Record, recorded: Recorded, entry: CloudTableEntry) -> bool:
+    """Return True once the route is gone, or leads to another instance and belongs to that one."""
+    try:
+        cloud = connect(recorded)
+        with understood():
+            there = _there(cloud, recorded.address, entry)
+            for call in cloud.drop_calls(there) if there else ():
+                with absence_is_fine():
+                    cloud.ask(call)
+    except FlannelError as failure:
+        log.warning("%s", failure)
+        return False
+    record.remove(entry)
+    return True
+
+
+def connect(recorded: Recorded) -> Cloud:
+    """Return a client of the cloud that a record names. Raises ``FlannelError``."""
+    from flanneld.backends.cloud.backend import CloudFactory  # it imports this module
+
+    stop = threading.Event()
+    services = HostServices(http=HttpClient(stop).ask, call=DetachedCalls(stop).run)
+    factory = registry.load(recorded.kind)
+    if not isinstance(factory, CloudFactory):
+        raise Fatal(f"the record names {recorded.kind}, which is no cloud", "remove the file by hand")
+    return factory.connect(Fields(dict(recorded.options), "Backend"), services)
+
+
+def _there(cloud: Cloud, address: str, entry: CloudTableEntry) -> CloudTableEntry | None:
+    """Return the cloud's current route; None without one, or if it belongs to another node."""
+    place = cloud.place(IPv4Address(address))
+    found = cloud.entries(replace(place, tables=(entry.table,)))
+    key = (entry.table, entry.destination, entry.hop)
+    return next((each for each in found if (each.table, each.destination, each.hop) == key), None)
+
+
+def _unlinked(record: Record) -> bool:
+    try:
+        record.path.unlink()
+    except OSError:
+        return False
+    return True

@@ -1,7 +1,7 @@
-"""Reconciler table of this node's routes in the cloud.
+"""Reconciler tables of a cloud: this node's routes, and its permission to forward packets of containers.
 
-A call may take seconds and cost quota. So the table has a worker of its own and reads every few minutes. It
-backs off while the cloud refuses or throttles.
+A call may take seconds and cost quota. So the tables have a worker of their own and are read every few
+minutes. They back off while the cloud refuses or throttles.
 """
 
 from __future__ import annotations
@@ -13,16 +13,20 @@ from ipaddress import IPv4Address
 
 from msgspec import Struct
 
-from flanneld.backends.cloud.call_backoff import (
-    WORKER,
-    CallBackoff,
-    absence_is_fine,
-    audit_period,
-    understood,
+from flanneld.backends.cloud.calls import WORKER, CallBackoff, absence_is_fine, audit_period, understood
+from flanneld.backends.cloud.contract import (
+    FORWARDING,
+    ROUTES,
+    Cloud,
+    CloudError,
+    CloudNode,
+    CloudRoute,
+    CloudTableEntry,
+    ErrorKind,
+    Forwarding,
+    Health,
 )
-from flanneld.backends.cloud.contract import Cloud, CloudError, CloudNode, CloudTableEntry, ErrorKind, Health
 from flanneld.backends.cloud.record import Record
-from flanneld.backends.cloud.resources import ROUTES, CloudRoute
 from flanneld.config import SubnetRange
 from flanneld.errors import Retryable
 from flanneld.model import Snapshot, lies_in
@@ -289,3 +293,80 @@ def _blocked(was: CloudTableEntry) -> CloudError:
         f"a route of {was.table} leads {was.destination} to {was.hop}, which exists",
         "if that is no node of this network, delete the route there; else see which node has this lease",
     )
+
+
+class CloudForwardingTable:
+    """Table of this node's permission to forward, for clouds with such a setting."""
+
+    name = FORWARDING
+    what = "the cloud's forwarding permissions"
+    worker = WORKER
+    vital = False
+    needs: frozenset[str] = frozenset()
+
+    def __init__(self, cloud: Cloud) -> None:
+        self._cloud = cloud
+        self._place: CloudNode | None = None
+        self._reading, self._asking = CallBackoff(), CallBackoff()
+
+    @property
+    def audit(self) -> float:
+        return audit_period()
+
+    def read(self, scope: Scope) -> list[Seen]:
+        self._reading.check()
+        desired = [each for each in scope.desired.values() if isinstance(each, Forwarding)]
+        try:
+            found = [Seen(self._permission(want)) for want in desired]
+        except CloudError as failure:
+            self._reading.refused(failure)
+            raise
+        self._reading.succeeded()
+        return found
+
+    def _permission(self, want: Forwarding) -> Forwarding:
+        """Read the permission from the cloud. Raises ``CloudError``."""
+        with understood():
+            self._place = self._cloud.place(want.address)
+        return Forwarding(want.address, self._place.forwards)
+
+    def put(self, puts: Sequence[Put]) -> Report:
+        report = Report()
+        for put in puts:
+            try:
+                self._asking.check()
+                self._allow()
+            except Retryable as failure:
+                if isinstance(failure, CloudError):
+                    self._asking.refused(failure)
+                report.failed.append(Failure(put.want, failure.problem, failure.remedy))
+            else:
+                self._asking.succeeded()
+                report.made.append(put.want)
+        return report
+
+    def explain(self, put: Put) -> str:
+        """Return the calls that ``put`` would make."""
+        del put
+        return "; ".join(map(str, self._cloud.forwarding_calls(self._place))) if self._place else ""
+
+    def _allow(self) -> None:
+        """Set the permission. Raises ``CloudError`` if the cloud refuses or only an operator can do it."""
+        assert self._place is not None, "put follows a reading"
+        calls = self._cloud.forwarding_calls(self._place)
+        remedy = self._cloud.forwarding_remedy(self._place)
+        problem = f"the cloud drops packets of containers at {self._place.instance}"
+        if not calls:
+            raise CloudError(ErrorKind.OTHER, problem, remedy)
+        try:
+            for call in calls:
+                self._cloud.ask(call)
+        except CloudError as failure:
+            raise CloudError(failure.trouble, f"{problem}: {failure.problem}", remedy) from None
+
+    def drop(self, found: Sequence[Resource]) -> Report:
+        """Remove nothing: another program may need the permission."""
+        return Report(removed=list(found))
+
+    def close(self, *, remove: bool) -> None:
+        """Do nothing: the table has no resources to release."""

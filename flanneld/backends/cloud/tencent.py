@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from flanneld.backends.cloud.backend import CloudFactory
+from flanneld.backends.cloud.calls import SdkCloud
 from flanneld.backends.cloud.contract import (
     ApiCall,
     CloudError,
@@ -28,7 +29,6 @@ from flanneld.backends.cloud.contract import (
 from flanneld.backends.cloud.metadata import Metadata
 from flanneld.backends.cloud.options import ENDPOINT, METADATA, access_keys, endpoint, table_ids
 from flanneld.backends.cloud.paging import batches, by_offset
-from flanneld.backends.cloud.sdk_client import SdkCloud
 from flanneld.backends.contract import HostServices
 from flanneld.compat.json import Fields
 

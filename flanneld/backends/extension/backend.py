@@ -6,26 +6,197 @@ Retries, time limits, a journal, and the commands for shutdown and checks are ad
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+import os
+import re
+from collections.abc import Iterator, Mapping
 from hashlib import sha256
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
+from typing import ClassVar
 
-from flanneld.backends.contract import DryRun, ExitPolicy, Host, peers_public_ip, require_type
-from flanneld.backends.extension.commands import ConfigCommand, ConfigCommandFailed, ConfigCommands
-from flanneld.backends.extension.journal import Journal
-from flanneld.backends.extension.resources import PeerSetup, Startup
-from flanneld.backends.extension.tables import PeerSetupTable, StartupTable
+from msgspec import Struct
+
+from flanneld.backends.contract import DryRun, ExitPolicy, Host, RunCommand, peers_public_ip, require_type
+from flanneld.compat.glog import V
 from flanneld.compat.json import GoJsonError
 from flanneld.config import Config
-from flanneld.errors import Fatal, Refused
-from flanneld.model import Lease, LeaseAttrs
-from flanneld.state.resources import Resource
+from flanneld.errors import Fatal, Refused, Retryable
+from flanneld.model import IPNetwork, Lease, LeaseAttrs, name_of
+from flanneld.state.resources import Key, Kind, Resource
 from flanneld.state.table import Table
+
+log = logging.getLogger(__name__)
 
 TYPE = "extension"
 #: Seconds for one command, default and maximum: several must fit into a heartbeat of 120 s.
 _TIME_LIMIT, _LONGEST_LIMIT = 10, 20
 #: Characters of PreStartupCommand's output: it is part of the lease, and of every node's watch.
 _LONGEST_DATA = 16 << 10
+#: Characters of a command's output in the log.
+_LONGEST_TOLD = 500
+#: ``$NAME``, ``${NAME}`` and the shell's special parameters, as in Go's os.Expand.
+_VARIABLE = re.compile(r"\$(?:\{([^}]*)\}|([A-Za-z_][A-Za-z0-9_]*|[*#$@!?0-9-]))")
+#: Names of the tables.
+STARTUP, PEERS = "extension-startup", "extension-peers"
+
+
+class Startup(Struct, frozen=True, gc=False):
+    """Parameters of this node for PostStartupCommand and ShutdownCommand."""
+
+    kind: ClassVar[Kind] = Kind.REMOTE
+    network: IPv4Network | None
+    ipv6_network: IPv6Network | None
+    subnet: IPv4Network | None
+    ipv6_subnet: IPv6Network | None
+    public_ip: IPv4Address | None
+    public_ipv6: IPv6Address | None
+
+    @property
+    def key(self) -> Key:
+        return (STARTUP, "post-startup")
+
+    def variables(self) -> dict[str, str]:
+        """Return the environment variables of the commands."""
+        return _variables(
+            NETWORK=self.network,
+            IPV6NETWORK=self.ipv6_network,
+            SUBNET=self.subnet,
+            PUBLIC_IP=self.public_ip,
+            IPV6SUBNET=self.ipv6_subnet,
+            PUBLIC_IPV6=self.public_ipv6,
+        )
+
+    def __str__(self) -> str:
+        return f"extension startup of {name_of((self.subnet, self.ipv6_subnet))}"
+
+
+class PeerSetup(Struct, frozen=True, gc=False):
+    """Parameters of a peer for SubnetAddCommand and SubnetRemoveCommand.
+
+    ``data`` is their stdin. ``stands`` is False if SubnetAddCommand may not have taken effect.
+    """
+
+    kind: ClassVar[Kind] = Kind.REMOTE
+    ipv4_subnet: IPv4Network | None = None
+    ipv6_subnet: IPv6Network | None = None
+    public_ip: IPv4Address | None = None
+    public_ipv6: IPv6Address | None = None
+    data: str = ""
+    stands: bool = True
+
+    @property
+    def subnet(self) -> IPNetwork | None:
+        """The subnet whose unreadable lease keeps this resource."""
+        return self.ipv4_subnet or self.ipv6_subnet
+
+    @property
+    def key(self) -> Key:
+        return (PEERS, self.name)
+
+    @property
+    def name(self) -> str:
+        return name_of((self.ipv4_subnet, self.ipv6_subnet))
+
+    def variables(self) -> dict[str, str]:
+        """Return the environment variables of the commands."""
+        return _variables(
+            SUBNET=self.ipv4_subnet,
+            PUBLIC_IP=self.public_ip,
+            IPV6SUBNET=self.ipv6_subnet,
+            PUBLIC_IPV6=self.public_ipv6,
+        )
+
+    def __str__(self) -> str:
+        public = ", ".join(str(ip) for ip in (self.public_ip, self.public_ipv6) if ip)
+        return f"extension peer {self.name} at {public}"
+
+
+def _variables(**values: object) -> dict[str, str]:
+    return {name: str(value) for name, value in values.items() if value is not None}
+
+
+class ConfigCommand(Struct, frozen=True, gc=False):
+    """A command, named by its key in the config. Its text may contain a secret and is never logged.
+
+    Without ``shell`` it is split at white space and run directly, as in Go flanneld since 0.28.2.
+    """
+
+    name: str
+    text: str = ""
+    shell: bool = True
+
+    def __bool__(self) -> bool:
+        return bool(self.text)
+
+
+class ConfigCommandFailed(Retryable):
+    """Error for a command that failed. ``status`` is its exit status, None after a timeout."""
+
+    def __init__(self, problem: str, remedy: str, status: int | None) -> None:
+        super().__init__(problem, remedy)
+        self.status = status
+
+
+class ConfigCommands:
+    """Runner of commands through ``Host.run``, each for at most ``time_limit`` seconds."""
+
+    def __init__(self, run: RunCommand, time_limit: float) -> None:
+        self._run = run
+        self._time_limit = time_limit
+
+    def run(
+        self,
+        command: ConfigCommand,
+        env: Mapping[str, str],
+        data: str = "",
+        about: str = "",
+        *,
+        at_exit: bool = False,
+    ) -> str:
+        """Run a command with ``data`` and a newline as stdin. Return its stdout and stderr.
+
+        Raises ``ConfigCommandFailed``, and ``DryRun`` in a dry run.
+        """
+        name = command.name + (f" for {about}" if about else "")
+        argv = command.text if command.shell else expanded(command.text, {**os.environ, **env})
+        try:
+            done = self._run(
+                argv,
+                env,
+                f"{data}\n",
+                self._time_limit,
+                at_exit=at_exit,
+                clean=command.shell,
+                merged=True,
+                name=command.name,
+            )
+        except DryRun:
+            raise
+        except Retryable as failure:
+            log.log(V(1), "%s failed: %s", name, failure)
+            raise ConfigCommandFailed(failure.problem, failure.remedy, None) from None
+        output = done.output.strip()
+        if done.status:
+            log.log(V(1), "%s exited with status %d: %s", name, done.status, told(output))
+            remedy = f"it wrote: {told(output)}" if output else "run it by hand with its variables"
+            raise ConfigCommandFailed(f"{command.name} exited with status {done.status}", remedy, done.status)
+        log.log(V(0 if output else 1), "Ran %s%s", name, f": {told(output)}" if output else "")
+        return output
+
+
+def told(output: str) -> str:
+    """Return a command's output as one line for the log."""
+    line = " ".join(output.split())
+    line = "".join(each if each.isprintable() else "?" for each in line)
+    return line if len(line) <= _LONGEST_TOLD else f"{line[:_LONGEST_TOLD]}..."
+
+
+def expanded(text: str, variables: Mapping[str, str]) -> list[str]:
+    """Split a command at white space, then expand variables in each word; unknown ones are empty."""
+    return [
+        _VARIABLE.sub(lambda found: variables.get(found[1] or found[2] or "", ""), word)
+        for word in text.split()
+    ]
 
 
 class Extension:
@@ -125,6 +296,9 @@ class Extension:
             )
 
     def tables(self) -> tuple[Table, ...]:
+        from flanneld.backends.extension.journal import Journal  # they import this module
+        from flanneld.backends.extension.tables import PeerSetupTable, StartupTable
+
         journal = Journal(self._host.beside(TYPE), self._base)
         return (
             StartupTable(self._post, self._shutdown, self._commands),

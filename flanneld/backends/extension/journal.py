@@ -19,8 +19,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from flanneld.backends.extension.commands import ConfigCommand
-from flanneld.backends.extension.resources import PeerSetup
+from flanneld.backends.extension.backend import ConfigCommand, PeerSetup
 from flanneld.compat.glog import OneTimeWarnings
 from flanneld.errors import cause_of
 from flanneld.runtime import files
@@ -33,7 +32,7 @@ _MAX_SIZE = 64 << 20
 _MAX_STALE = 1000
 
 
-class Stage(Enum):
+class Progress(Enum):
     """Progress of SubnetAddCommand for a peer."""
 
     #: It is running, or was killed: it may have taken effect.
@@ -52,7 +51,7 @@ class JournalEntry(Struct, frozen=True, gc=False):
     setup: PeerSetup
     remove: ConfigCommand
     base: str
-    stage: Stage = Stage.BEGUN
+    stage: Progress = Progress.BEGUN
 
 
 class Journal:
@@ -184,7 +183,7 @@ def _entry(value: dict[str, Any]) -> JournalEntry:
     if setup.subnet is None:
         raise ValueError
     remove = ConfigCommand("SubnetRemoveCommand", str(value["remove"]), bool(value["shell"]))
-    return JournalEntry(setup, remove, str(value["base"]), Stage(value["stage"]))
+    return JournalEntry(setup, remove, str(value["base"]), Progress(value["stage"]))
 
 
 def _text(value: object) -> str | None:

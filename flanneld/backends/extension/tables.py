@@ -12,9 +12,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from msgspec.structs import replace
 
 from flanneld.backends.contract import DryRun
-from flanneld.backends.extension.commands import ConfigCommand, ConfigCommandFailed, ConfigCommands
-from flanneld.backends.extension.journal import Journal, JournalEntry, Stage
-from flanneld.backends.extension.resources import PEERS, STARTUP, PeerSetup, Startup
+from flanneld.backends.extension.backend import (
+    PEERS,
+    STARTUP,
+    ConfigCommand,
+    ConfigCommandFailed,
+    ConfigCommands,
+    PeerSetup,
+    Startup,
+)
+from flanneld.backends.extension.journal import Journal, JournalEntry, Progress
 from flanneld.compat.glog import V
 from flanneld.errors import Fatal
 from flanneld.runtime import clock
@@ -141,13 +148,13 @@ class PeerSetupTable:
 
     def _stands(self, entry: JournalEntry) -> bool:
         name = entry.setup.name
-        return entry.stage is Stage.DONE and entry.base == self._journal.base and name not in self._fallen
+        return entry.stage is Progress.DONE and entry.base == self._journal.base and name not in self._fallen
 
     def _look_after(self, entries: Mapping[str, JournalEntry], desired: Mapping[Key, Resource]) -> None:
         """Run CheckCommand for peers that match the desired state, within the time of a round."""
         began = clock.now()
         for name, entry in list(entries.items()) if self._check else ():
-            is_wanted = desired.get(entry.setup.key) == entry.setup and entry.stage is Stage.DONE
+            is_wanted = desired.get(entry.setup.key) == entry.setup and entry.stage is Progress.DONE
             if not is_wanted or began - self._checked.get(name, -math.inf) < CHECK_PERIOD:
                 continue
             spent = clock.now() - began
@@ -197,7 +204,7 @@ class PeerSetupTable:
         """Run SubnetAddCommand, after SubnetRemoveCommand if the peer may be set up. Raises ``OSError``."""
         name = want.name
         known = self._journal.entries().get(name)
-        if known is not None and known.stage is not Stage.FAILED:
+        if known is not None and known.stage is not Progress.FAILED:
             self._undo(known, logging.WARNING if self._stands(known) else V(1))
         entry = JournalEntry(want, self._remove, self._journal.base)
         self._journal.begin(entry)
@@ -206,12 +213,12 @@ class PeerSetupTable:
                 self._commands.run(self._add, want.variables(), want.data, str(want))
         except ConfigCommandFailed as failure:
             if failure.status is not None:
-                self._journal.ended(replace(entry, stage=Stage.FAILED))
+                self._journal.ended(replace(entry, stage=Progress.FAILED))
             refusal = Failure(want, failure.problem, failure.remedy)
             self._failures[name] = (clock.now(), refusal)
             report.failed.append(refusal)
             return
-        self._journal.ended(replace(entry, stage=Stage.DONE))
+        self._journal.ended(replace(entry, stage=Progress.DONE))
         self._failures.pop(name, None)
         self._removals.pop(name, None)
         self._fallen.discard(name)

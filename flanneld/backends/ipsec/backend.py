@@ -1,20 +1,24 @@
 """ipsec backend: the kernel encrypts packets between nodes, with keys negotiated by strongSwan's charon.
 
-Lease data, policies, connections and MTU are those of upstream's backend/ipsec. Two things differ. Packets
-without a tunnel policy are blocked instead of leaving unencrypted. charon and its keys are reconciled.
+Options, lease data, policies, connections and MTU are those of upstream's backend/ipsec. Two things differ.
+Packets without a tunnel policy are blocked instead of leaving unencrypted. charon and its keys are
+reconciled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from hashlib import sha256
 from ipaddress import IPv4Address, IPv4Network
 
+from msgspec import Struct
+
 from flanneld.backends.contract import Host, peers_public_ip, require_type
-from flanneld.backends.ipsec.config import read_config
 from flanneld.backends.ipsec.resources import Charon, IkeConnection, SharedKey
+from flanneld.compat.json import GoJsonError
 from flanneld.config import Config
 from flanneld.errors import Fatal
-from flanneld.model import Lease, LeaseAttrs
+from flanneld.model import Lease, LeaseAttrs, Secret
 from flanneld.network.xfrm.policy import guards, tunnel_policies
 from flanneld.state.resources import Address, Blackhole, Dummy, Resource, Route
 from flanneld.state.table import Table
@@ -26,6 +30,42 @@ DEVICE = "flannel-ipsec"
 OVERHEAD, UDP_OVERHEAD = 77, 8
 #: Bytes that every link must carry in one piece (RFC 791).
 _SMALLEST_MTU = 68
+#: Minimum bytes of a PSK, as in upstream.
+SHORTEST_PSK = 96
+_ESP_PROPOSAL = "aes128gcm16-sha256-prfsha256-ecp256"
+
+
+class IpsecConfig(Struct, frozen=True, gc=False):
+    """The Backend object of the network config."""
+
+    psk: Secret
+    udp_encap: bool = False
+    esp_proposal: str = _ESP_PROPOSAL
+
+    @property
+    def digest(self) -> str:
+        """Return a digest of all options: SAs negotiated with others must not go on."""
+        text = f"{self.udp_encap} {self.esp_proposal} ".encode()
+        return sha256(text + self.psk.value).hexdigest()
+
+
+def read_config(config: Config) -> IpsecConfig:
+    """Read the options. Raises ``Fatal`` for an unusable value; the message does not contain the PSK."""
+    fields = config.backend
+    try:
+        udp_encap = fields.boolean("UDPEncap", False)
+        proposal, psk = fields.string("ESPProposal", _ESP_PROPOSAL), fields.string("PSK", "")
+    except GoJsonError as error:
+        raise Fatal(f"error decoding IPSEC backend config: {error}", "correct Backend in the store") from None
+    key = psk.encode("utf-8", "replace")
+    if len(key) < SHORTEST_PSK:
+        raise Fatal(
+            f"config error, password should be at least {SHORTEST_PSK} characters long",
+            "set Backend.PSK, as from: openssl rand -hex 48",
+        )
+    if not proposal.isascii() or not proposal.isprintable():
+        raise Fatal("Backend.ESPProposal is no proposal", "write it as in strongSwan's documentation")
+    return IpsecConfig(Secret(key), udp_encap, proposal)
 
 
 class Ipsec:

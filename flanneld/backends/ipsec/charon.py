@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Self
 
 from flanneld.backends.ipsec import vici
-from flanneld.backends.ipsec.vici import Packet, PacketType, ReadSection, Section
+from flanneld.backends.ipsec.vici import PacketType, ReadSection, Section, ViciPacket
 from flanneld.errors import Retryable, cause_of
 from flanneld.runtime import clock
 
@@ -106,7 +106,7 @@ class ViciConnection:
         except OSError as failure:
             raise _failure(failure) from None
 
-    def _receive(self) -> Packet:
+    def _receive(self) -> ViciPacket:
         return vici.unpack(self._take(vici.length_of(self._take(4))))
 
     def _take(self, length: int) -> bytes:

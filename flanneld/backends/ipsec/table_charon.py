@@ -1,4 +1,4 @@
-"""Reconciler table of the charon process: that of this run, of an earlier one, or another program's."""
+"""Reconciler tables of the charon process: this run's or another program's, and one that is left over."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from flanneld.backends.contract import MakeCall
-from flanneld.backends.ipsec import charon
+from flanneld.backends.ipsec import charon, charon_process
 from flanneld.backends.ipsec.charon import CharonEvents, CharonHangs, CharonRefused, NoCharon
 from flanneld.backends.ipsec.charon_process import CharonProcess
 from flanneld.backends.ipsec.resources import CHARON, Charon
@@ -17,7 +17,7 @@ from flanneld.errors import Retryable
 from flanneld.runtime import waits
 from flanneld.state.report import Failure, Report
 from flanneld.state.resources import Resource
-from flanneld.state.table import Changes, Put, Scope, Seen
+from flanneld.state.table import Changes, Put, Scope, Seen, Table
 
 log = logging.getLogger(__name__)
 
@@ -191,3 +191,36 @@ class CharonTable:
     def _version(self) -> str:
         answer = charon.ask(charon.SOCKET, "version")
         return f"strongSwan {text(answer, 'version')}"
+
+
+class StaleCharonTable:
+    """Table of the charon that an earlier run has started. It only removes."""
+
+    name = CHARON
+    what = "the processes of charon"
+    needs: frozenset[str] = frozenset()
+    worker = "kernel"
+    vital = False
+    audit: float | None = None
+
+    def read(self, scope: Scope) -> Iterator[Seen]:
+        del scope
+        if charon_process.running():
+            yield Seen(Charon())
+
+    def put(self, puts: Sequence[Put]) -> Report:
+        raise NotImplementedError
+
+    def drop(self, found: Sequence[Resource]) -> Report:
+        """Send SIGTERM without waiting for the end: charon ends the SAs that it has negotiated."""
+        charon_process.end_running(charon_process.running())
+        return Report(removed=list(found))
+
+    def close(self, *, remove: bool) -> None:
+        """Release nothing: this table holds nothing open."""
+
+
+def stale_charon() -> Iterator[Table]:
+    """Yield a table if an earlier run has left a charon. The ipsec backend's table takes its place."""
+    if charon_process.running():
+        yield StaleCharonTable()

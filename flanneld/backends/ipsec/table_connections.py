@@ -21,12 +21,14 @@ from flanneld.backends.ipsec.charon import ViciConnection as Control
 from flanneld.backends.ipsec.resources import (
     CHARON,
     CONNECTIONS,
+    ConnectionSas,
     IkeConnection,
     SharedKey,
+    by_connection,
     connection_of,
     owner_of,
+    session_of,
 )
-from flanneld.backends.ipsec.sessions import ConnectionSas, by_connection, session_of
 from flanneld.backends.ipsec.table_charon import WORKER
 from flanneld.backends.ipsec.vici import ReadSection, sections, text, texts
 from flanneld.compat.glog import OneTimeWarnings, counted

@@ -62,7 +62,7 @@ class _Element(IntEnum):
 _NAMED = frozenset({PacketType.REQUEST, PacketType.REGISTER, PacketType.UNREGISTER, PacketType.EVENT})
 
 
-class Packet(Struct, frozen=True, gc=False):
+class ViciPacket(Struct, frozen=True, gc=False):
     """Packet without its length; ``name`` is that of the command or event, if the type has one."""
 
     kind: PacketType
@@ -87,7 +87,7 @@ def length_of(header: bytes) -> int:
     return int(length)
 
 
-def unpack(body: bytes) -> Packet:
+def unpack(body: bytes) -> ViciPacket:
     """Read a packet without its length. Raises ``MalformedVici``."""
     reader = _Reader(body)
     (number,) = reader.take(1)
@@ -96,7 +96,7 @@ def unpack(body: bytes) -> Packet:
     except ValueError:
         raise MalformedVici(f"packet type {number}") from None
     name = reader.text() if kind in _NAMED else ""
-    return Packet(kind, name, reader.section())
+    return ViciPacket(kind, name, reader.section())
 
 
 def text(section: Mapping[str, ReadValue], name: str) -> str:

@@ -129,7 +129,7 @@ class Udp:
         yield ProxyPeer(self._tun, lease.subnet, public_ip)
 
     def tables(self) -> tuple[Table, ...]:
-        from flanneld.backends.udp.proxy_client import ProxyClient  # imported only by users of this backend
+        from flanneld.backends.udp.client import ProxyClient  # imported only by users of this backend
         from flanneld.backends.udp.tables import ProxyPeerTable, ProxyTable
 
         client = ProxyClient(self._tun)

@@ -1,18 +1,28 @@
-"""Control protocol between daemon and proxy, over an abstract SOCK_SEQPACKET socket.
+"""Control channel between daemon and proxy: protocol and addresses of an abstract SOCK_SEQPACKET socket.
 
 A message is a verb of one byte and a body. The proxy answers each message with one of the same verb. ``LIST``
 is answered by several, and the last is not full.
+
+An abstract address belongs to a network namespace, as the TUN does. Any process in the namespace can bind any
+address. If the proxy's usual one is taken, it adds a random suffix. The daemon lists the listening addresses
+by user with linux/unix_diag.h (sock_diag(7)).
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import socket
 import struct
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from ipaddress import IPv4Address, IPv4Network
 from itertools import islice
+
+from flanneld.network.rtnetlink.netlink import NetlinkSocket, attributes
+from flanneld.network.rtnetlink.netlink import unpack as unpack_netlink
+from flanneld.runtime.randomness import random_bytes
 
 #: The proxy answers with its settings, pid, data plane and the reason for its choice.
 HELLO = b"h"
@@ -32,6 +42,13 @@ _TIMEVAL = struct.Struct("@ll")  # seconds, microseconds
 _CAPABILITY_VERSION, _CAP_NET_ADMIN = 0x20080522, 1 << 12
 _HEADER = struct.Struct("=Ii")  # version, pid
 _SETS = struct.Struct("=6I")  # effective, permitted, inheritable; then the same for capabilities from 32 on
+# linux/sock_diag.h, linux/unix_diag.h
+_NETLINK_SOCK_DIAG, _SOCK_DIAG_BY_FAMILY = 4, 20
+#: Family, protocol, states, inode, attributes to show, cookie.
+_REQUEST = struct.Struct("=BBxxIIIII")
+_ANSWER = struct.Struct("=BBBxIII")
+_LISTENING, _SHOW_NAME, _SHOW_UID = 1 << 10, 0x01, 0x40
+_NAME, _UID = 0, 7
 
 PeerEntry = tuple[IPv4Network, IPv4Address]
 
@@ -93,3 +110,62 @@ def unpack(body: bytes) -> list[PeerEntry]:
 
 def is_full(body: bytes) -> bool:
     return len(body) == CHUNK * _ENTRY.size
+
+
+def address_of(tun: str) -> str:
+    """Return the usual address of a device's proxy."""
+    return f"\0flannel-pump/{tun}"
+
+
+def addresses_of(tun: str, *, of_anybody: bool = False) -> list[str]:
+    """Return the possible addresses of a device's proxy, the usual one first.
+
+    Addresses bound by users other than this one and root are left out, as far as the kernel shows users. With
+    ``of_anybody`` all are returned.
+    """
+    usual = address_of(tun)
+    try:
+        held = dict(_listeners())
+    except OSError:
+        return [usual]  # a kernel without unix_diag
+    believed = (0, os.geteuid(), None)
+    others = [
+        name for name, uid in held.items() if name.startswith(f"{usual}/") and (of_anybody or uid in believed)
+    ]
+    return [usual, *others] if of_anybody or held.get(usual) in believed else others
+
+
+def listen(tun: str) -> socket.socket:
+    """Listen at the usual address. Raises ``OSError``."""
+    return _listen(address_of(tun))
+
+
+def listen_elsewhere(tun: str) -> socket.socket:
+    """Listen at a random address, because the usual one is taken.
+
+    Raises ``OSError`` if it cannot be found.
+    """
+    name = f"{address_of(tun)}/{random_bytes(8).hex()}"
+    listener = _listen(name)
+    if name not in addresses_of(tun):
+        reason = f"`ss -xlp` names the process that poses as the proxy of {tun} and has to be stopped"
+        raise OSError(errno.EADDRINUSE, reason)
+    return listener
+
+
+def _listen(name: str) -> socket.socket:
+    listener = new_socket()
+    listener.bind(name)
+    listener.listen()
+    return listener
+
+
+def _listeners() -> Iterator[tuple[str, int | None]]:
+    """Yield the abstract listening addresses, each with its user, None if the kernel is too old."""
+    request = _REQUEST.pack(socket.AF_UNIX, 0, _LISTENING, 0, _SHOW_NAME | _SHOW_UID, 0xFFFFFFFF, 0xFFFFFFFF)
+    with closing(NetlinkSocket(protocol=_NETLINK_SOCK_DIAG)) as asker:
+        for data, offset, end in asker.dump(_SOCK_DIAG_BY_FAMILY, request):
+            unpack_netlink(_ANSWER, data, offset, end)
+            found = attributes(data, offset + _ANSWER.size, end)
+            uid = found.get(_UID)
+            yield os.fsdecode(found.get(_NAME, b"")), None if uid is None else struct.unpack("=I", uid)[0]

@@ -6,8 +6,8 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 
-from flanneld.backends.udp import rendezvous
-from flanneld.backends.udp.proxy_client import NoProxy, ProxyClient, ProxySilent, RunningProxy
+from flanneld.backends.udp import control
+from flanneld.backends.udp.client import NoProxy, ProxyClient, ProxySilent, RunningProxy
 from flanneld.backends.udp.resources import PROXIES, PROXY_PEERS, ProxyPeer, UdpProxy
 from flanneld.backends.udp.watchdog import ProxyWatchdog
 from flanneld.runtime import clock, waits
@@ -96,7 +96,7 @@ class ProxyTable:
         self._announced = True
         plane, why, pid = running.plane, running.why, running.pid
         if not self._client.has_usual_name:
-            name = rendezvous.address_of(running.settings.tun).replace("\0", "@")
+            name = control.address_of(running.settings.tun).replace("\0", "@")
             log.warning("Another process poses as the udp proxy at %s; find it with: ss -xlp", name)
         log.info("Using the %s data plane: %s; process %d", plane, why, pid)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from flanneld.backends.udp import control, rendezvous
+from flanneld.backends.udp import control
 from flanneld.runtime import clock, waits
 
 log = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ class ProxyWatchdog:
 
     def _connect(self) -> None:
         """Connect to the first trusted proxy; on failure the next check tries again."""
-        for address in rendezvous.addresses_of(self._tun):
+        for address in control.addresses_of(self._tun):
             connection = control.new_socket()
             try:
                 connection.setblocking(False)

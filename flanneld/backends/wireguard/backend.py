@@ -15,11 +15,10 @@ from typing import Any
 
 from msgspec import Struct
 
-from flanneld.backends.announcement import announced
-from flanneld.backends.contract import Host, peers_public_ip, require_type
+from flanneld.backends.contract import Host, announced, peers_public_ip, require_type
 from flanneld.backends.wireguard import keys
 from flanneld.backends.wireguard.keys import NO_PRESHARED_KEY
-from flanneld.backends.wireguard.resources import AllowedIp, DeviceKey, Peer
+from flanneld.backends.wireguard.resources import AllowedIp, DeviceKey, WgPeer
 from flanneld.compat.flags import quoted
 from flanneld.compat.json import Fields, GoJsonError
 from flanneld.config import Config
@@ -216,7 +215,7 @@ class WireGuardBackend:
 
     def tables(self) -> tuple[Table, ...]:
         """Return the table of keys, peers and allowed IPs."""
-        from flanneld.backends.wireguard.table_peers import WireGuardTable  # only for this backend
+        from flanneld.backends.wireguard.table import WireGuardTable  # only for this backend
 
         return (WireGuardTable(tuple(dict.fromkeys(self._devices.values()))),)
 
@@ -256,7 +255,7 @@ class WireGuardBackend:
         if self._config.mode is not WireGuardMode.SEPARATE:
             port = _port_of_one_device(lease)
         port = port or self._listen_port(device)
-        yield Peer(
+        yield WgPeer(
             device,
             public_key,
             self._public_ip_of(lease, outer, port, device),

@@ -38,7 +38,7 @@ class DeviceKey(Struct, frozen=True, gc=False):
         return f"key {keys.text_of(self.public_key)} listen-port {self.listen_port} dev {self.device}"
 
 
-class Peer(Struct, frozen=True, gc=False):
+class WgPeer(Struct, frozen=True, gc=False):
     """Peer with its public key. ``endpoint`` and ``port`` are its initial address."""
 
     kind: ClassVar[Kind] = Kind.REMOTE

@@ -13,7 +13,7 @@ from flanneld.ctl.path_mtu import PathToPeer
 from flanneld.network.resource_json import parse_network
 
 if TYPE_CHECKING:
-    from flanneld.backends.ipsec.sessions import ConnectionSas
+    from flanneld.backends.ipsec.resources import ConnectionSas
     from flanneld.ctl.facts import Facts
     from flanneld.network.genetlink.wireguard import SeenDevice
 
@@ -68,8 +68,7 @@ def with_sessions(
 def _associations() -> Mapping[str, ConnectionSas]:
     """Return the SAs that charon and the kernel have, by the peer's subnet; none without permission."""
     from flanneld.backends.ipsec import charon
-    from flanneld.backends.ipsec.resources import connection_of
-    from flanneld.backends.ipsec.sessions import by_connection
+    from flanneld.backends.ipsec.resources import by_connection, connection_of
     from flanneld.errors import Retryable
     from flanneld.network.xfrm.associations import Associations
 
@@ -90,7 +89,7 @@ def with_associations(
     document: Mapping[str, Any], associations: Mapping[str, ConnectionSas]
 ) -> Iterator[Mapping[str, Any]]:
     """Yield the peers of a document; one with SAs has an established session (pure)."""
-    from flanneld.backends.ipsec.sessions import is_encapsulated
+    from flanneld.backends.ipsec.resources import is_encapsulated
 
     for each in document.get("peers", ()):
         found = associations.get(each["subnets"][0])
@@ -129,7 +128,7 @@ def sessions_of(
     A session also has the device's ``port``. ``silent`` are first subnets of peers that do not answer through
     the tunnel.
     """
-    from flanneld.backends.wireguard.silence import is_alive, where
+    from flanneld.backends.wireguard.table import is_alive, where
 
     found = {net: (device, peer) for device in devices for peer in device.peers for net in peer.allowed_ips}
     names = ", ".join(dict.fromkeys(device.name for device in devices))

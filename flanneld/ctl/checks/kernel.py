@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
-from flanneld.backends.cloud.resources import FORWARDING, ROUTES
+from flanneld.backends.cloud.contract import FORWARDING, ROUTES
 from flanneld.compat.glog import counted
 from flanneld.ctl.compare import Comparison
 from flanneld.ctl.findings import Advice, Finding, Fix, Severity, check

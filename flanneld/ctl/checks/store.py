@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from ipaddress import ip_network
 from typing import TYPE_CHECKING
 
-from flanneld.backends.cloud.resources import FORWARDING, ROUTES
+from flanneld.backends.cloud.contract import FORWARDING, ROUTES
 from flanneld.compat.glog import counted
 from flanneld.ctl.findings import Advice, Finding, Severity, as_at_start, check
 from flanneld.ctl.source import SourcePart, last_words

@@ -15,17 +15,16 @@ from unittest.mock import patch
 from msgspec.structs import replace
 
 from flanneld.backends.extension import tables as extension
-from flanneld.backends.extension.commands import ConfigCommand
-from flanneld.backends.extension.commands import ConfigCommands as ExtensionCommands
+from flanneld.backends.extension.backend import ConfigCommand, PeerSetup, Startup
+from flanneld.backends.extension.backend import ConfigCommands as ExtensionCommands
 from flanneld.backends.extension.journal import Journal
-from flanneld.backends.extension.resources import PeerSetup, Startup
-from flanneld.backends.udp import proxy_client
-from flanneld.backends.udp.proxy_client import NoProxy, ProxyClient
+from flanneld.backends.udp import client as proxy_client
+from flanneld.backends.udp.client import NoProxy, ProxyClient
 from flanneld.backends.udp.resources import ProxyPeer, UdpProxy
 from flanneld.backends.udp.tables import ProxyPeerTable, ProxyTable
 from flanneld.backends.wireguard import keys
-from flanneld.backends.wireguard.resources import AllowedIp, DeviceKey, Peer
-from flanneld.backends.wireguard.table_peers import WireGuardTable
+from flanneld.backends.wireguard.resources import AllowedIp, DeviceKey, WgPeer
+from flanneld.backends.wireguard.table import WireGuardTable
 from flanneld.network.rtnetlink import devices
 from flanneld.runtime import waits
 from flanneld.runtime.command import CommandRunner
@@ -190,7 +189,7 @@ class WireGuardPeers(OnHost):
         self._key = DeviceKey(self.device, own, keys.public_key(own), 51820)
         publics = [keys.public_key(each) for each in others]
         self._peers = [
-            Peer(self.device, public, ip_address(f"192.0.2.{number}"), 51820, keepalive=25)
+            WgPeer(self.device, public, ip_address(f"192.0.2.{number}"), 51820, keepalive=25)
             for number, public in zip((7, 8), publics, strict=True)
         ]
         nets = [
@@ -218,13 +217,13 @@ class WireGuardPeers(OnHost):
 
     def sensible(self, part: Sequence[Resource]) -> Sequence[Resource]:
         """The key always; what a peer may send only with the peer."""
-        peers = {each.public_key for each in part if isinstance(each, Peer)}
+        peers = {each.public_key for each in part if isinstance(each, WgPeer)}
         return [
             self._key,
             *(
                 each
                 for each in part
-                if isinstance(each, Peer) or (isinstance(each, AllowedIp) and each.public_key in peers)
+                if isinstance(each, WgPeer) or (isinstance(each, AllowedIp) and each.public_key in peers)
             ),
         ]
 

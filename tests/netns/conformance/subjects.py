@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from flanneld.backends.cloud.forwarding import CloudForwardingTable
-from flanneld.backends.ipsec.stale import StaleCharonTable
-from flanneld.backends.ipsec.table_charon import CharonTable
+from flanneld.backends.cloud.routes import CloudForwardingTable
+from flanneld.backends.ipsec.table_charon import CharonTable, StaleCharonTable
 from flanneld.diagnostics.dry_run import RecordingTable
 from tests.conformance.suite import Subject
 from tests.lab.namespace import Namespace

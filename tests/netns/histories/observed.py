@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator
 from ipaddress import ip_address, ip_network
 from typing import Any
 
-from flanneld.backends.udp.proxy_client import NoProxy, ProxyClient
+from flanneld.backends.udp.client import NoProxy, ProxyClient
 from tests.lab import Node
 from tests.lab.namespace import run
 from tests.netns.histories.setting import GATEWAY, PEERS, Setting, nets

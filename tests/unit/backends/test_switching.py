@@ -10,8 +10,16 @@ import pytest
 from msgspec.structs import replace
 
 from flanneld.backends import registry
-from flanneld.backends.announcement import announced, with_also
-from flanneld.backends.contract import Backend, Host, OtherBackend, Switches, encrypts, require_type
+from flanneld.backends.contract import (
+    Backend,
+    Host,
+    OtherBackend,
+    Switches,
+    announced,
+    encrypts,
+    require_type,
+    with_also,
+)
 from flanneld.backends.vxlan import vtep_mac
 from flanneld.backends.wireguard import keys
 from flanneld.backends.wireguard.backend import peer_data
@@ -172,7 +180,7 @@ def test_a_peer_that_announces_neither_is_not_reached() -> None:
 
 def test_entries_of_the_way_that_is_not_taken_are_there() -> None:
     found = leads(made("wireguard", "vxlan"), with_also(VXLAN, WIREGUARD))
-    assert {type(each).__name__ for each in found} == {"Peer", "AllowedIp", "Route", "Neighbor", "FdbEntry"}
+    assert {type(each).__name__ for each in found} == {"WgPeer", "AllowedIp", "Route", "Neighbor", "FdbEntry"}
     assert [each for each in found if isinstance(each, Neighbor | FdbEntry)] == [
         each for each in leads(made("vxlan", "host-gw"), VXLAN) if each.kind is not Kind.ROUTE
     ]

@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 
 from flanneld.backends import registry
-from flanneld.backends.announcement import announced, with_also
 from flanneld.backends.contract import (
     Backend,
     ExitPolicy,
     Host,
     OtherBackend,
+    announced,
     claims_of,
     encrypts,
     exit_policy,
+    with_also,
 )
 from flanneld.backends.ipsec.resources import Charon, IkeConnection
 from flanneld.backends.wireguard import keys

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flanneld.backends.ipsec.sessions import ConnectionSas
+from flanneld.backends.ipsec.resources import ConnectionSas
 from flanneld.ctl import lookups
 from flanneld.ctl.checks.encryption import sessions_of, with_associations
 from flanneld.ctl.checks.packets import dropped

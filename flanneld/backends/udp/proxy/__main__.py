@@ -16,11 +16,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeVar
 
-from flanneld.backends.udp import rendezvous
-from flanneld.backends.udp.proxy.plane import Plane, Wire
-from flanneld.backends.udp.proxy.plane_choice import Offer, build, offers
+from flanneld.backends.udp import control
+from flanneld.backends.udp.client import READY, succeed
+from flanneld.backends.udp.proxy.plane import Offer, Plane, Wire, build, offers
 from flanneld.backends.udp.proxy.server import ProxyServer
-from flanneld.backends.udp.proxy_client import READY, succeed
 from flanneld.backends.udp.resources import UdpProxy
 from flanneld.network import tun
 
@@ -61,11 +60,11 @@ def main() -> int:
 
 def _listen(tun: str) -> socket.socket:
     try:
-        return _soon(lambda: rendezvous.listen(tun))
+        return _soon(lambda: control.listen(tun))
     except OSError as failure:
         if failure.errno != errno.EADDRINUSE:
             raise
-        return rendezvous.listen_elsewhere(tun)
+        return control.listen_elsewhere(tun)
 
 
 def _take_over(settings: UdpProxy, candidates: list[Offer]) -> tuple[Plane, str]:

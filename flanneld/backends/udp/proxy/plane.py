@@ -1,7 +1,9 @@
-"""Interface of a data plane, and its parameters."""
+"""Interface of a data plane, its parameters, and its choice."""
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Callable
 from ipaddress import IPv4Address, IPv4Network
 from typing import Protocol
 
@@ -48,3 +50,36 @@ class Wire(Struct, frozen=True, gc=False):
     mtu: int
     port: int
     accept_any: bool
+
+
+#: A data plane's constructor, and the reason for choosing it.
+Offer = tuple[Callable[[Wire], Plane], str]
+
+
+def offers(data_plane: str) -> list[Offer]:
+    """Return the data planes to try, best first. Raises ``OSError`` if the requested one is missing."""
+    from flanneld.backends.udp.proxy import native  # both import this module
+    from flanneld.backends.udp.proxy.python import PythonPlane
+
+    if data_plane == "python":
+        return [(PythonPlane, "as DataPlane says")]
+    missing = native.available()
+    if data_plane == "native":
+        if missing is not None:
+            raise OSError(errno.ENOSYS, f"no native data plane: {missing}")
+        return [(native.NativePlane, "as DataPlane says")]
+    if missing is not None:
+        return [(PythonPlane, f"no native one: {missing}")]
+    return [(native.NativePlane, "the faster one"), (PythonPlane, "nothing else works")]
+
+
+def build(candidates: list[Offer], ends: Wire) -> tuple[Plane, str]:
+    """Return the first data plane that works on this kernel. Raises ``OSError`` if none does."""
+    (make, why), *others = candidates
+    try:
+        return make(ends), why
+    except OSError as failure:
+        if failure.errno == errno.EBUSY or not others:
+            raise
+        reason = f"the better one fails: {failure.strerror or failure}"
+    return build([(make, reason) for make, _ in others], ends)

@@ -1,7 +1,12 @@
-"""Data plane in Python, with batched system calls."""
+"""Data plane in Python, with batched system calls.
+
+As in upstream's proxy, each side decrements the TTL and updates the checksum (RFC 1624). A packet without a
+peer is answered with net-unreachable.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import select
@@ -10,12 +15,19 @@ import struct
 from contextlib import suppress
 from ipaddress import IPv4Address, IPv4Network
 
-from flanneld.backends.udp.proxy.mmsg import Messages
-from flanneld.backends.udp.proxy.packet import is_ipv4, net_unreachable, spend_ttl
-from flanneld.backends.udp.proxy.peer_lookup import PeerLookup
 from flanneld.backends.udp.proxy.plane import Wire
 from flanneld.network import tun
 
+HEADER = 20
+_LONGEST_HEADER = 60
+_ICMP, _NET_UNREACHABLE, _TTL = 1, 3, 8
+_IP = struct.Struct(">BBHHHBBH4s4s")
+_UNREACHABLE = struct.Struct(">BBHI")
+_OFFSET = 0x1FFF
+#: Cached destinations. A scan of the network must not fill the memory.
+_REMEMBERED = 1 << 16
+_SOCKADDR_IN = struct.Struct("=HH4s8x")
+_SOCKADDR = 16
 #: Bytes of receive buffer. The kernel's default of about 200 KiB overflows in a short burst.
 RECEIVE_BUFFER = 4 << 20
 _SO_RCVBUFFORCE, _UDP_GRO = 33, 104  # asm-generic/socket.h, linux/udp.h
@@ -26,6 +38,188 @@ COUNTERS = (
 )  # fmt: skip
 _LONGEST = 65535
 _number = struct.Struct(">I").unpack_from
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def is_ipv4(packet: bytearray, size: int) -> bool:
+    return size >= HEADER and packet[0] >> 4 == 4
+
+
+def spend_ttl(packet: bytearray) -> bool:
+    """Decrement the TTL. Return False if it reached 0: the packet must be dropped."""
+    left = packet[8] - 1
+    packet[8] = left & 0xFF
+    checksum = (packet[10] << 8 | packet[11]) + 0x100
+    checksum = (checksum & 0xFFFF) + (checksum >> 16)
+    packet[10], packet[11] = checksum >> 8, checksum & 0xFF
+    return left != 0
+
+
+def net_unreachable(packet: bytes | bytearray, source: bytes) -> bytes | None:
+    """Return the ICMP error for a packet without a peer; None if none may be sent.
+
+    ICMP and later fragments must not be answered (RFC 1122, 3.2.2).
+    """
+    header = 4 * (packet[0] & 15)
+    offset = int.from_bytes(packet[6:8], "big") & _OFFSET
+    if not HEADER <= header < _LONGEST_HEADER or packet[9] == _ICMP or offset:
+        return None
+    quoted = bytes(packet[: header + 8])
+    message = _UNREACHABLE.pack(_NET_UNREACHABLE, 0, 0, 0) + quoted
+    message = _with_checksum(message, 2, message)
+    head = _IP.pack(0x45, 0, HEADER + len(message), 0, 0, _TTL, _ICMP, 0, source, bytes(packet[12:16]))
+    return _with_checksum(head, 10, head) + message
+
+
+def checksum(data: bytes) -> int:
+    """Return the Internet checksum (RFC 1071) of an even or odd number of bytes."""
+    padded = data + b"\0" * (len(data) % 2)
+    total: int = sum(struct.unpack(f">{len(padded) // 2}H", padded))
+    while total > 0xFFFF:
+        total = (total & 0xFFFF) + (total >> 16)
+    return ~total & 0xFFFF
+
+
+def _with_checksum(data: bytes, place: int, over: bytes) -> bytes:
+    return data[:place] + checksum(over).to_bytes(2, "big") + data[place + 2 :]
+
+
+class PeerLookup:
+    """Peers by subnet, with longest prefix match. One thread may look up while another changes them."""
+
+    def __init__(self, port: int) -> None:
+        self._port = socket.htons(port)
+        self._endpoints: dict[IPv4Network, IPv4Address] = {}
+        #: Per prefix length, longest first: the mask, and the peers' sockaddr_in by network.
+        self._tables: tuple[tuple[int, dict[int, bytes]], ...] = ()
+        self._remembered: dict[int, bytes | None] = {}
+        #: Public IPs of peers as numbers, each with its count of peers.
+        self.sources: dict[int, int] = {}
+
+    def set(self, subnet: IPv4Network, endpoint: IPv4Address) -> None:
+        self._forget_source(subnet)
+        self._endpoints[subnet] = endpoint
+        self.sources[int(endpoint)] = self.sources.get(int(endpoint), 0) + 1
+        target = _SOCKADDR_IN.pack(socket.AF_INET, self._port, endpoint.packed)
+        self._table(subnet)[int(subnet.network_address)] = target
+        # A concurrent lookup stores into the old dict, so its stale result is dropped with it.
+        self._remembered = {}
+
+    def drop(self, subnet: IPv4Network) -> None:
+        if subnet in self._endpoints:
+            self._forget_source(subnet)
+            del self._endpoints[subnet]
+            del self._table(subnet)[int(subnet.network_address)]
+            self._remembered = {}
+
+    def find(self, destination: int) -> bytes | None:
+        """Return the sockaddr_in of the peer for a destination, None if there is none."""
+        remembered = self._remembered
+        if destination in remembered:
+            return remembered[destination]
+        if len(remembered) >= _REMEMBERED:
+            remembered = self._remembered = {}
+        found = None
+        for mask, table in self._tables:
+            found = table.get(destination & mask)
+            if found is not None:
+                break
+        remembered[destination] = found
+        return found
+
+    def _table(self, subnet: IPv4Network) -> dict[int, bytes]:
+        mask = int(subnet.netmask)
+        tables = dict(self._tables)
+        if mask not in tables:
+            tables[mask] = {}
+            self._tables = tuple(sorted(tables.items(), reverse=True))
+        return tables[mask]
+
+    def _forget_source(self, subnet: IPv4Network) -> None:
+        endpoint = self._endpoints.get(subnet)
+        if endpoint is None:
+            return
+        left = self.sources[int(endpoint)] - 1
+        if left:
+            self.sources[int(endpoint)] = left
+        else:
+            del self.sources[int(endpoint)]
+
+
+class _Iovec(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+class _Header(ctypes.Structure):
+    _fields_ = (
+        ("name", ctypes.c_void_p),
+        ("name_length", ctypes.c_uint),
+        ("vector", ctypes.c_void_p),
+        ("vectors", ctypes.c_size_t),
+        ("control", ctypes.c_void_p),
+        ("control_length", ctypes.c_size_t),
+        ("flags", ctypes.c_int),
+    )
+
+
+class _Message(ctypes.Structure):
+    _fields_ = (("header", _Header), ("length", ctypes.c_uint))
+
+
+class Messages:
+    """Preallocated datagram slots. Slot ``i`` has ``buffers[i]``, and its address at ``names[16 * i:]``.
+
+    The kernel accesses this memory directly: nothing is copied or allocated during use.
+    """
+
+    def __init__(self, slots: int, size: int) -> None:
+        self.slots = slots
+        self.buffers = [bytearray(size) for _ in range(slots)]
+        self.views = [memoryview(buffer) for buffer in self.buffers]
+        #: Argument for ``os.readv``.
+        self.vectors = [[buffer] for buffer in self.buffers]
+        self.names = bytearray(_SOCKADDR * slots)
+        self._iovecs = bytearray(ctypes.sizeof(_Iovec) * slots)
+        self._messages = bytearray(ctypes.sizeof(_Message) * slots)
+        #: Item ``2 * i + 1`` is the number of bytes to send from slot ``i``.
+        self.to_send = memoryview(self._iovecs).cast("L")
+        lengths = memoryview(self._messages).cast("I")
+        #: Item ``i`` is the number of bytes received in slot ``i``.
+        self.received = lengths[_Message.length.offset // 4 :: ctypes.sizeof(_Message) // 4]
+        self._connect(size)
+
+    def _connect(self, size: int) -> None:
+        """Point each message to its buffer and its address."""
+        iovecs = (_Iovec * self.slots).from_buffer(self._iovecs)
+        messages = (_Message * self.slots).from_buffer(self._messages)
+        names = _address(self.names)
+        for slot, buffer in enumerate(self.buffers):
+            iovecs[slot].base, iovecs[slot].length = _address(buffer), size
+            header = messages[slot].header
+            header.name, header.name_length = names + _SOCKADDR * slot, _SOCKADDR
+            header.vector, header.vectors = ctypes.addressof(iovecs[slot]), 1
+        self._start = ctypes.addressof(messages)
+
+    def receive(self, fd: int) -> int:
+        """Receive pending datagrams, at most ``slots``. Return their number."""
+        number: int = _libc.recvmmsg(fd, ctypes.c_void_p(self._start), self.slots, socket.MSG_DONTWAIT, None)
+        return max(0, number)
+
+    def send(self, fd: int, number: int) -> list[int]:
+        """Send the first ``number`` slots. Return those the kernel refused: too long, or firewalled."""
+        refused: list[int] = []
+        sent = 0
+        while sent < number:
+            first = ctypes.c_void_p(self._start + ctypes.sizeof(_Message) * sent)
+            done = _libc.sendmmsg(fd, first, number - sent, 0)
+            if done <= 0:
+                refused.append(sent)
+            sent += max(1, done)
+        return refused
+
+
+def _address(buffer: bytearray) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
 
 
 class PythonPlane:

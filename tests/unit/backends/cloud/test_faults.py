@@ -6,9 +6,8 @@ import threading
 
 import pytest
 
-from flanneld.backends.cloud.cleanup import routes_in
 from flanneld.backends.cloud.contract import ErrorKind
-from flanneld.backends.cloud.record import Record
+from flanneld.backends.cloud.record import Record, routes_in
 from tests.lab.clouds.aws import ROLE_ARN, WEB_IDENTITY, AwsService
 from tests.unit.backends.cloud.bench import SUBNET, THEIRS, Bench
 

@@ -13,15 +13,16 @@ from msgspec.structs import asdict
 
 from flanneld.backends import registry
 from flanneld.backends.contract import ExitPolicy, Host, HostServices, OtherBackend, exit_policy
-from flanneld.backends.extension.backend import Extension
-from flanneld.backends.extension.commands import (
+from flanneld.backends.extension.backend import (
     ConfigCommand,
     ConfigCommandFailed,
     ConfigCommands,
+    Extension,
+    PeerSetup,
+    Startup,
     expanded,
     told,
 )
-from flanneld.backends.extension.resources import PeerSetup, Startup
 from flanneld.config import parse
 from flanneld.errors import Fatal, Refused, Retryable
 from flanneld.model import Lease, LeaseAttrs, Uplink

@@ -10,15 +10,14 @@ from typing import NoReturn
 
 import pytest
 
-from flanneld.backends.extension.commands import ConfigCommand
-from flanneld.backends.extension.journal import Journal, JournalEntry, Stage
-from flanneld.backends.extension.resources import PeerSetup
+from flanneld.backends.extension.backend import ConfigCommand, PeerSetup
+from flanneld.backends.extension.journal import Journal, JournalEntry, Progress
 from flanneld.runtime import files
 
 REMOVE = ConfigCommand("SubnetRemoveCommand", "ip route del $SUBNET")
 
 
-def entry(number: int = 6, stage: Stage = Stage.BEGUN, base: str = "base") -> JournalEntry:
+def entry(number: int = 6, stage: Progress = Progress.BEGUN, base: str = "base") -> JournalEntry:
     setup = PeerSetup(
         IPv4Network(f"10.1.{number}.0/24"),
         IPv6Network(f"fd00:0:0:{number}::/64"),
@@ -46,8 +45,8 @@ def test_an_entry_comes_back_as_it_was(path: Path) -> None:
     journal = opened(path)
     journal.begin(entry())
     assert kept(path) == [entry()]
-    journal.ended(entry(stage=Stage.DONE))
-    assert kept(path) == [entry(stage=Stage.DONE)] == list(journal.entries().values())
+    journal.ended(entry(stage=Progress.DONE))
+    assert kept(path) == [entry(stage=Progress.DONE)] == list(journal.entries().values())
     journal.gone(entry().setup.name)
     assert kept(path) == [] == list(journal.entries().values())
 
@@ -119,12 +118,12 @@ def test_journal_on_a_full_disk_is_written_later(
         patch.setattr(os, "write", full)
         patch.setattr(files, "replace", full)
         for _ in range(2):
-            journal.ended(entry(6, Stage.DONE))
-    assert list(journal.entries().values()) == [entry(6, Stage.DONE)]
+            journal.ended(entry(6, Progress.DONE))
+    assert list(journal.entries().values()) == [entry(6, Progress.DONE)]
     assert len(caplog.messages) == 1
     assert "No space left on device; make its directory writable" in caplog.messages[0]
     journal.begin(entry(7))
-    assert kept(path) == [entry(6, Stage.DONE), entry(7)]
+    assert kept(path) == [entry(6, Progress.DONE), entry(7)]
 
 
 def test_the_file_stays_small(path: Path) -> None:

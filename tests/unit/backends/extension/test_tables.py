@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from flanneld.backends.extension import tables
-from flanneld.backends.extension.commands import ConfigCommand, ConfigCommands
+from flanneld.backends.extension.backend import PEERS, ConfigCommand, ConfigCommands, PeerSetup, Startup
 from flanneld.backends.extension.journal import Journal
-from flanneld.backends.extension.resources import PEERS, PeerSetup, Startup
 from flanneld.backends.extension.tables import PeerSetupTable, StartupTable
 from flanneld.errors import Fatal
 from flanneld.reconcile.reconciler import Reconciler

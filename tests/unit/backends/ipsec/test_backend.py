@@ -18,12 +18,14 @@ from flanneld.backends.ipsec.resources import (
     CHARON,
     CONNECTIONS,
     Charon,
+    ConnectionSas,
     IkeConnection,
     SharedKey,
+    by_connection,
     connection_of,
     owner_of,
+    session_of,
 )
-from flanneld.backends.ipsec.sessions import ConnectionSas, by_connection, session_of
 from flanneld.backends.ipsec.table_connections import ConnectionTable
 from flanneld.backends.ipsec.vici import sections
 from flanneld.config import parse

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from flanneld.backends.ipsec import vici
 from flanneld.backends.ipsec.charon import CharonEvents, CharonHangs, CharonRefused, NoCharon, ViciConnection
-from flanneld.backends.ipsec.vici import MalformedVici, Packet, PacketType
+from flanneld.backends.ipsec.vici import MalformedVici, PacketType, ViciPacket
 from tests.unit.mutations import tampered_bytes
 
 names = st.text(max_size=8)
@@ -37,7 +37,7 @@ def test_packed_value_is_read_back(kind: PacketType, name: str, section: Any) ->
     packed = vici.pack(kind, name, section)
     assert vici.length_of(packed[:4]) == len(packed) - 4
     has_name = kind in (PacketType.REQUEST, PacketType.REGISTER, PacketType.UNREGISTER, PacketType.EVENT)
-    assert vici.unpack(packed[4:]) == Packet(kind, name if has_name else "", section)
+    assert vici.unpack(packed[4:]) == ViciPacket(kind, name if has_name else "", section)
 
 
 def test_the_documented_example_is_packed_as_documented() -> None:

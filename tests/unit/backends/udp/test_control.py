@@ -13,11 +13,11 @@ from itertools import count
 import pytest
 from msgspec.structs import replace
 
-from flanneld.backends.udp import control, rendezvous
-from flanneld.backends.udp import proxy_client as client_module
+from flanneld.backends.udp import client as client_module
+from flanneld.backends.udp import control
+from flanneld.backends.udp.client import NoProxy, ProxyClient, succeed
 from flanneld.backends.udp.proxy import server as server_module
 from flanneld.backends.udp.proxy.server import ProxyServer
-from flanneld.backends.udp.proxy_client import NoProxy, ProxyClient, succeed
 from flanneld.backends.udp.resources import ProxyPeer, UdpProxy
 from flanneld.backends.udp.tables import ProxyPeerTable, ProxyTable
 from flanneld.state.resources import Resource
@@ -71,7 +71,7 @@ class Running:
         self.plane = Idle()
         self.device_stays: list[bool] = []
         listener = control.new_socket()
-        listener.bind(rendezvous.address_of(self.settings.tun))
+        listener.bind(control.address_of(self.settings.tun))
         listener.listen()
         self.server = ProxyServer(self.settings, self.plane, "for the test", listener)
         self.thread = threading.Thread(target=self._run)
@@ -189,7 +189,7 @@ def test_a_message_that_makes_no_sense_does_no_harm(
 ) -> None:
     client.put([MANY[0]])
     with control.new_socket() as stranger:
-        stranger.connect(rendezvous.address_of(pump.settings.tun))
+        stranger.connect(control.address_of(pump.settings.tun))
         stranger.settimeout(0.1)
         stranger.send(message)
         with suppress(TimeoutError):
@@ -200,7 +200,7 @@ def test_a_message_that_makes_no_sense_does_no_harm(
 def test_an_answer_of_another_version_is_no_pump_of_ours() -> None:
     name = f"test{os.getpid()}.{next(_numbers)}"
     with control.new_socket() as listener:
-        listener.bind(rendezvous.address_of(name))
+        listener.bind(control.address_of(name))
         listener.listen()
 
         def answer() -> None:

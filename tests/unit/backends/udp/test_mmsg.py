@@ -9,9 +9,7 @@ from ipaddress import IPv4Address, IPv4Network
 
 import pytest
 
-from flanneld.backends.udp.proxy.mmsg import Messages
-from flanneld.backends.udp.proxy.peer_lookup import PeerLookup
-from flanneld.backends.udp.proxy.python import RECEIVE_BUFFER, tune
+from flanneld.backends.udp.proxy.python import RECEIVE_BUFFER, Messages, PeerLookup, tune
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flanneld.backends.udp.proxy.packet import checksum, is_ipv4, net_unreachable, spend_ttl
+from flanneld.backends.udp.proxy.python import checksum, is_ipv4, net_unreachable, spend_ttl
 
 SOURCE, TARGET, TUN = IPv4Address("10.5.1.2"), IPv4Address("10.5.9.9"), IPv4Address("10.5.1.0")
 UDP, ICMP = 17, 1

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flanneld.backends.udp import control, rendezvous
-from flanneld.backends.udp.proxy.peer_lookup import PeerLookup
+from flanneld.backends.udp import control
+from flanneld.backends.udp.proxy.python import PeerLookup
 
 ONE, OTHER = IPv4Address("192.0.2.1"), IPv4Address("192.0.2.2")
 PORT = 8285
@@ -121,8 +121,8 @@ def test_noise_on_the_control_channel_is_at_worst_refused(noise: bytes) -> None:
 
 
 def test_each_device_has_a_name_of_its_own_in_no_file_system() -> None:
-    assert rendezvous.address_of("flannel0") != rendezvous.address_of("flannel1")
-    assert rendezvous.address_of("flannel0").startswith("\0")
+    assert control.address_of("flannel0") != control.address_of("flannel1")
+    assert control.address_of("flannel0").startswith("\0")
 
 
 def test_networks_are_compared_as_they_are_written() -> None:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from flanneld.backends.udp import control, rendezvous
+from flanneld.backends.udp import control
 from flanneld.backends.udp.watchdog import PERIOD, Activity, ProxyWatchdog, activity, verdict
 from tests.clock import Clock
 
@@ -70,7 +70,7 @@ def test_a_process_is_seen_with_all_its_threads() -> None:
 
 @contextmanager
 def mute(name: str) -> Iterator[subprocess.Popen[str]]:
-    address = rendezvous.address_of(name)[1:]
+    address = control.address_of(name)[1:]
     command = [sys.executable, "-c", MUTE, address]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
@@ -100,7 +100,7 @@ def test_a_pump_that_is_stopped_is_ended(daemon_clock: Clock) -> None:
 def test_a_pump_that_answers_is_asked_again_and_its_end_is_noticed(daemon_clock: Clock) -> None:
     name = f"test{os.getpid()}.well"
     watchdog = ProxyWatchdog(name)
-    with rendezvous.listen(name) as listener:
+    with control.listen(name) as listener:
         assert not watchdog.look()
         connection, _ = listener.accept()
         with connection:

@@ -16,7 +16,7 @@ from flanneld.backends import registry
 from flanneld.backends.contract import HasIdentity, Host, OtherBackend
 from flanneld.backends.wireguard import backend, keys
 from flanneld.backends.wireguard.backend import WireGuardBackend
-from flanneld.backends.wireguard.resources import AllowedIp, DeviceKey, Peer
+from flanneld.backends.wireguard.resources import AllowedIp, DeviceKey, WgPeer
 from flanneld.config import parse
 from flanneld.errors import Fatal, Refused
 from flanneld.model import Lease, LeaseAttrs, Secret, Uplink
@@ -77,7 +77,7 @@ def called_at(made_backend: WireGuardBackend, lease: Lease) -> list[tuple[str, s
     return [
         (each.device, str(each.endpoint), each.port)
         for each in leads(made_backend, lease)
-        if isinstance(each, Peer)
+        if isinstance(each, WgPeer)
     ]
 
 
@@ -160,7 +160,7 @@ def test_80_bytes_of_the_mtu_are_taken(options: dict[str, Any], mtu: int) -> Non
 def test_a_peer_has_an_allowed_ip_and_a_route() -> None:
     text = keys.text_of(PSK)
     desired: list[Resource] = [
-        Peer("flannel-wg", THEIRS, IPv4Address("192.0.2.6"), 51820, 25, Secret(PSK)),
+        WgPeer("flannel-wg", THEIRS, IPv4Address("192.0.2.6"), 51820, 25, Secret(PSK)),
         AllowedIp("flannel-wg", SUBNET, THEIRS),
         Route(SUBNET, "flannel-wg"),
     ]
@@ -169,10 +169,10 @@ def test_a_peer_has_an_allowed_ip_and_a_route() -> None:
 
 def test_the_families_are_separate_peers_in_mode_separate() -> None:
     desired: list[Resource] = [
-        Peer("flannel-wg", THEIRS, IPv4Address("192.0.2.6"), 51820),
+        WgPeer("flannel-wg", THEIRS, IPv4Address("192.0.2.6"), 51820),
         AllowedIp("flannel-wg", SUBNET, THEIRS),
         Route(SUBNET, "flannel-wg"),
-        Peer("flannel-wg-v6", THEIRS, IPv6Address("fd77::6"), 51821),
+        WgPeer("flannel-wg-v6", THEIRS, IPv6Address("fd77::6"), 51821),
         AllowedIp("flannel-wg-v6", SUBNET_V6, THEIRS),
         Route(SUBNET_V6, "flannel-wg-v6"),
     ]
@@ -181,7 +181,7 @@ def test_the_families_are_separate_peers_in_mode_separate() -> None:
 
 def test_the_families_are_one_peer_in_mode_ipv4() -> None:
     desired: list[Resource] = [
-        Peer("flannel-wg", THEIRS, IPv4Address("192.0.2.6"), 51820),
+        WgPeer("flannel-wg", THEIRS, IPv4Address("192.0.2.6"), 51820),
         AllowedIp("flannel-wg", SUBNET, THEIRS),
         AllowedIp("flannel-wg", SUBNET_V6, THEIRS),
         Route(SUBNET, "flannel-wg"),
@@ -195,7 +195,7 @@ def test_one_peer_for_both_families_has_the_key_of_the_ipv6_data_as_in_go(mode: 
     (known,) = (
         each
         for each in leads(made(DUAL, Mode=mode), peer(DUAL, backend_data=data(key=bytes(31) + b"\1")))
-        if isinstance(each, Peer)
+        if isinstance(each, WgPeer)
     )
     assert known.public_key == THEIRS
 
@@ -233,7 +233,7 @@ def test_the_endpoint_is_chosen_as_in_go(
 
 def test_a_network_with_ipv6_only_works_in_mode_ipv6() -> None:
     desired: list[Resource] = [
-        Peer("flannel-wg", THEIRS, IPv6Address("fd77::6"), 51820),
+        WgPeer("flannel-wg", THEIRS, IPv6Address("fd77::6"), 51820),
         AllowedIp("flannel-wg", SUBNET_V6, THEIRS),
         Route(SUBNET_V6, "flannel-wg"),
     ]

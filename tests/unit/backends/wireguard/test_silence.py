@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ipaddress import ip_address
 
-from flanneld.backends.wireguard import silence
-from flanneld.backends.wireguard.silence import SilenceDetector
+from flanneld.backends.wireguard import table
+from flanneld.backends.wireguard.table import SilenceDetector
 from flanneld.network.genetlink.wireguard import Endpoint, SeenDevice, SeenPeer
 
 NOW = 1e9
@@ -82,10 +82,10 @@ def test_a_peer_that_is_gone_is_forgotten() -> None:
 
 
 def test_only_the_first_few_are_named() -> None:
-    text = silence.sentence("flannel-wg", [peer(1, number=number) for number in range(7)])
+    text = table.sentence("flannel-wg", [peer(1, number=number) for number in range(7)])
     assert text.count("192.0.2.6:51820") == 5
     assert " and 2 more; " in text
-    lone = silence.sentence(
+    lone = table.sentence(
         "flannel-wg", [SeenPeer(bytes(32)), SeenPeer(bytes(32), endpoint=(ip_address("::1"), 5))]
     )
     assert "at no endpoint, " in lone

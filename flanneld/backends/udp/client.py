@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from flanneld.backends.udp import control, rendezvous
+from flanneld.backends.udp import control
 from flanneld.backends.udp.resources import UdpProxy
 from flanneld.errors import Retryable
 
@@ -188,7 +188,7 @@ class ProxyClient:
         if self._connection:
             return control.other_end(self._connection)
         for of_anybody in (False, True) if self._of_anybody else (False,):
-            for address in rendezvous.addresses_of(self.tun, of_anybody=of_anybody):
+            for address in control.addresses_of(self.tun, of_anybody=of_anybody):
                 try:
                     return self._connect_to(address, of_anybody=of_anybody)
                 except NoProxy as failure:
@@ -209,7 +209,7 @@ class ProxyClient:
             connection.close()
             raise NoProxy(self.tun, f"process {pid} poses as one, and is not of this user or root")
         self._connection = connection
-        self.has_usual_name = address == rendezvous.address_of(self.tun)
+        self.has_usual_name = address == control.address_of(self.tun)
         return pid, trusted
 
 

@@ -1,7 +1,8 @@
 """Reconciler table of WireGuard's keys, peers and allowed IPs in one network namespace.
 
 WireGuard sends no notifications, so the table is read every 30 s. Thousands of peers are written in a few
-dozen messages, and read in as many.
+dozen messages, and read in as many. Nor does it report peers that never answer, for a wrong key or port, or a
+firewall: a failed handshake looks like a peer that is switched off.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from itertools import chain
 
 from msgspec import Struct, field
 
-from flanneld.backends.wireguard import silence
-from flanneld.backends.wireguard.resources import TABLE, AllowedIp, DeviceKey, Peer
+from flanneld.backends.wireguard import keys
+from flanneld.backends.wireguard.resources import TABLE, AllowedIp, DeviceKey, WgPeer
 from flanneld.compat.glog import OneTimeWarnings
 from flanneld.model import IPNetwork
 from flanneld.network.genetlink import wireguard
@@ -39,6 +40,66 @@ _LOOK = 1.0
 ROAMING = 180.0
 #: Public key of a peer that exists only during one message: an allowed IP moved to it is removed with it.
 _THROWAWAY = b"flannel: takes an allowed IP away"[:32]
+#: Seconds of a session without a new handshake (WireGuard's REJECT_AFTER_TIME).
+DEAD = 180.0
+#: Consecutive reads with packets to a peer without a session, before the peer is reported.
+_READINGS = 3
+#: The same if the last handshake is in the future, because the clock was set back. A live session makes a new
+#: handshake within 120 s (REKEY_AFTER_TIME), which has the new time.
+_READINGS_AFTER_SETBACK = 6
+#: Peers named in one log line, at most.
+_FEW = 5
+
+
+class SilenceDetector:
+    """Detector that compares each read of a device with the previous one."""
+
+    def __init__(self) -> None:
+        #: By device and public key: the bytes sent, and the reads since then without an answer.
+        self._sent: dict[tuple[str, bytes], tuple[int, int]] = {}
+
+    def look(self, device: SeenDevice, now: float) -> list[SeenPeer]:
+        """Return the peers that were sent packets at several consecutive reads and have no session."""
+        silent = []
+        before, self._sent = (
+            self._sent,
+            {key: value for key, value in self._sent.items() if key[0] != device.name},
+        )
+        for peer in device.peers:
+            key = (device.name, peer.public_key)
+            sent, readings = before.get(key, (peer.tx_bytes, 0))
+            is_called = peer.tx_bytes > sent and not is_alive(peer, now)
+            is_quiet = peer.tx_bytes == sent and not is_alive(peer, now)
+            readings = readings + 1 if is_called else readings if is_quiet else 0
+            self._sent[key] = (peer.tx_bytes, readings)
+            if readings >= (_READINGS_AFTER_SETBACK if peer.last_handshake > now else _READINGS):
+                silent.append(peer)
+        return silent
+
+
+def is_alive(peer: SeenPeer, now: float) -> bool:
+    """Return True if a peer has a session. A handshake far in the future means a clock set back."""
+    return abs(now - peer.last_handshake) <= DEAD
+
+
+def sentence(device: str, silent: Sequence[SeenPeer]) -> str:
+    """Return one line about silent peers, with possible reasons."""
+    names = ", ".join(
+        f"{keys.text_of(peer.public_key)} at {where(peer) or 'no endpoint'}" for peer in silent[:_FEW]
+    )
+    more = f" and {len(silent) - _FEW} more" if len(silent) > _FEW else ""
+    return (
+        f"No handshake via {device}, though packets are sent there: peer {names}{more}; "
+        "is their daemon up, their UDP port open, the PSK the same on both nodes, no clock set back?"
+    )
+
+
+def where(peer: SeenPeer) -> str:
+    """Return a peer's current endpoint, address and port; empty if it has none."""
+    if peer.endpoint is None:
+        return ""
+    address, port = peer.endpoint
+    return f"[{address}]:{port}" if address.version == 6 else f"{address}:{port}"
 
 
 class _Batch(Struct):
@@ -71,7 +132,7 @@ class WireGuardTable:
         #: Interface index by device name, as last read; 0 for none.
         self._indexes: dict[str, int] = {}
         self._next_look = 0.0
-        self._silence = silence.SilenceDetector()
+        self._silence = SilenceDetector()
         #: By device name. Replaced, never changed in place, because other threads read them.
         self._sessions: dict[str, tuple[Session, ...]] = {}
         self._once = OneTimeWarnings()
@@ -98,14 +159,14 @@ class WireGuardTable:
             )
         for peer in device.peers:
             endpoint, port = peer.endpoint or (None, 0)
-            found = Peer(device.name, peer.public_key, endpoint, port, peer.keepalive, peer.preshared_key)
+            found = WgPeer(device.name, peer.public_key, endpoint, port, peer.keepalive, peer.preshared_key)
             want = scope.desired.get(found.key)
-            matches = isinstance(want, Peer) and self._is_as_wanted(peer, found, want, now)
+            matches = isinstance(want, WgPeer) and self._is_as_wanted(peer, found, want, now)
             yield Seen(want if matches and want is not None else found)
             for net in peer.allowed_ips:
                 yield Seen(AllowedIp(device.name, net, peer.public_key))
 
-    def _is_as_wanted(self, peer: SeenPeer, found: Peer, want: Peer, now: float) -> bool:
+    def _is_as_wanted(self, peer: SeenPeer, found: WgPeer, want: WgPeer, now: float) -> bool:
         """Return True if a peer is correct. Its endpoint may have roamed, unless the lease's has changed.
 
         Only a live peer counts as roamed. A dead one gets the endpoint of its lease again.
@@ -124,7 +185,7 @@ class WireGuardTable:
     def _note_silence(self, device: SeenDevice, now: float) -> list[SeenPeer]:
         silent = self._silence.look(device, now)
         if silent:
-            self._once.warn(log, device.name, silence.sentence(device.name, silent))
+            self._once.warn(log, device.name, sentence(device.name, silent))
         elif self._once.clear(device.name):
             log.info("Handshakes via %s succeed again", device.name)
         return silent
@@ -161,13 +222,13 @@ class WireGuardTable:
             content.append([*([put.want] if put else []), *allowed])
         self._write(name, packed, content, report.made, report)
         for resource in report.made:
-            if isinstance(resource, Peer) and (given := _endpoint_of(resource)) is not None:
+            if isinstance(resource, WgPeer) and (given := _endpoint_of(resource)) is not None:
                 self._given[resource.key] = given
 
     def _packed(self, put: Put, allowed_ips: Iterable[IPNetwork]) -> bytes:
         """Pack a peer. A roamed one keeps its endpoint, unless the endpoint in its lease has changed."""
         want, endpoint = put.want, None
-        assert isinstance(want, Peer)
+        assert isinstance(want, WgPeer)
         if put.was is None or self._given.get(want.key) != _endpoint_of(want):
             endpoint = _endpoint_of(want)
         return wireguard.put_peer(want.public_key, want.preshared_key, want.keepalive, allowed_ips, endpoint)
@@ -240,11 +301,11 @@ def _sessions(device: SeenDevice, silent: Collection[SeenPeer], now: float) -> I
         for subnet in peer.allowed_ips:
             yield Session(
                 subnet,
-                silence.is_alive(peer, now),
+                is_alive(peer, now),
                 peer.last_handshake or None,
                 peer.rx_bytes,
                 peer.tx_bytes,
-                silence.where(peer),
+                where(peer),
                 peer.public_key in names,
             )
 
@@ -253,19 +314,19 @@ def _by_device(puts: Sequence[Put]) -> Iterator[tuple[str, _Batch]]:
     batches: dict[str, _Batch] = {}
     for put in puts:
         want = put.want
-        assert isinstance(want, DeviceKey | Peer | AllowedIp)
+        assert isinstance(want, DeviceKey | WgPeer | AllowedIp)
         batch = batches.setdefault(want.device, _Batch())
         match want:
             case DeviceKey():
                 batch.keys.append(want)
-            case Peer():
+            case WgPeer():
                 batch.peers[want.public_key] = put
             case AllowedIp():
                 batch.allowed_ips.setdefault(want.public_key, []).append(want)
     yield from batches.items()
 
 
-def _endpoint_of(peer: Peer) -> Endpoint | None:
+def _endpoint_of(peer: WgPeer) -> Endpoint | None:
     return (peer.endpoint, peer.port) if peer.endpoint is not None else None
 
 
