@@ -1,4 +1,7 @@
-"""Main function of the daemon, from the command line to the exit status."""
+"""Main function of the daemon, from the command line to the exit status.
+
+One-shot actions, such as ``--plan`` and ``--cleanup``, report on stdout, then flanneld exits.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,15 @@ from typing import TYPE_CHECKING
 
 from flanneld import __version__, options, startup
 from flanneld.compat import glog
-from flanneld.diagnostics import host_checks
 from flanneld.diagnostics.components import Components
-from flanneld.diagnostics.counted_manager import CountedManager, counted
 from flanneld.diagnostics.host_upkeep import HostUpkeep
 from flanneld.diagnostics.observation import Observation
-from flanneld.diagnostics.readiness import Readiness
-from flanneld.errors import Cancelled, Fatal, lacking, prefixed
+from flanneld.errors import Cancelled, Fatal, FlannelError, lacking, prefixed
+from flanneld.network import host_settings
 from flanneld.options import Options
-from flanneld.reconcile.host import services as host_services
+from flanneld.readiness import Readiness
+from flanneld.reconcile.counted_manager import CountedManager, counted
+from flanneld.reconcile.local_node import services_of_daemon
 from flanneld.reconcile.member import Loops, Member
 from flanneld.runtime import logs, process
 from flanneld.runtime.instance_lock import DRAIN, PATIENCE, HostClaims, InstanceLock
@@ -30,7 +33,7 @@ from flanneld.runtime.loop import MakeLoop, StepLoop
 from flanneld.runtime.process import ensure_descriptors, open_standard_streams, tune_interpreter
 from flanneld.runtime.supervisor import Supervisor
 from flanneld.subnet import subnet_file
-from flanneld.subnet.opening import open_store
+from flanneld.subnet.opening import etcd_options, open_store
 from flanneld.subnet.store import NodeStore
 from flanneld.subnet.subnet_file import SubnetEnv
 
@@ -75,9 +78,7 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         return _print(f"flanneld: {wrong}\n", status=1)
     _warn_of_unknown_variables(environ)
     if wanted.is_errand:
-        from flanneld import oneshot  # not needed by the daemon
-
-        return oneshot.run(wanted, environ)
+        return _run_errand(wanted, environ)
     status = _serve(wanted, environ)
     if status == 0:
         log.info("Exiting cleanly...")
@@ -129,7 +130,7 @@ def _serve_alone(wanted: Options, environ: Mapping[str, str]) -> int:
             service = lease_server.LeaseService(wanted, environ, supervisor, store)
             service.start()
     else:
-        with prefixed("Failed to create SubnetManager"):
+        with prefixed("Failed to create Store"):
             manager = counted(open_store(wanted, environ))
     log.info("Created subnet manager: %s", manager.name)
     metrics = service.server.metrics_text if service else None
@@ -214,7 +215,7 @@ class Daemon:
 
             self._cni = open_table(self._options)
         waiting, manager = self._readiness, self._manager
-        services = host_services.of_daemon(self._options.secret_dir, self._environ, self._supervisor.stop)
+        services = services_of_daemon(self._options.secret_dir, self._environ, self._supervisor.stop)
         loaded = startup.load(self._options, manager, waiting, services)
         elected = startup.elect(loaded, waiting)
         with prefixed("Error registering network"):
@@ -243,7 +244,7 @@ class Daemon:
         self._write_subnet_file(member)
         families, uplink = member.config.families, member.uplink_manager.uplink.name
         either = (uplink, *loops.reconciler.domain.links) if member.config.also else ()
-        host_checks.report(families, uplink, services=self._options.kube_subnet_mgr, either=either)
+        host_settings.report(families, uplink, services=self._options.kube_subnet_mgr, either=either)
         host.start()
         self._readiness.await_peers()
         log.info("Running backend.")
@@ -336,6 +337,48 @@ class Daemon:
         """Cut every blocked request of any thread, including this one."""
         self._supervisor.wait()
         self._manager.close()
+
+
+def _run_errand(wanted: Options, environ: Mapping[str, str]) -> int:
+    """Run the action that the options name. Return exit status 1 if something is left to do."""
+    errand = _clean_up if wanted.cleanup else _migrate if wanted.migrate_etcd_v2_to_v3 else _plan
+    try:
+        return 0 if errand(wanted, environ) else 1
+    except FlannelError as failure:
+        sys.stderr.write(f"flanneld: {failure}\n")
+        return 1
+    finally:
+        sys.stdout.flush()
+
+
+# Each module is imported by the only action that needs it.
+
+
+def _clean_up(wanted: Options, _environ: Mapping[str, str]) -> bool:
+    from flanneld.diagnostics.cleanup import clean_up
+    from flanneld.subnet.kube.node_table import NodeCache
+
+    more = [NodeCache(wanted.state_dir).path]
+    if wanted.cni_conf:
+        from flanneld.subnet.cni_conf import is_flannelds
+
+        more += filter(is_flannelds, [Path(wanted.cni_conf)])
+    return clean_up(Path(wanted.subnet_file), more, print, everything=wanted.all, dry_run=wanted.dry_run)
+
+
+def _migrate(wanted: Options, _environ: Mapping[str, str]) -> bool:
+    from flanneld.subnet.etcd.copy import migrate
+
+    return migrate(etcd_options(wanted), print, dry_run=wanted.dry_run)
+
+
+def _plan(wanted: Options, environ: Mapping[str, str]) -> bool:
+    from flanneld.diagnostics.plan import print_plan
+
+    # Only warnings: the info lines of a startup would report changes that a dry run does not make.
+    logging.getLogger().setLevel(logging.WARNING)
+    print_plan(wanted, open_store(wanted, environ), print)
+    return True
 
 
 def _warn_of_unknown_variables(environ: Mapping[str, str]) -> None:

@@ -29,10 +29,9 @@ from flanneld.network.rtnetlink.tables import tables
 from flanneld.network.uplink_election import InterfaceChoice, NoInterface
 from flanneld.network.uplink_facts import connected_networks
 from flanneld.options import Options
-from flanneld.reconcile.host.uplink_manager import UplinkManager, find_uplink
-from flanneld.reconcile.local_node import LocalNode
+from flanneld.reconcile.last_run import LastRun, machine_of
+from flanneld.reconcile.local_node import LocalNode, UplinkManager, find_uplink
 from flanneld.reconcile.member import Loops, Member
-from flanneld.reconcile.past.last_run import LastRun, machine_of
 from flanneld.runtime import clock
 from flanneld.runtime.loop import MakeLoop, StepLoop
 from flanneld.runtime.supervisor import Supervisor
@@ -287,7 +286,7 @@ def _ask_or_try(
     try:
         return attempt()
     except NoAnswer as failure:
-        from flanneld.reconcile.past.store_trial import StoreTrial  # rarely needed
+        from flanneld.reconcile.store_watch import StoreTrial  # rarely needed
 
         return StoreTrial(manager, previous, last_run).ask(attempt, failure)
 

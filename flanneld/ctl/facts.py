@@ -24,12 +24,11 @@ from flanneld.ctl.evidence.other_api import OtherApi
 from flanneld.ctl.lookups import Lost
 from flanneld.ctl.path_mtu import PathToPeer, sample
 from flanneld.ctl.source import DataSource, Unknown, ranges_of
-from flanneld.diagnostics import host_checks
-from flanneld.diagnostics.host_checks import WrongSetting as HostFinding
 from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork
-from flanneld.network import ethtool, port_owner
+from flanneld.network import ethtool, host_settings, port_owner
 from flanneld.network.firewall import forward_drops
 from flanneld.network.firewall.forward_drops import accepting, dropping, in_the_way
+from flanneld.network.host_settings import WrongSetting as HostFinding
 from flanneld.network.query import path_mtu, port_refusal, survey
 from flanneld.network.resource_json import parse_address
 from flanneld.network.rtnetlink import devices, links
@@ -200,7 +199,7 @@ def gather(source: DataSource) -> Facts:
         addresses=addresses,
         entries=(*compare.compare(document, desired, found), *_outside(source)),
         detours=tuple(compare.shadowing_routes(document, found, compare.lookups())),
-        host=host_checks.findings(host_checks.read_facts(families, uplink, services=services)),
+        host=host_settings.findings(host_settings.read_facts(families, uplink, services=services)),
         dropping=tuple(_dropping(document)),
         managed=tuple(_managed(ours)),
         firewalls=tuple(_firewalls()),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from flanneld.diagnostics.host_checks import Topic
+from flanneld.network.host_settings import Topic
 from flanneld.runtime.shell import Command
 
 if TYPE_CHECKING:

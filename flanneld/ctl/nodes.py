@@ -16,7 +16,7 @@ from flanneld.ctl.compare import values
 from flanneld.ctl.findings import Severity
 from flanneld.ctl.output import TextTable
 from flanneld.ctl.source import DataSource
-from flanneld.diagnostics.responder.facts import device, store_kind
+from flanneld.diagnostics.responder import device, store_kind
 from flanneld.model import IPAddress
 from flanneld.network.query import port_refusal, survey
 from flanneld.network.query.message import DEFAULT_PORT

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from flanneld.config import Config
-from flanneld.diagnostics.counted_manager import CountedManager
 from flanneld.diagnostics.host_upkeep import HostUpkeep
 from flanneld.errors import NoAnswer, Retryable
 from flanneld.options import Options
 from flanneld.reconcile.controller import Controller
+from flanneld.reconcile.counted_manager import CountedManager
 from flanneld.reconcile.counters import StoreCounters
 from flanneld.reconcile.member import Loops
 from flanneld.reconcile.reconciler import Reconciler

@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from flanneld.diagnostics.components import Components
 from flanneld.model import Lease
-from flanneld.reconcile.host.uplink_manager import UplinkManager
+from flanneld.reconcile.local_node import UplinkManager
 from flanneld.reconcile.peers import Peers
 from flanneld.runtime import clock, waits
 from flanneld.state.removal_guard import RemovalGuard

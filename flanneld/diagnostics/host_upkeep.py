@@ -7,9 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flanneld.diagnostics.host_checks import KernelForwardingTable
 from flanneld.model import Family
-from flanneld.reconcile.table_worker import Knowledge, TableWorker
+from flanneld.network.host_settings import KernelForwardingTable
+from flanneld.reconcile.worker import Knowledge, Worker
 from flanneld.runtime import clock
 from flanneld.runtime.supervisor import Supervisor
 from flanneld.state.diff import Delta
@@ -44,7 +44,7 @@ class HostUpkeep:
         self._desired: dict[Key, Resource] = {}
         self._is_running = False
         self._forwarding = KernelForwardingTable(families, uplink, keep=keep_forwarding)
-        self.worker = TableWorker(
+        self.worker = Worker(
             _NAME,
             [SubnetFileTable(path, on_write), *filter(None, [cni]), self._forwarding],
             stop=supervisor.stop,

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from flanneld.diagnostics import conditions
 from flanneld.diagnostics.components import Components
-from flanneld.diagnostics.readiness import Readiness
 from flanneld.model import Lease
+from flanneld.readiness import Readiness
 from flanneld.reconcile.controller import Controller
 from flanneld.runtime.loop import StepLoop
 from flanneld.runtime.supervisor import Supervisor
@@ -75,7 +75,7 @@ class Observation:
         port = self._components.options.answer_port
         if not port:
             return
-        from flanneld.diagnostics.responder.server import Responder
+        from flanneld.diagnostics.responder import Responder
 
         responder = Responder(self._components, port)
         heartbeat = partial(self._supervisor.heartbeat, "responder")

@@ -11,7 +11,6 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from flanneld import __version__
-from flanneld.diagnostics.counted_manager import CountedManager, counted
 from flanneld.diagnostics.health_server import Checks, HealthServer
 from flanneld.errors import Cancelled, Retryable
 from flanneld.lease_server import LeaseService, open_file_store
@@ -20,6 +19,7 @@ from flanneld.networks.names import Choice, NetworkNames, RemoteNames, StoreName
 from flanneld.networks.network import Network, sweep
 from flanneld.option_values import is_network_name
 from flanneld.options import Options
+from flanneld.reconcile.counted_manager import CountedManager, counted
 from flanneld.runtime import logs, process, waits
 from flanneld.runtime.complaints import Outage
 from flanneld.runtime.instance_lock import DRAIN, InstanceLock

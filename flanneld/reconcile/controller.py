@@ -19,21 +19,21 @@ from flanneld.model import Cached, Event
 from flanneld.network.rtnetlink.domain import Domain
 from flanneld.reconcile import encryption_watch
 from flanneld.reconcile.encryption_watch import EncryptionWatch
-from flanneld.reconcile.host.host_watch import LOOK_SPACING, HostWatch
-from flanneld.reconcile.host.kernel_news import KernelNews
-from flanneld.reconcile.local_node import LocalNode
-from flanneld.reconcile.node_tables import NodeTables
-from flanneld.reconcile.past.left_behind import LeftBehind
-from flanneld.reconcile.past.sweep import Sweep, tell_of_removals
-from flanneld.reconcile.peers import Peers
-from flanneld.reconcile.permits import LeasePermits
-from flanneld.reconcile.preconditions import (
-    demand_all,
+from flanneld.reconcile.host_watch import (
+    LOOK_SPACING,
+    HostWatch,
+    KernelNews,
     spare_connected_networks,
     spare_links_of_others,
     warn_of_networks_around,
 )
-from flanneld.reconcile.table_worker import TableWorker
+from flanneld.reconcile.local_node import LocalNode
+from flanneld.reconcile.node_tables import NodeTables
+from flanneld.reconcile.peers import Peers
+from flanneld.reconcile.permits import LeasePermits
+from flanneld.reconcile.sweep import LeftBehind, Sweep, tell_of_removals
+from flanneld.reconcile.upkeep import demand_all
+from flanneld.reconcile.worker import Worker
 from flanneld.runtime import clock
 from flanneld.runtime.loop import EventQueue, MakeLoop, StepLoop
 from flanneld.runtime.process import trim_memory
@@ -94,7 +94,7 @@ class Controller:
         self._loop = make_loop(self.step, self._sources, stop=stop, heartbeat=partial(heartbeat, NAME))
 
     @property
-    def workers(self) -> Iterable[TableWorker]:
+    def workers(self) -> Iterable[Worker]:
         """Return the workers whose threads run beside ``run``."""
         return self.tables.workers
 

@@ -28,7 +28,8 @@ from flanneld.network.firewall.rules import Nets, Purpose, Style, desired_rules
 from flanneld.network.firewall.rules_sweep import PLACES, RulePlace, described, driver, stale_rules
 from flanneld.network.firewall.tables import RuleSet, RulesTable
 from flanneld.options import Options
-from flanneld.reconcile.reconciler import Reconciler, TableState, desired_by_table
+from flanneld.reconcile.reconciler import Reconciler, desired_by_table
+from flanneld.reconcile.upkeep import TableState
 from flanneld.runtime import clock, shell
 from flanneld.runtime.loop import StepLoop
 from flanneld.subnet.subnet_file import Previous

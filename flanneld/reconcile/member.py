@@ -17,9 +17,8 @@ from flanneld.network.rtnetlink.monitor import Monitor
 from flanneld.options import Options
 from flanneld.reconcile import controller
 from flanneld.reconcile.controller import Controller
-from flanneld.reconcile.host.uplink_manager import UplinkManager
-from flanneld.reconcile.local_node import LocalNode
-from flanneld.reconcile.past.last_run import LastRun, machine_of
+from flanneld.reconcile.last_run import LastRun, machine_of
+from flanneld.reconcile.local_node import LocalNode, UplinkManager
 from flanneld.runtime.loop import MakeLoop, StepLoop
 from flanneld.runtime.supervisor import Supervisor
 from flanneld.state.removal_guard import RemovalGuard

@@ -8,12 +8,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 
 from flanneld.backends.contract import Backend, ExitPolicy, HasTables, exit_policy
-from flanneld.reconcile.contest_backoff import ContestBackoff
 from flanneld.reconcile.counters import Work
 from flanneld.reconcile.peers import Peers
-from flanneld.reconcile.preconditions import demand_all
-from flanneld.reconcile.reconciler import Permits, Reconciler, TableState
-from flanneld.reconcile.table_worker import Knowledge, Workers
+from flanneld.reconcile.reconciler import Permits, Reconciler
+from flanneld.reconcile.upkeep import ContestBackoff, TableState, demand_all
+from flanneld.reconcile.worker import Knowledge, Workers
 from flanneld.state.diff import Delta
 from flanneld.state.report import Failure, Report
 from flanneld.state.resources import LINKS, ROUTES, Blackhole, Key, State

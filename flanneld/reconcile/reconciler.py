@@ -16,24 +16,22 @@ from contextlib import suppress
 from functools import partial
 from typing import Protocol
 
-from msgspec import Struct
-
 from flanneld.compat.glog import OneTimeWarnings, counted
 from flanneld.errors import Retryable, cause_of
-from flanneld.reconcile.contest_backoff import ContestBackoff
 from flanneld.reconcile.counters import Work
+from flanneld.reconcile.upkeep import FIRST_RETRY, ContestBackoff, TableState, Upkeep
 from flanneld.runtime import clock
 from flanneld.state.diff import Delta, Difference, compare, difference, finish
 from flanneld.state.report import Failure, Report
 from flanneld.state.resources import LINKS, Key, Resource, State
-from flanneld.state.table import Notifies, Polled, Put, Scope, Table
+from flanneld.state.table import Put, Scope, Table
 
 log = logging.getLogger(__name__)
 
 #: Seconds to wait for the end of a burst of notifications before a read.
 SETTLE = 0.005
-#: Seconds before a refused change is tried again: the first time, and at most.
-_FIRST_RETRY, _LAST_RETRY = 1.0, 30.0
+#: Seconds before a refused change is tried again, at most.
+_LAST_RETRY = 30.0
 #: Pause after a read, as a multiple of the CPU time that it cost.
 REST = 10
 #: Reads in one go of a table that changed during one, before the last.
@@ -42,31 +40,6 @@ _TRIES = 3
 _FEW = 10
 #: Changed objects with a remembered origin, at most, until their repair.
 _MAX_ORIGINS = 1000
-
-
-class TableState(Struct, frozen=True, gc=False):
-    """Status of one table. ``failed`` are refusals, ``problem`` is the reason why it cannot be read."""
-
-    name: str
-    what: str
-    worker: str
-    vital: bool
-    #: True if the table has held the whole desired state since its last change.
-    settled: bool
-    contested: bool
-    failed: tuple[Failure, ...]
-    problem: str
-    #: Repairs by the program that made the undone change, or "unknown".
-    repairs: Mapping[str, int]
-
-    @property
-    def trouble(self) -> str:
-        """Reason why the resources are not in place, or may not stay there; empty if all is well."""
-        if reason := self.problem or "; ".join(failure.reason for failure in self.failed):
-            return reason
-        if self.contested:
-            return f"another program keeps changing {self.what}; see flannelctl events"
-        return "" if self.settled else f"{self.what} are not in place"
 
 
 class Permits(Protocol):
@@ -92,47 +65,6 @@ class _Everything:
         return stale
 
 
-class _Upkeep:
-    """Timing and history of one table."""
-
-    def __init__(self, table: Table, desired: State, contest: ContestBackoff) -> None:
-        self.table = table
-        # Decided once: isinstance takes several microseconds for a protocol, at each step and for each table.
-        self.notifies = table if isinstance(table, Notifies) else None
-        self.polled = table if isinstance(table, Polled) else None
-        self.desired = desired
-        self.due = 0.0
-        #: Earliest time of the next read after a failure of the whole table, or after a costly read.
-        self.not_before = 0.0
-        self.retry_delay = _FIRST_RETRY
-        self.contest = contest
-        self.origins: set[str] = set()
-        #: Time of the notification that asked for the next read, None without one.
-        self.told: float | None = None
-        #: Time of the first such notification.
-        self.first_told = 0.0
-        #: Keys of the desired state that changed since the current or last read began.
-        self.changed: set[Key] = set()
-        #: Repairs of the current contest, and resources not logged yet.
-        self.contested_repairs = self.untold = 0
-        #: True once something was made or found correct: from then on a change is a repair.
-        self.was_right = False
-        self.settled = False
-        self.failed: tuple[Failure, ...] = ()
-        self.problem = ""
-        self.repairs: dict[str, int] = {}
-        # An exception of another package's table must not end the daemon.
-        is_ours = type(table).__module__.partition(".")[0] == __package__.partition(".")[0]
-        self.failures: tuple[type[Exception], ...] = (OSError, Retryable) if is_ours else (Exception,)
-
-    def stands_on(self, name: str) -> bool:
-        return name in self.table.needs and self.table.audit is not None
-
-    def wakeup(self) -> float:
-        """Return the time of the next read, not before the pause of a retry or a contest is over."""
-        return max(self.due, self.not_before, self.contest.earliest())
-
-
 class Reconciler:
     """Reconciler of a group of tables. ``desired`` is the desired state by the table's name.
 
@@ -156,7 +88,7 @@ class Reconciler:
         self.adopt = False
         self.work = Work()
         self._is_stopping = is_stopping
-        self._all = {table.name: _Upkeep(table, desired.get(table.name, {}), contest()) for table in tables}
+        self._all = {table.name: Upkeep(table, desired.get(table.name, {}), contest()) for table in tables}
         self._permits: Permits = permits or _Everything()
         self._after = after
         self._converged = set[str]() if converged is None else converged
@@ -253,7 +185,7 @@ class Reconciler:
 
     # ---- timing ----------------------------------------------------------------------------------
 
-    def _hear(self, each: _Upkeep, now: float) -> None:
+    def _hear(self, each: Upkeep, now: float) -> None:
         for change in each.notifies.changes() if each.notifies is not None else ():
             if change.by and change.key is None:
                 each.origins.add(change.by)
@@ -261,10 +193,10 @@ class Reconciler:
         if each.polled is not None and each.polled.next_look <= now and each.polled.look():
             each.due = min(each.due, now)
 
-    def _may_begin(self, each: _Upkeep) -> bool:
+    def _may_begin(self, each: Upkeep) -> bool:
         return each.table.needs <= self._converged
 
-    def _next_wakeup(self, each: _Upkeep) -> float:
+    def _next_wakeup(self, each: Upkeep) -> float:
         look = each.polled.next_look if each.polled is not None else math.inf
         return min(each.wakeup() if self._may_begin(each) else math.inf, look)
 
@@ -311,7 +243,7 @@ class Reconciler:
         return total
 
     def _put_right(
-        self, each: _Upkeep, now: float, *, is_start: bool
+        self, each: Upkeep, now: float, *, is_start: bool
     ) -> Generator[None, None, tuple[Report, Sequence[Resource]]]:
         """Make missing objects. Return the report and the stale objects."""
         table = each.table
@@ -327,7 +259,7 @@ class Reconciler:
         self._account(each, report, now, is_start=is_start)
         return report, stale
 
-    def _read(self, each: _Upkeep) -> Generator[None, None, Difference]:
+    def _read(self, each: Upkeep) -> Generator[None, None, Difference]:
         """Compare a table with its desired state, in parts.
 
         A list that was read in parts may lack objects next to those that were written meanwhile, as that of a
@@ -350,7 +282,7 @@ class Reconciler:
         return difference(each.desired, each.table.read(scope))
 
     def _drop(
-        self, each: _Upkeep, stale: Sequence[Resource], now: float, *, is_start: bool, is_repair: bool
+        self, each: Upkeep, stale: Sequence[Resource], now: float, *, is_start: bool, is_repair: bool
     ) -> Report:
         report = Report()
         self._write(each, partial(each.table.drop, stale), report, now)
@@ -359,7 +291,7 @@ class Reconciler:
             tell("Removed", report.removed, report.details)
         return report
 
-    def _write(self, each: _Upkeep, act: Callable[[], Report], total: Report, now: float) -> None:
+    def _write(self, each: Upkeep, act: Callable[[], Report], total: Report, now: float) -> None:
         """Write without a read, and record the result."""
         try:
             with self.work.apply:
@@ -381,7 +313,7 @@ class Reconciler:
 
     # ---- results -----------------------------------------------------------------------------------
 
-    def _could_not(self, each: _Upkeep, failure: Exception, now: float) -> None:
+    def _could_not(self, each: Upkeep, failure: Exception, now: float) -> None:
         each.problem, each.settled = cause_of(failure), False
         if not isinstance(failure, OSError | Retryable):
             log.error("%s failed", type(each.table).__name__, exc_info=failure)
@@ -389,7 +321,7 @@ class Reconciler:
         each.not_before = now + each.retry_delay
         self._retry_later(each, now)
 
-    def _account(self, each: _Upkeep, report: Report, now: float, *, is_start: bool) -> None:
+    def _account(self, each: Upkeep, report: Report, now: float, *, is_start: bool) -> None:
         if report.made and not is_start:
             if each.was_right or report.pending:
                 self._count_repair(each, report)
@@ -406,12 +338,12 @@ class Reconciler:
         if report.pending:
             each.due = now
 
-    def _count_repair(self, each: _Upkeep, report: Report) -> None:
+    def _count_repair(self, each: Upkeep, report: Report) -> None:
         by = self._origins_of(each, report.made) or "unknown"
         each.repairs[by] = each.repairs.get(by, 0) + 1
 
     def _repaired(
-        self, each: _Upkeep, deed: str, resources: Sequence[Resource], details: Mapping[Key, str]
+        self, each: Upkeep, deed: str, resources: Sequence[Resource], details: Mapping[Key, str]
     ) -> None:
         """Log a repair; contested ones with growing pauses."""
         self.work.healed(resources, was_told=each.told is not None)
@@ -434,16 +366,16 @@ class Reconciler:
                 each.table.what,
             )
 
-    def _origins_of(self, each: _Upkeep, resources: Iterable[Resource]) -> str:
+    def _origins_of(self, each: Upkeep, resources: Iterable[Resource]) -> str:
         return ", ".join(sorted({self._origin(each, resource) for resource in resources} - {""}))
 
-    def _origin(self, each: _Upkeep, resource: Resource) -> str:
+    def _origin(self, each: Upkeep, resource: Resource) -> str:
         """Return the program that changed a resource, or the device that it depends on."""
         device = (LINKS, getattr(resource, "device", ""))
         by = self._origins.get(resource.key) or self._origins.get(device)
         return by or ", ".join(sorted(each.origins))
 
-    def _retry(self, each: _Upkeep, failed: Sequence[Failure], now: float) -> None:
+    def _retry(self, each: Upkeep, failed: Sequence[Failure], now: float) -> None:
         self.work.refused(failed)
         each.failed = tuple(failed)
         if failed:
@@ -453,15 +385,15 @@ class Reconciler:
             each.settled = False
             self._retry_later(each, now)
             return
-        each.retry_delay = _FIRST_RETRY
+        each.retry_delay = FIRST_RETRY
         if self._once.clear(each.table.name):
             log.info("%s are in place", _sentence(each.table.what))
 
-    def _say_not_in_place(self, each: _Upkeep, problem: str) -> None:
+    def _say_not_in_place(self, each: Upkeep, problem: str) -> None:
         if not self._is_stopping():  # a command cut off by the stop is no problem
             self._once.warn(log, each.table.name, f"{_sentence(each.table.what)} are not in place: {problem}")
 
-    def _retry_later(self, each: _Upkeep, now: float) -> None:
+    def _retry_later(self, each: Upkeep, now: float) -> None:
         each.due = min(each.due, now + each.retry_delay)
         each.retry_delay = min(2 * each.retry_delay, _LAST_RETRY)
 

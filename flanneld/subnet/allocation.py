@@ -49,7 +49,7 @@ def unfollowed(config: Config, keys: Collection[LeaseKey]) -> set[IPNetwork]:
     """Return the leased subnets that block no new one, because no node routes to them.
 
     Each node refuses a subnet around the whole range. One around a lease of the usual lengths loses to it, as
-    ``flanneld/reconcile/overlaps.py`` decides.
+    ``flanneld/reconcile/claims.py`` decides.
     """
     lengths = {pool.family: pool.subnet_len for pool in config.ranges}
     large = {net for key in keys for net in key if net and net.prefixlen < lengths.get(net.version, 0)}

@@ -38,9 +38,9 @@ exec setpriv --reuid="$user" --regid="$user" --clear-groups --no-new-privs \
 """
 CHECK_HOST = """
 from flanneld.compat import glog
-from flanneld.diagnostics import host_checks
+from flanneld.network import host_settings
 glog.setup()
-host_checks.report((4, 6), "eth0")
+host_settings.report((4, 6), "eth0")
 """
 
 #: The flags and the config that lead to each kind of rules, and what shows them and takes them away.

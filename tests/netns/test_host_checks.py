@@ -14,12 +14,12 @@ from tests.lab import Lab, Node, wait_for
 
 SCRIPT = """
 from flanneld.compat import glog
-from flanneld.diagnostics import host_checks
+from flanneld.network import host_settings
 from flanneld.reconcile.reconciler import Reconciler, desired_by_table
 from flanneld.runtime import clock
 glog.setup()
-host_checks.report((4, 6), "eth0", services=True)
-table = host_checks.KernelForwardingTable((4, 6), lambda: "eth0", keep=False)
+host_settings.report((4, 6), "eth0", services=True)
+table = host_settings.KernelForwardingTable((4, 6), lambda: "eth0", keep=False)
 Reconciler([table], desired_by_table(table.desired), lambda: False).converge(clock.now())
 """
 REPORT = (sys.executable, "-c", SCRIPT)

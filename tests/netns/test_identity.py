@@ -16,7 +16,7 @@ from flanneld.model import Lease, LeaseAttrs
 from flanneld.network.rtnetlink import devices
 from flanneld.network.rtnetlink.kernel import Kernel
 from flanneld.network.uplink_election import InterfaceChoice
-from flanneld.reconcile.host.uplink_manager import UplinkManager, find_uplink
+from flanneld.reconcile.local_node import UplinkManager, find_uplink
 from flanneld.state.resources import Vxlan
 from tests.lab.namespace import Namespace, batch, remove
 

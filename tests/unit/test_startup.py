@@ -12,14 +12,13 @@ from pathlib import Path
 import pytest
 
 from flanneld import startup
-from flanneld.diagnostics.counted_manager import counted
-from flanneld.diagnostics.readiness import Readiness
 from flanneld.errors import Fatal, Retryable
 from flanneld.main import Daemon
 from flanneld.model import Lease, LeaseAttrs
 from flanneld.options import Options, read
-from flanneld.reconcile.past.last_run import LastRun
-from flanneld.reconcile.past.ownership import Machine
+from flanneld.readiness import Readiness
+from flanneld.reconcile.counted_manager import counted
+from flanneld.reconcile.last_run import LastRun, Machine
 from flanneld.runtime import logs
 from flanneld.runtime.process import Notifier
 from flanneld.runtime.supervisor import Supervisor

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from flanneld.compat.glog import counted
 from flanneld.ctl.findings import Advice, Finding, Fix, Severity, as_at_start, check
 from flanneld.ctl.path_mtu import WITH_OPTION
-from flanneld.diagnostics.host_checks import Topic
+from flanneld.network.host_settings import Topic
 from flanneld.network.rtnetlink.links import codec_for
 from flanneld.runtime.shell import command, line
 from flanneld.state.resources import Link

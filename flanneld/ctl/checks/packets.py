@@ -15,11 +15,11 @@ from flanneld.ctl.checks.host import let_in
 from flanneld.ctl.findings import Advice, Finding, Fix, Severity, check
 from flanneld.ctl.lookups import TO_CONTAINERS, Flow, Lost, flows, reached_peers, some
 from flanneld.ctl.source import ranges_of
-from flanneld.diagnostics.host_checks import Topic
 from flanneld.model import FAMILIES, Family, IPNetwork
 from flanneld.network.firewall.verdicts import ruleset
 from flanneld.network.firewall.verdicts.packet import DROP, Fate
 from flanneld.network.firewall.verdicts.ruleset import BaseChain, Opening
+from flanneld.network.host_settings import Topic
 from flanneld.runtime.shell import Command, command
 from flanneld.state.resources import Route
 

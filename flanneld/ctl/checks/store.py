@@ -11,9 +11,9 @@ from flanneld.backends.cloud.contract import FORWARDING, ROUTES
 from flanneld.compat.glog import counted
 from flanneld.ctl.findings import Advice, Finding, Severity, as_at_start, check
 from flanneld.ctl.source import SourcePart, last_words
-from flanneld.diagnostics.host_checks import Topic
 from flanneld.errors import LEASES_END
 from flanneld.model import lies_in
+from flanneld.network.host_settings import Topic
 
 if TYPE_CHECKING:
     from flanneld.ctl.facts import Facts

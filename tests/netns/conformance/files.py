@@ -6,7 +6,7 @@ import tempfile
 from ipaddress import IPv4Network
 from pathlib import Path
 
-from flanneld.diagnostics.host_checks import KernelForwardingTable
+from flanneld.network.host_settings import KernelForwardingTable
 from flanneld.subnet.cni_conf import CniConfTable
 from flanneld.subnet.subnet_file import SubnetEnv, SubnetEnvFile, SubnetFileTable
 from tests.lab.namespace import Namespace

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from flanneld.backends.cloud.routes import CloudForwardingTable
 from flanneld.backends.ipsec.table_charon import CharonTable, StaleCharonTable
-from flanneld.diagnostics.dry_run import RecordingTable
+from flanneld.diagnostics.plan import RecordingTable
 from tests.conformance.suite import Subject
 from tests.lab.namespace import Namespace
 from tests.netns.conformance import backends, clouds, files, firewall, ipsec, kernel

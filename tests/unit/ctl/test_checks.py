@@ -31,7 +31,7 @@ from flanneld.ctl.lookups import TO_CONTAINERS, Lost
 from flanneld.ctl.output import table_lines
 from flanneld.ctl.path_mtu import PathToPeer
 from flanneld.ctl.source import SourcePart, Unknown
-from flanneld.diagnostics import host_checks
+from flanneld.network import host_settings
 from flanneld.network.rtnetlink.links import SeenLink
 from flanneld.state.resources import ForeignLink, Resource, Route, Vxlan
 from flanneld.subnet.subnet_file import Previous
@@ -129,8 +129,8 @@ def refused_by(table: str) -> Facts:
 
 
 def of_host(setting: str, value: int) -> Facts:
-    known = host_checks.HostSettings((4,), "eth0", {setting: value}, elsewhere="eth1")
-    return replace(WELL, host=host_checks.findings(known))
+    known = host_settings.HostSettings((4,), "eth0", {setting: value}, elsewhere="eth1")
+    return replace(WELL, host=host_settings.findings(known))
 
 
 def entry(value: Resource, state: str) -> Facts:
@@ -668,8 +668,8 @@ def test_whatever_loses_packets_is_a_problem(name: str) -> None:
 def test_a_bridge_that_the_firewall_does_not_see_is_a_problem_where_services_are_used() -> None:
     setting = {"net/bridge/bridge-nf-call-iptables": 0}
     for services, severity in ((True, Severity.PROBLEM), (False, Severity.HINT)):
-        known = host_checks.HostSettings((4,), "eth0", setting, services=services)
-        facts = replace(WELL, host=host_checks.findings(known))
+        known = host_settings.HostSettings((4,), "eth0", setting, services=services)
+        facts = replace(WELL, host=host_settings.findings(known))
         assert [finding.severity for _, finding in examine(facts)] == [severity]
 
 

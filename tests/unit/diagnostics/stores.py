@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flanneld.diagnostics.counted_manager import CountedManager, counted
+from flanneld.reconcile.counted_manager import CountedManager, counted
 from flanneld.subnet.etcd.api_choice import open_etcd
 from flanneld.subnet.etcd.endpoints import EtcdOptions
 

@@ -6,7 +6,7 @@ from ipaddress import IPv4Address, IPv4Network
 
 import pytest
 
-from flanneld.diagnostics.dry_run import Forecast
+from flanneld.diagnostics.plan import Forecast
 from flanneld.model import Lease, LeaseAttrs, LeaseKey
 from flanneld.subnet.codec import format_attrs, format_key
 from flanneld.subnet.etcd.api_choice import open_etcd

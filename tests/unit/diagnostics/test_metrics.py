@@ -8,11 +8,11 @@ import pytest
 
 from flanneld.config import Config, parse
 from flanneld.diagnostics.components import Components
-from flanneld.diagnostics.counted_manager import counted
 from flanneld.diagnostics.metrics import METRICS, page
 from flanneld.errors import NoAnswer, Retryable
 from flanneld.model import Lease, LeaseAttrs
 from flanneld.options import Options
+from flanneld.reconcile.counted_manager import counted
 from flanneld.runtime.logs import Events
 
 CONFIG = parse('{"Network": "10.5.0.0/16"}')

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flanneld.diagnostics.other_daemons import how_to_stop, is_daemon, running
+from flanneld.diagnostics.cleanup import how_to_stop, is_daemon, running
 
 
 @pytest.mark.parametrize(

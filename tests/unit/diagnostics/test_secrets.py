@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from flanneld.diagnostics.components import Components
-from flanneld.diagnostics.counted_manager import counted
 from flanneld.diagnostics.describe import describe
 from flanneld.diagnostics.plan import _harmless
 from flanneld.diagnostics.status import encoded, known
 from flanneld.diagnostics.status_socket import StatusSocket
 from flanneld.errors import Retryable
 from flanneld.options import read
+from flanneld.reconcile.counted_manager import counted
 from flanneld.runtime.logs import Events
 from flanneld.subnet.kube.node_table import NodeCache
 from flanneld.subnet.kube.store import KubeOptions, KubeStore

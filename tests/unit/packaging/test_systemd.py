@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from flanneld import options
-from flanneld.diagnostics import host_checks
+from flanneld.network import host_settings
 from flanneld.network.query.message import DEFAULT_PORT
 
 SYSTEMD = Path(__file__).parents[3] / "dist/systemd"
@@ -120,7 +120,7 @@ def test_the_settings_are_those_that_the_daemon_looks_at() -> None:
         name.lstrip("-").replace(".", "/"): value
         for name, value in settings(SYSTEMD / "sysctl.d/flannel.conf")
     }
-    wanted = {*host_checks.FORWARDING.values(), *host_checks.BRIDGED.values()}
+    wanted = {*host_settings.FORWARDING.values(), *host_settings.BRIDGED.values()}
     assert {name: value for name, value in named.items() if name in wanted} == dict.fromkeys(wanted, "1")
     assert named.keys() - wanted == {"net/ipv6/conf/eth0/accept_ra"}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flanneld.reconcile.contest_backoff import ContestBackoff
+from flanneld.reconcile.upkeep import ContestBackoff
 from flanneld.runtime import clock
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from flanneld.errors import Retryable
-from flanneld.reconcile.host import services as host_services
+from flanneld.reconcile.local_node import services_of_daemon, services_of_dry_run
 from flanneld.runtime.sockets.http_client import HttpRequest
 
 
@@ -40,7 +40,7 @@ def url() -> Iterator[str]:
 
 
 def test_a_daemon_keeps_keys_runs_commands_and_makes_requests(tmp_path: Path, url: str) -> None:
-    services = host_services.of_daemon(str(tmp_path), {}, threading.Event())
+    services = services_of_daemon(str(tmp_path), {}, threading.Event())
     assert services.secret("wgkey", lambda: b"key") == b"key"
     assert (tmp_path / "wgkey").read_bytes() == b"key"
     assert services.run(("cat",), None, "input").output == "input"
@@ -50,14 +50,14 @@ def test_a_daemon_keeps_keys_runs_commands_and_makes_requests(tmp_path: Path, ur
 def test_a_variable_names_another_key_file(tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere" / "key"
     environ = {"WIREGUARD_KEY_FILE": str(elsewhere)}
-    services = host_services.of_daemon(str(tmp_path), environ, threading.Event())
+    services = services_of_daemon(str(tmp_path), environ, threading.Event())
     services.secret("wgkey", lambda: b"key", variable="WIREGUARD_KEY_FILE")
     assert elsewhere.read_bytes() == b"key"
     assert not (tmp_path / "wgkey").exists()
 
 
 def test_a_dry_run_changes_nothing(tmp_path: Path, url: str) -> None:
-    services = host_services.of_dry_run(str(tmp_path), {})
+    services = services_of_dry_run(str(tmp_path), {})
     assert services.secret("wgkey", lambda: b"key") == b"key"
     with pytest.raises(Retryable, match="a dry run starts no command; "):
         services.run(f"touch {tmp_path}/made")
@@ -67,7 +67,7 @@ def test_a_dry_run_changes_nothing(tmp_path: Path, url: str) -> None:
 
 
 def test_a_dry_run_reads(tmp_path: Path, url: str) -> None:
-    host_services.of_daemon(str(tmp_path), {}, threading.Event()).secret("wgkey", lambda: b"key")
-    services = host_services.of_dry_run(str(tmp_path), {})
+    services_of_daemon(str(tmp_path), {}, threading.Event()).secret("wgkey", lambda: b"key")
+    services = services_of_dry_run(str(tmp_path), {})
     assert services.secret("wgkey", lambda: b"another") == b"key"
     assert services.http(HttpRequest("GET", url)).body == b"GET"

@@ -18,9 +18,8 @@ from flanneld.model import Cached, Lease, LeaseAttrs, Snapshot
 from flanneld.network.rtnetlink.monitor import InterfaceChanged, ResourceRemoved
 from flanneld.network.uplink_election import InterfaceChoice
 from flanneld.reconcile.controller import Controller
-from flanneld.reconcile.host.uplink_manager import UplinkManager, find_uplink
-from flanneld.reconcile.local_node import LocalNode
-from flanneld.reconcile.past.ownership import Device, device_of
+from flanneld.reconcile.last_run import Device, device_of
+from flanneld.reconcile.local_node import LocalNode, UplinkManager, find_uplink
 from flanneld.state.removal_guard import RemovalGuard
 from flanneld.state.resources import ForeignLink, Link, Route, Vxlan
 from tests.unit.simulation.kernel import Kernel

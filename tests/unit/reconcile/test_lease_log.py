@@ -9,7 +9,7 @@ from ipaddress import IPv4Address, IPv4Network
 import pytest
 
 from flanneld.model import Lease, LeaseAttrs
-from flanneld.reconcile.lease_log import LeaseLog
+from flanneld.reconcile.peers import LeaseLog
 
 LEASES = [
     Lease(LeaseAttrs(IPv4Address("192.168.0.6")), IPv4Network((0x0A010000 + (each << 8), 24)))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from flanneld.model import Lease, LeaseAttrs, LeaseKey
 from flanneld.network.obstacles import HostNetworks, Obstacle, Obstacles
-from flanneld.reconcile.lease_safety import LeaseSafety
+from flanneld.reconcile.claims import LeaseSafety
 
 NO_LEASES: dict[LeaseKey, Lease] = {}
 NETWORKS = (IPv4Network("10.5.0.0/16"), IPv6Network("fc00:5::/48"))

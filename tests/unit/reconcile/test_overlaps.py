@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flanneld.model import Family, LeaseKey, overlap
-from flanneld.reconcile.overlaps import Overlaps
+from flanneld.reconcile.claims import Overlaps
 from flanneld.state.desired_state import rank
 
 LENGTHS: dict[Family, int] = {4: 24, 6: 64}

@@ -15,9 +15,9 @@ from flanneld.errors import NoAnswer, Retryable
 from flanneld.model import IPAddress, IPNetwork, network_around, single
 from flanneld.network.obstacles import Obstacle
 from flanneld.network.rtnetlink.domain import Domain
-from flanneld.reconcile.host.store_watch import StoreWatch, answered, remembered
+from flanneld.reconcile.last_run import StoreAddress
 from flanneld.reconcile.local_node import LocalNode
-from flanneld.reconcile.past.ownership import StoreAddress
+from flanneld.reconcile.store_watch import StoreWatch, answered, remembered
 from flanneld.runtime import clock
 from flanneld.state.resources import PROTO_FLANNEL, Key, Resource, Route, Vxlan
 from flanneld.subnet.store import Store

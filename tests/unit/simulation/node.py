@@ -23,10 +23,9 @@ from flanneld.model import Event, IPAddress, Lease, LeaseKey, network_around, si
 from flanneld.network.rtnetlink.monitor import InterfaceChanged, Notification
 from flanneld.network.uplink_election import InterfaceChoice
 from flanneld.network.uplink_facts import connected_networks
+from flanneld.reconcile import last_run
 from flanneld.reconcile.controller import Controller
-from flanneld.reconcile.host.uplink_manager import UplinkManager, find_uplink
-from flanneld.reconcile.local_node import LocalNode
-from flanneld.reconcile.past import ownership
+from flanneld.reconcile.local_node import LocalNode, UplinkManager, find_uplink
 from flanneld.reconcile.peers import Peers
 from flanneld.runtime.loop import EventQueue
 from flanneld.runtime.waits import Backoff
@@ -93,8 +92,8 @@ class SimulatedHost:
         self.kernel.add_link(ForeignLink(BRIDGE, "bridge"))
         self.foreign = self.kernel.foreign()
         self.subnet_env: LeaseKey = (None, None)
-        self.state: ownership.RunRecord | None = None
-        self.machine = ownership.Machine(f"02:00:00:00:00:{number % 256:02x}", f"uuid of {self.name}")
+        self.state: last_run.RunRecord | None = None
+        self.machine = last_run.Machine(f"02:00:00:00:00:{number % 256:02x}", f"uuid of {self.name}")
         self.open_store = open_store
         self.process: Process | None = None
         self.is_on = False
@@ -178,7 +177,7 @@ class SimulatedHost:
 
     def record(self, **fields: object) -> None:
         """Keep something for the next run."""
-        self.state = replace(self.state or ownership.RunRecord(), **fields)
+        self.state = replace(self.state or last_run.RunRecord(), **fields)
 
 
 class Process:
@@ -247,7 +246,7 @@ class Process:
         host, manager, kernel = self.host, self._store.manager, self.host.kernel
         config = manager.network_config()
         uplink = find_uplink(kernel, config, InterfaceChoice())
-        written = ownership.proven_lease(host.state, host.machine, manager.name, host.subnet_env)
+        written = last_run.proven_lease(host.state, host.machine, manager.name, host.subnet_env)
         stored = manager.stored(uplink.public(config.families[0])) or (written.attrs if written else None)
         uplinks = UplinkManager(
             kernel, config, InterfaceChoice(), _FACTORIES[config.backend_type], uplink, stored
@@ -255,7 +254,7 @@ class Process:
         avoided = (*connected_networks(kernel, config.families), *map(single, manager.addresses))
         local = LocalFacts(written, avoided, uplinks.is_self)
         lease = manager.acquire(config, uplinks.backend.attributes(), host.subnet_env, local)
-        devices = ownership.devices_of_this_boot(host.state, _BOOT)
+        devices = last_run.devices_of_this_boot(host.state, _BOOT)
         host.record(
             boot_id=_BOOT,
             machine=host.machine,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from flanneld.reconcile.host import host_watch as host_watch
+from flanneld.reconcile import host_watch
 from tests.unit.simulation import node
 from tests.unit.simulation.chaos import QUIET, Chaos
 from tests.unit.simulation.cluster import STORES, Cluster, ours

@@ -18,7 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flanneld.errors import Retryable
-from flanneld.reconcile.reconciler import Reconciler, TableState
+from flanneld.reconcile.reconciler import Reconciler
+from flanneld.reconcile.upkeep import TableState
 from flanneld.runtime import clock
 from flanneld.state.resources import Key, Resource
 from flanneld.subnet.subnet_file import (

@@ -19,7 +19,8 @@ from flanneld.backends.cloud.routes import CloudRoutes
 from flanneld.backends.contract import Host
 from flanneld.config import parse
 from flanneld.model import Lease, Uplink
-from flanneld.reconcile.reconciler import Reconciler, TableState, desired_by_table
+from flanneld.reconcile.reconciler import Reconciler, desired_by_table
+from flanneld.reconcile.upkeep import TableState
 from flanneld.runtime.sockets.http_client import HttpClient
 from flanneld.runtime.waits import DetachedCalls
 from flanneld.state.resources import Resource

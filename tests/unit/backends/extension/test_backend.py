@@ -26,7 +26,7 @@ from flanneld.backends.extension.backend import (
 from flanneld.config import parse
 from flanneld.errors import Fatal, Refused, Retryable
 from flanneld.model import Lease, LeaseAttrs, Uplink
-from flanneld.reconcile.host import services as host_services
+from flanneld.reconcile.local_node import services_of_dry_run
 from flanneld.runtime.command import CommandRunner
 
 OWN = Lease(LeaseAttrs(), IPv4Network("10.1.5.0/24"), IPv6Network("fd00:0:0:5::/64"))
@@ -107,7 +107,7 @@ def test_a_start_fails_if_prestartupcommand_writes_too_much() -> None:
 
 
 def test_a_dry_run_announces_what_the_lease_has_and_runs_nothing(tmp_path: Path) -> None:
-    services = host_services.of_dry_run(str(tmp_path), {})
+    services = services_of_dry_run(str(tmp_path), {})
     pre = {"PreStartupCommand": f"touch {tmp_path / 'ran'}"}
     stored = LeaseAttrs(backend_type="extension", backend_data="4e:2d")
     assert made(pre, stored=stored, services=services).identity() == "4e:2d"

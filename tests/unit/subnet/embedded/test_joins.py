@@ -13,7 +13,7 @@ from queue import Queue
 import pytest
 from msgspec import structs
 
-from flanneld.diagnostics.dry_run import all_leases
+from flanneld.diagnostics.plan import all_leases
 from flanneld.errors import Cancelled, Fatal
 from flanneld.model import Added, Event, Lease, LeaseAttrs, Snapshot
 from flanneld.subnet.embedded.store import config_of, store_of, write_config

@@ -28,7 +28,7 @@ class Knowledge(Struct, frozen=True, gc=False):
     unclear: Collection[IPNetwork] = ()
 
 
-class TableWorker:
+class Worker:
     """Worker that reconciles its tables. One other thread sends the desired state in messages."""
 
     def __init__(
@@ -106,7 +106,7 @@ class Workers:
         converged: set[str],
     ) -> None:
         self._all = tuple(
-            TableWorker(
+            Worker(
                 name,
                 [table for table in tables if table.worker == name],
                 stop=stop,
@@ -116,7 +116,7 @@ class Workers:
             for name in dict.fromkeys(table.worker for table in tables)
         )
 
-    def __iter__(self) -> Iterator[TableWorker]:
+    def __iter__(self) -> Iterator[Worker]:
         return iter(self._all)
 
     def __bool__(self) -> bool:

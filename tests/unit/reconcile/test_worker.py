@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 
-from flanneld.reconcile.table_worker import Knowledge, TableWorker
+from flanneld.reconcile.worker import Knowledge, Worker
 from flanneld.state.diff import Delta
 from tests.unit.reconcile.simulated_table import SimulatedTable
 
 
 def test_each_message_of_a_long_queue_is_a_sign_of_life() -> None:
     beats: list[float] = []
-    worker = TableWorker(
+    worker = Worker(
         "slow", [SimulatedTable()], stop=threading.Event(), heartbeat=beats.append, converged=set()
     )
     for _ in range(3):

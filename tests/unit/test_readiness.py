@@ -7,9 +7,9 @@ import threading
 
 import pytest
 
-from flanneld.diagnostics.readiness import Readiness
 from flanneld.errors import Fatal, Retryable
 from flanneld.network.rtnetlink.netlink import DumpInterrupted
+from flanneld.readiness import Readiness
 from flanneld.runtime.process import Notifier
 
 

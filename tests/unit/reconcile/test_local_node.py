@@ -13,7 +13,7 @@ from flanneld.config import Config
 from flanneld.model import IPAddress, LeaseAttrs, Uplink, network_around
 from flanneld.network.host_kernel import HostKernel
 from flanneld.network.uplink_election import InterfaceChoice
-from flanneld.reconcile.host.uplink_manager import UplinkManager
+from flanneld.reconcile.local_node import UplinkManager
 from flanneld.state.resources import Route
 from tests.unit.simulation.kernel import Kernel
 

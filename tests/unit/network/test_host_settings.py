@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 from msgspec.structs import replace
 
-from flanneld.diagnostics.host_checks import HostSettings, Topic, WrongSetting, findings, mend
+from flanneld.network.host_settings import HostSettings, Topic, WrongSetting, findings, mend
 
 GOOD: Mapping[str, int] = {
     "net/ipv4/ip_forward": 1,

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from flanneld.model import Lease, LeaseAttrs
 from flanneld.network.rtnetlink.links import SeenLink, is_flannels
-from flanneld.reconcile.past.ownership import (
+from flanneld.reconcile.last_run import (
     Device,
     FileStamp,
     Machine,

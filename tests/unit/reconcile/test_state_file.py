@@ -15,8 +15,15 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from flanneld.model import LeaseAttrs
-from flanneld.reconcile.past.ownership import Device, FileStamp, Machine, RunRecord, StoreAddress
-from flanneld.reconcile.past.state_file import StateFile, stamp_of
+from flanneld.reconcile.last_run import (
+    Device,
+    FileStamp,
+    Machine,
+    RunRecord,
+    StateFile,
+    StoreAddress,
+    stamp_of,
+)
 from flanneld.runtime import clock
 
 STATE = RunRecord(

@@ -1,1 +1,0 @@
-"""Answers to queries of other nodes (``-answer-port``)."""

@@ -1,0 +1,311 @@
+"""Watch of the host beneath the network: its uplink, its other networks, its kernel's notifications.
+
+The first check comes before the first change, with what a start demands of the host.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
+
+from msgspec.structs import replace
+
+from flanneld.backends.contract import encrypts
+from flanneld.compat.glog import OneTimeWarnings, V, counted
+from flanneld.errors import Fatal, cause_of
+from flanneld.model import IPAddress, IPNetwork, single
+from flanneld.network.change_origin import ChangeOrigins
+from flanneld.network.host_kernel import HostKernel
+from flanneld.network.obstacles import Obstacles
+from flanneld.network.rtnetlink.domain import Domain
+from flanneld.network.rtnetlink.links import described, is_not_ours_to_remove
+from flanneld.network.rtnetlink.monitor import (
+    HostRouteChanged,
+    InterfaceChanged,
+    Notification,
+    Overrun,
+    ResourceChanged,
+    ResourceRemoved,
+    Unmonitored,
+)
+from flanneld.network.uplink_facts import read_host_networks
+from flanneld.reconcile.claims import LeaseSafety
+from flanneld.reconcile.encryption_watch import EncryptionWatch
+from flanneld.reconcile.local_node import LocalNode
+from flanneld.reconcile.node_tables import NodeTables
+from flanneld.reconcile.peers import Peers
+from flanneld.reconcile.reconciler import REST, SETTLE
+from flanneld.reconcile.store_watch import StoreWatch
+from flanneld.reconcile.sweep import RETRY, LeftBehind
+from flanneld.runtime import clock
+from flanneld.state.diff import Delta
+from flanneld.state.report import Report
+from flanneld.state.resources import LINKS, ROUTES, Key, Kind, Link, Resource, Route, Vxlan, destination_of
+
+log = logging.getLogger(__name__)
+
+
+def spare_links_of_others(kernel: HostKernel, links: Iterable[Link]) -> None:
+    """Raise ``Fatal`` if another program's device has one of our names; may raise ``OSError``."""
+    for link in links:
+        seen = kernel.link(link.name)
+        if seen and is_not_ours_to_remove(link, seen.make):
+            raise Fatal(
+                f"{link.name} is {described(seen.make)}, and we need a device of kind {link.make}",
+                f"give it another name: ip link set {link.name} down; ip link set {link.name} name OTHER",
+            )
+
+
+def spare_connected_networks(local: Iterable[Resource], obstacles: Obstacles) -> None:
+    """Raise ``Fatal`` if a route that this node needs would take over a network of the host."""
+    for route in local:
+        obstacle = obstacles.connected_at(route.destination) if isinstance(route, Route) else None
+        if obstacle is not None and isinstance(route, Route):
+            raise Fatal(
+                f"{obstacle}, and all of {obstacle.net} would go into {route.device}",
+                "give the network config another Network, or use another backend",
+            )
+
+
+def warn_of_networks_around(obstacles: Obstacles, domain: Domain) -> None:
+    """Warn of networks on this host's links that overlap the cluster's and exceed a node's subnet."""
+    for network in obstacles.around({each.version: length for each, length in domain.ranges}):
+        log.warning(
+            "Network overlap: %s; its hosts with addresses in a node's subnet are not reached; "
+            "choose a Network that no link of any node uses",
+            network,
+        )
+
+
+#: Seconds between two checks of the uplink and the host's networks without notifications.
+LOOK_PERIOD = 30.0
+#: Minimum seconds between two checks because of notifications.
+LOOK_SPACING = 0.2
+
+
+class HostWatch:
+    """Watch that checks the host on demand and periodically. ``on_move`` is called after a new uplink."""
+
+    def __init__(
+        self, node: LocalNode, peers: Peers, tables: NodeTables, on_move: Callable[[], None]
+    ) -> None:
+        self._node = node
+        self._manager = node.uplink_manager
+        self._peers = peers
+        self._tables = tables
+        self._on_move = on_move
+        self.encryption = EncryptionWatch()
+        self._store = StoreWatch(node, peers.desired.get)
+        self._once = OneTimeWarnings()
+        self._next_look = clock.now()
+        self._earliest_look = 0.0
+        #: True if a notification asks to check the uplink as well as the host's networks.
+        self.uplink_may_have_moved = False
+
+    @property
+    def next_look(self) -> float:
+        """Return the time of the next check, in seconds on ``clock.now``."""
+        return self._next_look
+
+    def look_soon(self, now: float) -> None:
+        """Check as soon as a burst of notifications has ended."""
+        self._next_look = min(self._next_look, max(now + SETTLE, self._earliest_look))
+
+    def postpone(self, now: float) -> None:
+        """Schedule the next check as if one had just been made."""
+        self._next_look = now + LOOK_PERIOD
+
+    def look(self, now: float) -> None:
+        """Follow the uplink, and decide again about leases that the host's networks affect."""
+        began = clock.cpu_time()
+        self.postpone(now)
+        try:
+            self._follow_uplink(now)
+            self.look_at_networks(now)
+        except OSError as failure:
+            self.could_not_read(failure, now)
+            return
+        self.tell_of_bypasses()
+        self._once.clear("read")
+        self._earliest_look = now + max(LOOK_SPACING, REST * (clock.cpu_time() - began))
+
+    def look_at_networks(self, now: float) -> None:
+        """Remove the objects of leases that have become unsafe, and restore those that are safe again.
+
+        Raises ``OSError`` if the kernel's tables cannot be read.
+        """
+        networks = [network for network, _ in self._manager.ranges]
+        own = [net for net in self._node.lease.key if net is not None]
+        store = self._store.look(now, networks, own)
+        self._next_look = min(self._next_look, self._store.due)
+        host = read_host_networks(self._node.kernel, networks, own, self._node.kernel.domain.links, store)
+        if host != self._peers.safety.obstacles.host:
+            self._change(self._peers.look(Obstacles(host), self._manager.backend), now)
+        self._store.applied()
+        self._peers.log_changes(now)
+
+    def watch_encryption(self, now: float) -> None:
+        """Check the host's routes again if the backend encrypts: those of an earlier run have gone."""
+        if encrypts(self._manager.backend):
+            with suppress(OSError):
+                self.look_at_networks(now)
+            self.tell_of_bypasses()
+
+    def tell_of_bypasses(self) -> None:
+        """Update the report of ways past the encryption, as the host and the tables were last read."""
+        if encrypts(self._manager.backend):
+            detours = self._peers.safety.obstacles.host.detours
+            self.encryption.look(detours, self._peers.desired.table(ROUTES), self._tables.bypasses())
+
+    def wish_for_ourselves(self) -> None:
+        """Set the desired objects that this node needs without peers, for the current backend."""
+        backend, kernel = self._manager.backend, self._node.kernel
+        self._peers.wish_locally((*backend.local(self._node.lease), *self._node.extras))
+        ours = self.links()
+        kernel.domain = replace(
+            kernel.domain,
+            uplink=self._manager.uplink.name,
+            links=frozenset(link.name for link in ours),
+            bridging=frozenset(link.name for link in ours if isinstance(link, Vxlan)),
+        )
+
+    def links(self) -> list[Link]:
+        """Return the devices that this node needs."""
+        return [item for item in self._peers.local_resources() if isinstance(item, Link)]
+
+    def could_not_read(self, failure: OSError, now: float) -> None:
+        """Warn once of a failed read of the kernel, and try again soon."""
+        self._once.warn(
+            log,
+            "read",
+            f"Cannot read the kernel's tables: {cause_of(failure)}; changing nothing until they can be read",
+        )
+        self._next_look = min(self._next_look, now + RETRY)
+
+    def _follow_uplink(self, now: float) -> None:
+        manager = self._manager
+        if not (self.uplink_may_have_moved or manager.asks_routes or manager.is_adrift):
+            return
+        moved = manager.follow()
+        self.uplink_may_have_moved = False
+        if moved:
+            self.wish_for_ourselves()
+        if moved or manager.asks_routes:
+            self._change(self._peers.reconsider(manager.backend), now, all_anew=moved)
+        if moved:
+            self._on_move()
+
+    def _change(self, delta: Delta, now: float, *, all_anew: bool = False) -> None:
+        """Apply a new decision. A change of single leases waits until all leases are known."""
+        if all_anew:
+            report = self._tables.converge(now)
+            log.info("Made %s for the new uplink", counted(len(report.made), "object"))
+        elif delta and self._peers.synced:
+            self._tables.change(delta, now)
+        elif delta and self._peers.cached:
+            self._tables.converge(now)
+
+
+class KernelNews:
+    """Dispatcher of the kernel's notifications to the tables and to the watch of the host."""
+
+    def __init__(
+        self, node: LocalNode, peers: Peers, tables: NodeTables, host: HostWatch, left_behind: LeftBehind
+    ) -> None:
+        self._node = node
+        self._manager = node.uplink_manager
+        self._peers = peers
+        self._tables = tables
+        self._host = host
+        self._left_behind = left_behind
+        self._origins = ChangeOrigins()
+        #: Our devices and the uplink, by index, as last read.
+        self._names: dict[int, str] = {}
+
+    def take(self, now: float) -> None:
+        """Dispatch all notifications since the last call."""
+        for item in self._node.monitor.read(self._names.get):
+            self._take(item, now)
+
+    def passed(self, report: Report) -> None:
+        """Take over a repair of the tables, and record our devices for the next run.
+
+        Raises ``OSError`` if the kernel's interfaces cannot be read.
+        """
+        self._origins.forget()
+        names = self._interfaces()
+        if names != self._names or any(each.kind is Kind.LINK for each in report.removed):
+            self._left_behind.record_devices()
+            self._names = names
+
+    def _take(self, item: Notification, now: float) -> None:
+        if may_be_obstacle(item, self._peers.safety, self._node.kernel.domain.links):
+            self._host.look_soon(now)
+        match item:
+            case Overrun():
+                self._tables.work.overruns += 1
+                log.log(V(1), "Kernel notifications lost: auditing all tables")
+                self._read_all_back(now)
+            case Unmonitored():
+                self._read_all_back(now)
+            case InterfaceChanged(index, name, port) if self._concerns_us(index, name):
+                self._read_all_back(now, (LINKS, name or ""), port)
+            case ResourceRemoved(key, port):
+                self._heard_of(key, port, now, is_drift=self._peers.desired.get(key) is not None)
+            case ResourceChanged(resource, port):
+                self._heard_of(resource.key, port, now, is_drift=self._is_drift(resource))
+
+    def _read_all_back(self, now: float, key: Key | None = None, port: int = 0) -> None:
+        self._host.uplink_may_have_moved = True
+        self._tables.reconciler.hear(now, None, key, self._origins.of(port))
+        self._host.look_soon(now)
+
+    def _heard_of(self, key: Key, port: int, now: float, *, is_drift: bool) -> None:
+        if is_drift:
+            self._tables.reconciler.hear(now, key[0], key, self._origins.of(port))
+        if self._manager.asks_routes:  # The backend's decisions may depend on any route.
+            self._host.look_soon(now)
+
+    def _concerns_us(self, index: int, name: str | None) -> bool:
+        ours = name in self._ours()
+        return ours or index in self._names or self._manager.asks_routes or self._manager.is_adrift
+
+    def _is_drift(self, resource: Resource) -> bool:
+        desired = self._peers.desired.get(resource.key)
+        if desired is None:
+            return getattr(resource, "device", None) in self._node.kernel.domain.links
+        return desired != resource
+
+    def _interfaces(self) -> dict[int, str]:
+        ours = self._ours()
+        return {index: name for index, name in self._node.kernel.names().items() if name in ours}
+
+    def _ours(self) -> tuple[str, ...]:
+        domain = self._node.kernel.domain
+        return (domain.uplink, *domain.links)
+
+
+def may_be_obstacle(item: Notification, safety: LeaseSafety, links: Collection[str]) -> bool:
+    """Return True if a notification may change an address, a connected network or a gateway of the host.
+
+    ``links`` are our devices.
+    """
+    match item:
+        case InterfaceChanged(name=name, address=address):
+            # The kernel sends no notification of IPv4 routes that vanish with their link.
+            is_known = name in safety.obstacles.devices
+            return is_known or (address is not None and name not in links)
+        case HostRouteChanged(destination, gateways):
+            return _may_harm(safety, destination, *gateways)
+        case ResourceRemoved(key, gateway=gateway):
+            return _may_harm(safety, destination_of(key), gateway)
+        case ResourceChanged(Route() as route):
+            return route.device not in links and _may_harm(safety, route.destination, route.gateway)
+    return False
+
+
+def _may_harm(safety: LeaseSafety, destination: IPNetwork | None, *gateways: IPAddress | None) -> bool:
+    """Return True if a route to the destination, or a gateway, may affect a lease."""
+    nets = (destination, *(single(gateway) for gateway in gateways if gateway is not None))
+    return any(net is not None and safety.concerns(net) for net in nets)

@@ -1,0 +1,377 @@
+"""Record of this host's last run, its file beside subnet.env, and what it proves at the start.
+
+A MAC or a local address is no identity: clones share MACs, and every Vagrant box has 10.0.2.15. So the record
+is compared with the hardware, the store and the kernel. Without a record nothing is claimed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Iterable
+from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import replace
+
+from flanneld.compat.glog import OneTimeWarnings
+from flanneld.errors import Refused
+from flanneld.model import IPAddress, IPNetwork, Lease, LeaseAttrs, LeaseKey, Uplink
+from flanneld.network.host import HostView
+from flanneld.network.rtnetlink.links import SeenLink
+from flanneld.runtime import clock, files
+from flanneld.state.resources import ForeignLink
+from flanneld.subnet.codec import format_attrs, parse_attrs
+from flanneld.subnet.subnet_file import beside
+
+#: What firmware reports where the manufacturer has set no UUID: many machines share it.
+_PLACEHOLDERS = frozenset(
+    {
+        "00000000-0000-0000-0000-000000000000",
+        "ffffffff-ffff-ffff-ffff-ffffffffffff",
+        "03000200-0400-0500-0006-000700080009",
+    }
+)
+
+
+class Machine(Struct, frozen=True, gc=False):
+    """The uplink's hardware address and the firmware's UUID; empty if unreadable."""
+
+    hardware_address: str = ""
+    product_uuid: str = ""
+
+    @property
+    def is_unique(self) -> bool:
+        """Return True if both are known and the UUID is not one that many machines share."""
+        return bool(self.hardware_address and self.product_uuid) and self.product_uuid not in _PLACEHOLDERS
+
+
+class Device(Struct, frozen=True, gc=False):
+    """Device that the daemon made or took over."""
+
+    index: int
+    kind: str
+    mac: str
+    name: str
+
+    def is_same(self, seen: SeenLink) -> bool:
+        """Return True if a link is this device, within one boot. Only one with a MAC may be renamed."""
+        name = seen.name if self.mac else self.name
+        return device_of(seen) == Device(self.index, self.kind, self.mac, seen.name) and name == seen.name
+
+
+class FileStamp(Struct, frozen=True, gc=False):
+    """Inode and time of the last change of a file; every writer of subnet.env makes a new inode."""
+
+    inode: int
+    mtime_ns: int
+
+
+class StoreAddress(Struct, frozen=True, gc=False):
+    """Address of a server of the store, inside the cluster's networks.
+
+    ``hour`` is the last one in which the address was known, in hours since the epoch. ``is_outside`` is True
+    if the store is reached there without the cluster's routes, None if that is not known yet.
+    """
+
+    address: IPAddress
+    hour: int
+    is_outside: bool | None = None
+
+
+class RunRecord(Struct, frozen=True, gc=False):
+    """Record of this host's last run.
+
+    ``attributes`` are those that we last wrote into our lease, None without a lease to claim. ``devices`` are
+    ours, and those of earlier runs that are still to be swept. ``adopts`` is True if another flanneld ran
+    here before and its objects have not been swept yet. ``adopted`` are the destinations of its correct
+    unmarked routes, which count as ours. ``store_tried`` is the time of the last trial without a route to
+    the store, in seconds since the epoch.
+    """
+
+    boot_id: str = ""
+    machine: Machine = field(default_factory=Machine)
+    store: str = ""
+    subnets: LeaseKey = (None, None)
+    attributes: LeaseAttrs | None = None
+    devices: tuple[Device, ...] = ()
+    subnet_file: FileStamp | None = None
+    adopts: bool = False
+    adopted: frozenset[IPNetwork] = frozenset()
+    store_addresses: tuple[StoreAddress, ...] = ()
+    store_tried: int = 0
+
+
+def device_of(seen: SeenLink) -> Device | None:
+    """Return the record of a link; None for a kind of link that flannel does not make."""
+    if isinstance(seen.make, ForeignLink):
+        return None
+    return Device(seen.index, seen.make.make, seen.mac, seen.name)
+
+
+def proven_lease(state: RunRecord | None, machine: Machine, store: str, previous: LeaseKey) -> Lease | None:
+    """Return the lease as this machine last wrote it; None if another machine may have written it.
+
+    ``previous`` are the subnets of subnet.env: if they differ, another daemon ran here since.
+    """
+    if state is None or state.attributes is None or not machine.is_unique:
+        return None
+    if (state.machine, state.store) != (machine, store):
+        return None
+    if not any(state.subnets) or previous not in ((None, None), state.subnets):
+        return None
+    return Lease(state.attributes, *state.subnets)
+
+
+def adopts_unmarked(state: RunRecord | None, subnet_file: FileStamp | None) -> bool:
+    """Return True if another flanneld ran here since our last run, or its objects are not swept yet."""
+    if state is None:
+        return subnet_file is not None
+    return state.adopts or (subnet_file is not None and subnet_file != state.subnet_file)
+
+
+def devices_of_this_boot(state: RunRecord | None, boot_id: str) -> tuple[Device, ...]:
+    """Return the recorded devices; after a reboot their indexes mean other devices."""
+    return state.devices if state is not None and boot_id and state.boot_id == boot_id else ()
+
+
+def stale(devices: Iterable[Device], present: Iterable[SeenLink], desired: Iterable[str]) -> list[SeenLink]:
+    """Return the links of earlier runs that are no longer ``desired``, by name."""
+    kept, recorded = frozenset(desired), tuple(devices)
+    return [
+        seen for seen in present if seen.name not in kept and any(each.is_same(seen) for each in recorded)
+    ]
+
+
+log = logging.getLogger(__name__)
+
+PRODUCT_UUID = Path("/sys/class/dmi/id/product_uuid")
+_VERSION = 1
+#: Bytes. A few hundred are usual; each adopted route takes 30 more.
+_MAX_SIZE = 4 << 20
+
+
+class StateFile:
+    """State file: read once, and written on each change unless ``is_dry_run``.
+
+    From any thread; never raises.
+    """
+
+    def __init__(self, path: Path, *, is_dry_run: bool = False) -> None:
+        self._path = path
+        self._is_dry_run = is_dry_run
+        self._lock = threading.Lock()
+        self._desired = RunRecord()
+        self._written: RunRecord | None = None
+        self._once = OneTimeWarnings()
+
+    def load(self) -> RunRecord | None:
+        """Read the record of the last run. An invalid file is logged and counts as missing."""
+        try:
+            found = _parse(files.read(self._path, _MAX_SIZE))
+        except FileNotFoundError:
+            return None
+        except (
+            OSError,
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            RecursionError,
+            Refused,
+            TypeError,
+            ValueError,
+        ) as error:
+            problem = f"{type(error).__name__} {error}".strip()
+            self._once.warn(log, "load", f"Ignoring the state file {self._path}: {problem}")
+            return None
+        with self._lock:
+            self._desired = self._written = found
+        return found
+
+    def update(self, **changes: Any) -> None:
+        """Change fields of the record, and write it if the file differs."""
+        with self._lock:
+            self._desired = replace(self._desired, **changes)
+            if self._desired != self._written:
+                self._write()
+
+    def try_again(self) -> None:
+        """Write the record again after a failed write."""
+        self.update()
+
+    def is_writable(self) -> bool:
+        """Write the record and return True on success: a claim's result must be recordable afterwards."""
+        with self._lock:
+            return self._write()
+
+    def _write(self) -> bool:
+        if self._is_dry_run:
+            return True
+        try:
+            self._path.parent.mkdir(0o755, parents=True, exist_ok=True)
+            files.replace(self._path, _text(self._desired).encode(), 0o600)
+        except OSError as error:
+            self._once.warn(
+                log,
+                "write",
+                f"Cannot write the state file {self._path}: {error.strerror}; make its directory writable, or"
+                " after a restart nothing that an earlier run left is recognised",
+            )
+            return False
+        self._once.clear("write")
+        self._written = self._desired
+        return True
+
+
+def stamp_of(path: Path) -> FileStamp | None:
+    """Return the stamp of a file, which each write changes; None if it cannot be read."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return FileStamp(found.st_ino, found.st_mtime_ns)
+
+
+def product_uuid() -> str:
+    """Return the firmware's UUID of this machine; empty if it is missing or unreadable for this user."""
+    return _line(PRODUCT_UUID).lower()
+
+
+def _line(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _text(state: RunRecord) -> str:
+    stamp, attributes = state.subnet_file, state.attributes
+    return (
+        json.dumps(
+            {
+                "version": _VERSION,
+                "boot_id": state.boot_id,
+                "hardware_address": state.machine.hardware_address,
+                "product_uuid": state.machine.product_uuid,
+                "store": state.store,
+                "subnets": [str(net) if net else None for net in state.subnets],
+                "attributes": format_attrs(attributes, with_ipv6=True) if attributes else None,
+                "devices": [
+                    {"index": each.index, "kind": each.kind, "mac": each.mac, "name": each.name}
+                    for each in state.devices
+                ],
+                "subnet_file": {"inode": stamp.inode, "mtime_ns": stamp.mtime_ns} if stamp else None,
+                "adopts": state.adopts,
+                "adopted": sorted(map(str, state.adopted)),
+                "store_addresses": [
+                    {"address": str(each.address), "hour": each.hour, "is_outside": each.is_outside}
+                    for each in state.store_addresses
+                ],
+                "store_tried": state.store_tried,
+            },
+            indent=1,
+        )
+        + "\n"
+    )
+
+
+def _parse(content: bytes) -> RunRecord:
+    top = json.loads(content)
+    if top["version"] != _VERSION:
+        raise ValueError(f"it is not of version {_VERSION}")
+    stamp, attributes = top["subnet_file"], top["attributes"]
+    return RunRecord(
+        boot_id=str(top["boot_id"]),
+        machine=Machine(str(top["hardware_address"]), str(top["product_uuid"])),
+        store=str(top["store"]),
+        subnets=_subnets(top["subnets"]),
+        attributes=parse_attrs(attributes) if attributes is not None else None,
+        devices=tuple(
+            Device(int(each["index"]), str(each["kind"]), str(each["mac"]), str(each["name"]))
+            for each in top["devices"]
+        ),
+        subnet_file=FileStamp(int(stamp["inode"]), int(stamp["mtime_ns"])) if stamp else None,
+        adopts=bool(top["adopts"]),
+        adopted=frozenset(ip_network(text) for text in top["adopted"]),
+        store_addresses=tuple(
+            StoreAddress(ip_address(each["address"]), int(each["hour"]), each["is_outside"] and True)
+            for each in top.get("store_addresses", ())  # not in files of earlier versions
+        ),
+        store_tried=int(top.get("store_tried", 0)),
+    )
+
+
+def _subnets(texts: list[str | None]) -> LeaseKey:
+    subnet, ipv6_subnet = texts
+    return (
+        IPv4Network(subnet) if subnet is not None else None,
+        IPv6Network(ipv6_subnet) if ipv6_subnet is not None else None,
+    )
+
+
+def machine_of(kernel: HostView, uplink: Uplink) -> Machine:
+    """Read the identity of this machine, to tell it from its clones; unreadable parts are empty."""
+    try:
+        link = kernel.link(uplink.name)
+    except OSError:
+        link = None
+    return Machine(link.mac if link else "", product_uuid())
+
+
+class LastRun:
+    """Record of the last run beside ``subnet_file``: read once, then kept up to date from any thread.
+
+    With ``is_dry_run`` it writes nothing.
+    """
+
+    def __init__(self, subnet_file: Path, *, is_dry_run: bool = False) -> None:
+        self._subnet_file = subnet_file
+        self._file = StateFile(beside(subnet_file, "state"), is_dry_run=is_dry_run)
+        self._state = self._file.load()
+        self._boot_id = clock.boot_id()
+        #: Devices of earlier runs in this boot.
+        self.devices: tuple[Device, ...] = devices_of_this_boot(self._state, self._boot_id)
+        #: True if another flanneld ran here since: its unmarked routes are adopted.
+        self.adopts = adopts_unmarked(self._state, stamp_of(subnet_file))
+        #: Destinations of the unmarked routes that an earlier run has adopted.
+        self.adopted = self._state.adopted if self._state else frozenset()
+        #: Addresses of the store, and the time of the last trial without a route to one.
+        self.store_addresses = self._state.store_addresses if self._state else ()
+        self.store_tried = self._state.store_tried if self._state else 0
+        self.record = self._file.update
+        self.try_again = self._file.try_again
+
+    def claim(self, machine: Machine, store: str, previous: LeaseKey) -> Lease | None:
+        """Return our lease as we last wrote it; None without proof that this host wrote it.
+
+        Return None also if the record cannot be written, because a lost claim is not tried again.
+        """
+        lease = proven_lease(self._state, machine, store, previous)
+        return lease if lease is not None and self._file.is_writable() else None
+
+    def joined(self, machine: Machine, store: str, lease: Lease) -> None:
+        """Record the lease of this run and the objects that are still to be swept."""
+        self.record(
+            boot_id=self._boot_id,
+            machine=machine,
+            store=store,
+            subnets=lease.key,
+            attributes=lease.attrs,
+            devices=self.devices,
+            adopts=self.adopts,
+        )
+
+    def lease_written(self, lease: Lease) -> None:
+        """Record the current attributes of our lease."""
+        self.record(attributes=lease.attrs)
+
+    def lease_lost(self) -> None:
+        """Give up every claim to the lease, because another node has won it."""
+        self.record(attributes=None)
+
+    def subnet_file_written(self) -> None:
+        """Record the stamp of the subnet file that we wrote."""
+        self.record(subnet_file=stamp_of(self._subnet_file))

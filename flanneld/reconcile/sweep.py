@@ -1,0 +1,167 @@
+"""Objects of earlier runs in the kernel: devices to sweep and routes to adopt, once all leases are known."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+
+from msgspec.structs import replace
+
+from flanneld.compat.glog import counted
+from flanneld.model import IPNetwork
+from flanneld.network.host_kernel import HostKernel
+from flanneld.network.rtnetlink.links import is_flannels
+from flanneld.reconcile import last_run
+from flanneld.reconcile.last_run import Device
+from flanneld.reconcile.node_tables import NodeTables
+from flanneld.reconcile.peers import Peers
+from flanneld.reconcile.permits import LeasePermits
+from flanneld.state.removal_guard import RemovalGuard
+from flanneld.state.resources import Link, Resource, Route
+
+log = logging.getLogger(__name__)
+
+#: Seconds until a failed read of the kernel is tried again.
+RETRY = 1.0
+#: Log lines about single devices, at most.
+_FEW = 10
+
+
+class LeftBehind:
+    """Objects that earlier runs left: ``devices``, and routes to adopt.
+
+    ``record`` keeps fields of ``last_run.RunRecord`` for the next run. ``adopts`` is True if routes of
+    another flanneld are looked for or were kept. Every method but the first may raise ``OSError``.
+    """
+
+    def __init__(
+        self, kernel: HostKernel, devices: tuple[Device, ...], record: Callable[..., None], *, adopts: bool
+    ) -> None:
+        self._kernel = kernel
+        self._devices = devices
+        self._record = record
+        self._adopts = adopts
+
+    def stale_links(self) -> list[Link]:
+        """Return the devices of earlier configurations."""
+        if not self._devices:
+            return []
+        stale = last_run.stale(self._devices, self._kernel.links(), self._kernel.domain.links)
+        return [seen.make for seen in stale if isinstance(seen.make, Link)]
+
+    def record_devices(self) -> None:
+        """Record for the next run our devices, and those that are still to be swept."""
+        present = self._kernel.links()
+        ours = [
+            device
+            for seen in present
+            if seen.name in self._kernel.domain.links and (device := last_run.device_of(seen))
+        ]
+        self._devices = tuple(each for each in self._devices if any(each.is_same(seen) for seen in present))
+        self._record(devices=tuple(dict.fromkeys([*ours, *self._devices])))
+
+    def record_sweep(self) -> None:
+        """Record for the next run that everything but devices has been swept or adopted."""
+        if self._adopts:
+            self._record(adopted=frozenset(self._adopted()))
+        self._record(adopts=False)
+
+    def _adopted(self) -> Iterator[IPNetwork]:
+        """Yield the correct routes of another flanneld: they are not rewritten only to be marked."""
+        domain = self._kernel.domain
+        marked = replace(domain, unmarked=False, adopted=frozenset())
+        for route in set(self._kernel.left_behind(domain)) - set(self._kernel.left_behind(marked)):
+            if isinstance(route, Route):
+                yield route.destination
+
+    def report_unclaimed(self) -> None:
+        """Log devices that look like those of an earlier run but are not in the record."""
+        domain = self._kernel.domain
+        networks = [network for network, _ in domain.ranges]
+        unclaimed = [
+            seen.name
+            for seen in self._kernel.links()
+            if domain.by_name
+            and is_flannels(seen)
+            and seen.name not in domain.links
+            and any(
+                each.address in network
+                for network in networks
+                for each in self._kernel.addresses(network.version, seen.index)
+            )
+        ]
+        for name in unclaimed[:_FEW]:
+            log.warning(
+                "Left alone: %s has an address in our network, but is not in our record; if no"
+                " other daemon uses it: ip address flush dev %s; ip link set %s down",
+                name,
+                name,
+                name,
+            )
+
+
+#: Log lines about single objects, at most.
+
+
+class Sweep:
+    """Sweep of stale objects of an earlier run. It is repeated until all tables could be read."""
+
+    def __init__(
+        self,
+        peers: Peers,
+        tables: NodeTables,
+        permits: LeasePermits,
+        left_behind: LeftBehind,
+        removal_guard: RemovalGuard,
+    ) -> None:
+        self._peers = peers
+        self._tables = tables
+        self._permits = permits
+        self._left_behind = left_behind
+        self._removal_guard = removal_guard
+        self._was_in_sync = False
+        #: Time of the next attempt, in seconds on ``clock.now``.
+        self.due = math.inf
+
+    def is_unfinished(self) -> bool:
+        """Return True if stale objects of an earlier run are still there."""
+        return self._permits.sweeps
+
+    def run(self, now: float) -> bool:
+        """Sweep, unless the removal guard stops it. Return False if the tables could not be read.
+
+        Raises ``OSError`` if the sweep cannot be recorded; then it is tried again.
+        """
+        self._tables.reconciler.adopt = self._permits.sweeps = True
+        self.due = math.inf
+        report = self._tables.converge(now)
+        if not self._was_in_sync:
+            self._was_in_sync = True
+            log.info(
+                "In sync with %s: made %s, removed %d left by an earlier run",
+                counted(len(self._peers), "peer"),
+                counted(len(report.made), "object"),
+                len(report.removed),
+            )
+            with suppress(OSError):
+                self._left_behind.report_unclaimed()
+        tell_of_removals(report.removed)
+        if any(state.problem for state in self._tables.reconciler.states()):
+            self.due = now + RETRY
+            return False
+        if not self._removal_guard.sweep_is_held:
+            self.due = now + RETRY
+            self._left_behind.record_sweep()
+            self._tables.reconciler.adopt = self._permits.sweeps = False
+            self.due = math.inf
+        return True
+
+
+def tell_of_removals(removed: Sequence[Resource]) -> None:
+    """Log the removal of objects that an earlier run left."""
+    for resource in removed[:_FEW]:
+        log.info("Removed, left by an earlier run: %s", resource)
+    if len(removed) > _FEW:
+        log.info("Removed, left by an earlier run: %d more objects", len(removed) - _FEW)
