@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from flanneld.model import Family
 from flanneld.network.host_settings import KernelForwardingTable
-from flanneld.reconcile.worker import Knowledge, Worker
+from flanneld.reconcile.permits import everything
+from flanneld.reconcile.worker import Worker
 from flanneld.runtime import clock
 from flanneld.runtime.supervisor import Supervisor
 from flanneld.state.diff import Delta
@@ -64,8 +65,8 @@ class HostUpkeep:
 
     def _want(self, *resources: Resource) -> None:
         self._desired |= {resource.key: resource for resource in resources}
-        everything = Delta(tuple(map(Put, self._desired.values())))
-        self.worker.send(everything, Knowledge(synced=True), whole=True)
+        whole = Delta(tuple(map(Put, self._desired.values())))
+        self.worker.send(whole, everything(), whole=True)
         if not self._is_running:
             self.worker.step(clock.now())
 

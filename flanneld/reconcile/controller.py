@@ -30,7 +30,7 @@ from flanneld.reconcile.host_watch import (
 from flanneld.reconcile.local_node import LocalNode
 from flanneld.reconcile.node_tables import NodeTables
 from flanneld.reconcile.peers import Peers
-from flanneld.reconcile.permits import LeasePermits
+from flanneld.reconcile.permits import Permits
 from flanneld.reconcile.sweep import LeftBehind, Sweep, tell_of_removals
 from flanneld.reconcile.upkeep import demand_all
 from flanneld.reconcile.worker import Worker
@@ -39,7 +39,7 @@ from flanneld.runtime.loop import EventQueue, MakeLoop, StepLoop
 from flanneld.runtime.process import trim_memory
 from flanneld.state.removal_guard import RemovalGuard
 from flanneld.state.report import Report
-from flanneld.state.resources import Resource, Route
+from flanneld.state.resources import ROUTES, Resource, Route
 from flanneld.state.table import Table
 
 log = logging.getLogger(__name__)
@@ -81,7 +81,13 @@ class Controller:
         #: True after a failed attempt to get the devices of the backend.
         self._has_failed = False
         self._reread = reread
-        permits = LeasePermits(self.peers, removal_guard, lambda: self.tables.is_complete(), self._harms)
+        permits = Permits(
+            self.peers.known,
+            removal_guard,
+            is_complete=lambda: self.tables.is_complete(),
+            harms=self._harms,
+            routes=lambda: len(self.peers.desired.table(ROUTES)),
+        )
         self.tables = NodeTables(
             self.peers, permits, stop=stop, heartbeat=heartbeat, after=self._passed, recording=recording
         )

@@ -10,9 +10,10 @@ from functools import partial
 from flanneld.backends.contract import Backend, ExitPolicy, HasTables, exit_policy
 from flanneld.reconcile.counters import Work
 from flanneld.reconcile.peers import Peers
-from flanneld.reconcile.reconciler import Permits, Reconciler
+from flanneld.reconcile.permits import Permits
+from flanneld.reconcile.reconciler import Reconciler
 from flanneld.reconcile.upkeep import ContestBackoff, TableState, demand_all
-from flanneld.reconcile.worker import Knowledge, Workers
+from flanneld.reconcile.worker import Workers
 from flanneld.state.diff import Delta
 from flanneld.state.report import Failure, Report
 from flanneld.state.resources import LINKS, ROUTES, Blackhole, Key, State
@@ -164,9 +165,7 @@ class NodeTables:
 
     def _tell_workers(self, delta: Delta | None = None) -> None:
         if self.workers:
-            peers = self._peers
-            known = Knowledge(peers.synced, peers.cached, peers.unclear)
-            self.workers.send(delta, known, peers.desired.table)
+            self.workers.send(delta, self._peers.known(), self._peers.desired.table)
 
     def close(self, *, except_for: Collection[str], own: str) -> None:
         """Close the tables, except those of running threads; ``own`` names the controller's thread."""

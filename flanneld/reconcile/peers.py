@@ -30,6 +30,7 @@ from flanneld.model import (
 )
 from flanneld.network.obstacles import Obstacles
 from flanneld.reconcile.claims import LeaseSafety, Overlaps
+from flanneld.reconcile.permits import Knowledge
 from flanneld.state.desired_state import LOCAL, Before, DesiredState
 from flanneld.state.diff import Delta
 from flanneld.state.removal_guard import RemovalGuard
@@ -185,6 +186,11 @@ class Peers:
             for net in key
             if net is not None and self.safety.obstacles.in_subnet(net) is None
         }
+
+    def known(self) -> Knowledge:
+        """Return what is known of the leases, for the permits of the tables."""
+        local = frozenset(resource.key for resource in self.local_resources())
+        return Knowledge(self.synced, self.cached, self.unclear, local)
 
     def view(self) -> View:
         """Return a snapshot that does not change afterwards. May be called from any thread."""

@@ -14,17 +14,17 @@ import math
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Protocol
 
 from flanneld.compat.glog import OneTimeWarnings, counted
 from flanneld.errors import Retryable, cause_of
 from flanneld.reconcile.counters import Work
+from flanneld.reconcile.permits import Permits
 from flanneld.reconcile.upkeep import FIRST_RETRY, ContestBackoff, TableState, Upkeep
 from flanneld.runtime import clock
 from flanneld.state.diff import Delta, Difference, compare, difference, finish
 from flanneld.state.report import Failure, Report
 from flanneld.state.resources import LINKS, Key, Resource, State
-from flanneld.state.table import Put, Scope, Table
+from flanneld.state.table import Scope, Table
 
 log = logging.getLogger(__name__)
 
@@ -40,29 +40,6 @@ _TRIES = 3
 _FEW = 10
 #: Changed objects with a remembered origin, at most, until their repair.
 _MAX_ORIGINS = 1000
-
-
-class Permits(Protocol):
-    """Permits for the writes that a read asks for. An object without a permit stays as it is."""
-
-    def puts(self, table: str, puts: list[Put]) -> list[Put]:
-        """Return the permitted puts."""
-        ...
-
-    def drops(self, stale: Mapping[str, Sequence[Resource]]) -> Mapping[str, Sequence[Resource]]:
-        """Return the permitted removals, by table."""
-        ...
-
-
-class _Everything:
-    """Permits for all writes that the desired state asks for."""
-
-    def puts(self, table: str, puts: list[Put]) -> list[Put]:
-        del table
-        return puts
-
-    def drops(self, stale: Mapping[str, Sequence[Resource]]) -> Mapping[str, Sequence[Resource]]:
-        return stale
 
 
 class Reconciler:
@@ -89,7 +66,7 @@ class Reconciler:
         self.work = Work()
         self._is_stopping = is_stopping
         self._all = {table.name: Upkeep(table, desired.get(table.name, {}), contest()) for table in tables}
-        self._permits: Permits = permits or _Everything()
+        self._permits = permits or Permits()
         self._after = after
         self._converged = set[str]() if converged is None else converged
         self._origins: dict[Key, str] = {}

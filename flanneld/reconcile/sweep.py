@@ -17,7 +17,7 @@ from flanneld.reconcile import last_run
 from flanneld.reconcile.last_run import Device
 from flanneld.reconcile.node_tables import NodeTables
 from flanneld.reconcile.peers import Peers
-from flanneld.reconcile.permits import LeasePermits
+from flanneld.reconcile.permits import Permits
 from flanneld.state.removal_guard import RemovalGuard
 from flanneld.state.resources import Link, Resource, Route
 
@@ -112,7 +112,7 @@ class Sweep:
         self,
         peers: Peers,
         tables: NodeTables,
-        permits: LeasePermits,
+        permits: Permits,
         left_behind: LeftBehind,
         removal_guard: RemovalGuard,
     ) -> None:

@@ -4,28 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from msgspec import Struct
-
-from flanneld.model import IPNetwork
+from flanneld.reconcile.permits import Knowledge, Permits
 from flanneld.reconcile.reconciler import Reconciler
 from flanneld.runtime.loop import StepLoop
-from flanneld.state.diff import Delta, without_ways_to
+from flanneld.state.diff import Delta
 from flanneld.state.resources import Key, Resource, State
 from flanneld.state.table import Put, Table
-
-
-class Knowledge(Struct, frozen=True, gc=False):
-    """State of the leases: ``synced`` once all are known; ``cached`` names a source other than the store.
-
-    ``unclear`` are the subnets of unreadable leases.
-    """
-
-    synced: bool = False
-    cached: str = ""
-    unclear: Collection[IPNetwork] = ()
 
 
 class Worker:
@@ -45,7 +32,9 @@ class Worker:
         self._desired: dict[str, dict[Key, Resource]] = {table.name: {} for table in tables}
         self._known = Knowledge()
         self._messages: deque[tuple[Delta, bool, Knowledge]] = deque()
-        self.reconciler = Reconciler(tables, self._desired, stop.is_set, permits=self, converged=converged)
+        self.reconciler = Reconciler(
+            tables, self._desired, stop.is_set, permits=Permits(lambda: self._known), converged=converged
+        )
         self._loop = StepLoop(self.step, self.reconciler.sources, stop=stop, heartbeat=heartbeat)
 
     def run(self) -> None:
@@ -79,19 +68,6 @@ class Worker:
             self._desired[str(put.want.key[0])][put.want.key] = put.want
         for resource in delta.drops:
             self._desired[str(resource.key[0])].pop(resource.key, None)
-
-    # ---- permits -----------------------------------------------------------------------------
-
-    def puts(self, table: str, puts: list[Put]) -> list[Put]:
-        """Return all puts, except that leases of a cache replace nothing."""
-        del table
-        return [put for put in puts if put.was is None] if self._known.cached else puts
-
-    def drops(self, stale: Mapping[str, Sequence[Resource]]) -> Mapping[str, Sequence[Resource]]:
-        """Return no removals before all leases are known, and none for an unreadable lease."""
-        if not self._known.synced:
-            return {}
-        return {name: without_ways_to(self._known.unclear, resources) for name, resources in stale.items()}
 
 
 class Workers:

@@ -5,17 +5,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from hypothesis import strategies as st
 
+from flanneld.reconcile.permits import Knowledge, Permits
 from flanneld.reconcile.reconciler import Reconciler, desired_by_table
 from flanneld.runtime import clock
 from flanneld.state.diff import difference
 from flanneld.state.report import Report
 from flanneld.state.resources import Key, Resource
-from flanneld.state.table import Put, Scope, Table
+from flanneld.state.table import Scope, Table
 
 
 class Subject:
@@ -80,7 +81,7 @@ class Run:
             [self.table],
             {self.table.name: self.desired},
             lambda: False,
-            permits=self,
+            permits=Permits(lambda: Knowledge(synced=self.sweeps)),
             converged=set(self.table.needs),
         )
 
@@ -100,13 +101,6 @@ class Run:
         puts, stale = difference(self.desired, self.table.read(Scope(self.desired)))
         assert puts == []
         assert self._lasts or stale == []
-
-    def puts(self, table: str, puts: list[Put]) -> list[Put]:
-        del table
-        return puts
-
-    def drops(self, stale: Mapping[str, Sequence[Resource]]) -> Mapping[str, Sequence[Resource]]:
-        return stale if self.sweeps else {}
 
 
 def first_run_makes_all_and_a_second_writes_nothing(subject: Subject) -> None:

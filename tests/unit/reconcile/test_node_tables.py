@@ -11,7 +11,7 @@ from flanneld.backends.host_gw import HostGw
 from flanneld.model import Lease, LeaseAttrs
 from flanneld.reconcile.node_tables import NodeTables
 from flanneld.reconcile.peers import Peers
-from flanneld.reconcile.permits import LeasePermits
+from flanneld.reconcile.permits import Permits
 from flanneld.state.removal_guard import RemovalGuard
 from flanneld.state.resources import ADDRESSES, FDB, LINKS, NEIGHBORS, ROUTES
 from flanneld.state.table import Table
@@ -34,7 +34,7 @@ def test_what_routes_lead_into_is_made_before_them_unless_it_needs_them(needs: s
     peers = Peers(OWN, [(IPv4Network("10.1.0.0/16"), 24)], guard)
     tables = NodeTables(
         peers,
-        LeasePermits(peers, guard, lambda: True),
+        Permits(peers.known, guard),
         stop=threading.Event(),
         heartbeat=lambda *_: None,
         after=lambda _: None,

@@ -9,7 +9,7 @@ from flanneld.backends.vxlan import build
 from flanneld.config import parse
 from flanneld.model import Added, Cached, Event, IPNetwork, Lease, LeaseAttrs, Snapshot, Uplink
 from flanneld.reconcile.peers import Peers
-from flanneld.reconcile.permits import LeasePermits
+from flanneld.reconcile.permits import Permits
 from flanneld.state.removal_guard import RemovalGuard
 from flanneld.state.resources import (
     FDB,
@@ -53,11 +53,12 @@ class World:
         self.guard = RemovalGuard(is_on=True)
         self.peers = Peers(OWN, [(IPv4Network("10.1.0.0/16"), 24)], self.guard)
         self.is_complete = True
-        self.permits = LeasePermits(
-            self.peers,
+        self.permits = Permits(
+            self.peers.known,
             self.guard,
-            lambda: self.is_complete,
-            lambda resource: encrypts and resource in CLEAR,
+            is_complete=lambda: self.is_complete,
+            harms=lambda resource: encrypts and resource in CLEAR,
+            routes=lambda: len(self.peers.desired.table(ROUTES)),
         )
 
     def hear(self, *events: Event) -> World:
@@ -65,7 +66,7 @@ class World:
         return self
 
 
-def permits(*, encrypts: bool) -> LeasePermits:
+def permits(*, encrypts: bool) -> Permits:
     return World(encrypts=encrypts).permits
 
 
@@ -102,7 +103,7 @@ def test_bypassing_routes_are_removed_once_among_all_drops() -> None:
 
 def test_permits_of_no_encryption_take_no_route_for_a_leak() -> None:
     peers = Peers(OWN, [(IPv4Network("10.1.0.0/16"), 24)], RemovalGuard())
-    assert LeasePermits(peers, RemovalGuard(), lambda: True).drops({ROUTES: CLEAR}) == {}
+    assert Permits(peers.known).drops({ROUTES: CLEAR}) == {}
 
 
 def test_ways_to_an_unreadable_lease_stay_and_all_others_go() -> None:

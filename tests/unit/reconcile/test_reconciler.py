@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import given
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from flanneld.reconcile.counters import TOLD
+from flanneld.reconcile.permits import Knowledge, Permits
 from flanneld.reconcile.reconciler import Reconciler, desired_by_table
 from flanneld.runtime import clock
 from flanneld.state.diff import AT_ONCE, Delta
@@ -528,24 +529,14 @@ def test_a_table_of_another_package_that_breaks_is_a_problem_of_this_table(
 # ---- what may be written ----------------------------------------------------------------------------
 
 
-class Nothing:
-    """Permits that hold everything back."""
-
-    def puts(self, table: str, puts: list[Put]) -> list[Put]:
-        del table, puts
-        return []
-
-    def drops(self, stale: Mapping[str, Sequence[Resource]]) -> Mapping[str, Sequence[Resource]]:
-        del stale
-        return {}
-
-
 def test_object_without_a_permit_stays(time: Time) -> None:
     table = SimulatedTable()
     table.hold(Thing("a", 7), Claim.OURS)
     table.hold(Thing("left"), Claim.LEFT)
     things = desired_by_table([A])
-    reconciler = Reconciler([table], things, lambda: False, permits=Nothing())
+    reconciler = Reconciler(
+        [table], things, lambda: False, permits=Permits(lambda: Knowledge(cached="a file"))
+    )
     time.run(reconciler, 65)
     assert table.writes == []
 

@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 import threading
+from ipaddress import IPv4Address, IPv4Network
 
-from flanneld.reconcile.worker import Knowledge, Worker
+import pytest
+from msgspec.structs import replace
+
+from flanneld.backends.extension.backend import PEERS, PeerSetup, Startup
+from flanneld.backends.ipsec.resources import SharedKey
+from flanneld.backends.udp.resources import UdpProxy
+from flanneld.model import Secret
+from flanneld.reconcile.permits import Knowledge
+from flanneld.reconcile.worker import Worker
 from flanneld.state.diff import Delta
+from flanneld.state.resources import Resource
+from flanneld.state.table import Claim, Put
 from tests.unit.reconcile.simulated_table import SimulatedTable
 
 
@@ -18,3 +29,39 @@ def test_each_message_of_a_long_queue_is_a_sign_of_life() -> None:
         worker.send(Delta(), Knowledge())
     worker.step(0.0)
     assert len(beats) == 2, "one after each but the last, whose end is the end of the step"
+
+
+NETWORK, PUBLIC = IPv4Network("10.1.0.0/16"), IPv4Address("192.0.2.5")
+OWN = Startup(NETWORK, None, IPv4Network("10.1.5.0/24"), None, PUBLIC, None)
+PEER = PeerSetup(IPv4Network("10.1.9.0/24"), None, IPv4Address("192.0.2.9"), None, "new")
+KEY = SharedKey(PUBLIC, Secret(b"new"))
+PROXY = UdpProxy("flannel0", PUBLIC, 8285, IPv4Address("10.1.5.0"), 1472)
+
+
+@pytest.mark.parametrize(
+    ("needed", "was"),
+    [
+        pytest.param(OWN, replace(OWN, public_ip=None), id="commands of this node's extension"),
+        pytest.param(KEY, replace(KEY, secret=Secret(b"old")), id="key in charon"),
+        pytest.param(PROXY, replace(PROXY, port=8286), id="udp proxy"),
+    ],
+)
+def test_outage_of_the_store_keeps_no_old_object_of_this_node_and_replaces_none_of_a_peer(
+    needed: Resource, was: Resource
+) -> None:
+    place = str(needed.key[0])
+    tables = {name: SimulatedTable(name) for name in (place, PEERS)}
+    tables[place].hold(was, Claim.OURS)
+    tables[PEERS].hold(newer := replace(PEER, data="newer than the cache"), Claim.OURS)
+    worker = Worker(
+        "backend", [*tables.values()], stop=threading.Event(), heartbeat=lambda _: None, converged=set()
+    )
+    whole = Delta((Put(needed), Put(PEER)))
+    cached = Knowledge(cached="a file", local={needed.key})
+    worker.send(whole, cached, whole=True)
+    worker.step(0.0)
+    assert tables[place].held[needed.key].resource == needed
+    assert tables[PEERS].held[PEER.key].resource == newer
+    worker.send(whole, Knowledge(synced=True), whole=True)
+    worker.step(1.0)
+    assert tables[PEERS].held[PEER.key].resource == PEER

@@ -6,7 +6,7 @@ import json
 import socket
 import threading
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
 from pathlib import Path
@@ -21,11 +21,11 @@ from flanneld.backends.contract import ExitPolicy, Host, exit_policy
 from flanneld.config import parse
 from flanneld.errors import Fatal
 from flanneld.model import Lease, LeaseAttrs, Uplink
+from flanneld.reconcile.permits import Knowledge, Permits
 from flanneld.reconcile.reconciler import Reconciler, desired_by_table
 from flanneld.runtime import clock
 from flanneld.runtime.sockets.http_client import HttpClient
-from flanneld.state.resources import Resource, Route
-from flanneld.state.table import Put
+from flanneld.state.resources import Route
 
 PROJECT = Path(__file__).resolve().parents[1]
 OURS, OURS6 = IPv4Address("192.0.2.11"), IPv6Address("2001:db8::11")
@@ -104,7 +104,10 @@ class Node:
         announced = [each for each in self.backend.local(own) if isinstance(each, Announcement)]
         self.sweeps = True
         self.reconciler = Reconciler(
-            self.backend.tables(), desired_by_table(announced), lambda: False, permits=self
+            self.backend.tables(),
+            desired_by_table(announced),
+            lambda: False,
+            permits=Permits(lambda: Knowledge(synced=self.sweeps)),
         )
 
     def audit(self, *, sweep: bool = True) -> tuple[list[str], list[str], list[str]]:
@@ -118,13 +121,6 @@ class Node:
     def close(self) -> None:
         is_removed = exit_policy(self.backend) is ExitPolicy.REMOVE
         self.reconciler.close(remove=["switch"] if is_removed else ())
-
-    def puts(self, table: str, puts: list[Put]) -> list[Put]:
-        del table
-        return puts
-
-    def drops(self, stale: Mapping[str, Sequence[Resource]]) -> Mapping[str, Sequence[Resource]]:
-        return stale if self.sweeps else {}
 
 
 def make(*, dual_stack: bool = False, **options: Any) -> HostGwAnnounce:

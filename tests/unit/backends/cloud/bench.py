@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
@@ -19,12 +19,11 @@ from flanneld.backends.cloud.routes import CloudRoutes
 from flanneld.backends.contract import Host
 from flanneld.config import parse
 from flanneld.model import Lease, Uplink
+from flanneld.reconcile.permits import Knowledge, Permits
 from flanneld.reconcile.reconciler import Reconciler, desired_by_table
 from flanneld.reconcile.upkeep import TableState
 from flanneld.runtime.sockets.http_client import HttpClient
 from flanneld.runtime.waits import DetachedCalls
-from flanneld.state.resources import Resource
-from flanneld.state.table import Put
 from tests.clock import Clock
 from tests.lab.clouds.kinds import make_cloud
 from tests.lab.clouds.service import Service, served
@@ -106,7 +105,12 @@ class Node:
         lease = Lease(backend.attributes(), IPv4Network(subnet), None)
         self.tables = backend.tables()
         self.desired = list(backend.local(lease))
-        self.reconciler = Reconciler(self.tables, desired_by_table(self.desired), lambda: False, permits=self)
+        self.reconciler = Reconciler(
+            self.tables,
+            desired_by_table(self.desired),
+            lambda: False,
+            permits=Permits(lambda: Knowledge(synced=self.sweeps)),
+        )
 
     @property
     def routes(self) -> CloudRoutes:
@@ -132,13 +136,6 @@ class Node:
         if state.failed:
             return f"{state.failed[0].reason}; {state.failed[0].remedy}"
         return state.problem
-
-    def puts(self, table: str, puts: list[Put]) -> list[Put]:
-        del table
-        return puts
-
-    def drops(self, stale: Mapping[str, Sequence[Resource]]) -> Mapping[str, Sequence[Resource]]:
-        return stale if self.sweeps else {}
 
 
 def set_credentials(cloud: Any, url: str, metadata: str, room: Path, environment: pytest.MonkeyPatch) -> None:
