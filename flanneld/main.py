@@ -93,7 +93,7 @@ def _serve(wanted: Options, environ: Mapping[str, str]) -> int:
 
             return lease_server.run(wanted, environ)
         if wanted.has_networks:
-            from flanneld.networks import fleet  # most daemons have one network
+            from flanneld import fleet  # most daemons have one network
 
             return fleet.run(wanted, environ, Daemon)
         return _serve_alone(wanted, environ)

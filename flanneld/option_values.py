@@ -9,8 +9,8 @@ from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Any
 from urllib.parse import urlsplit
 
-from flanneld.compat import flags as goflags
-from flanneld.compat.regex import compile_re2
+from flanneld.compat import flags
+from flanneld.compat.flags import compile_re2
 from flanneld.errors import Fatal
 from flanneld.model import IPAddress
 
@@ -31,7 +31,7 @@ def endpoints(text: str, source: str) -> tuple[str, ...]:
     for number, url in enumerate(urls, 1):
         if not (_is_http(url) or _is_host_and_port(url) or (not url and any(urls))):
             # A stray comma or slash in a password leaves parts of it in any element.
-            name = f"element {number}" if "@" in text else goflags.quoted(url)
+            name = f"element {number}" if "@" in text else flags.quoted(url)
             raise Fatal(
                 f"{source}: {name} is not an http or https URL",
                 "give client URLs like http://10.0.0.1:2379, separated by commas",
@@ -45,7 +45,7 @@ def servers(text: str, source: str) -> tuple[str, ...]:
     for server in servers:
         if not _is_host_and_port(server):
             raise Fatal(
-                f"{source}: {goflags.quoted(server)} is not host:port",
+                f"{source}: {flags.quoted(server)} is not host:port",
                 "give servers like 10.0.0.1:8888, separated by single commas without spaces",
             )
     return servers
@@ -61,7 +61,7 @@ def network_names(text: str, source: str) -> tuple[str, ...]:
     for name in names:
         if not is_network_name(name):
             raise Fatal(
-                f"{source}: {goflags.quoted(name)} is no name of a network",
+                f"{source}: {flags.quoted(name)} is no name of a network",
                 "give names of letters, digits, _, - and dots, separated by commas",
             )
     return tuple(dict.fromkeys(names))
@@ -96,7 +96,7 @@ def _address_of(make: Callable[[str], IPAddress], example: str) -> ParseValue:
             with suppress(ValueError):
                 address = make(text)
         if address is None:
-            raise Fatal(f"{source}: {goflags.quoted(text)} cannot be used", f"give an address like {example}")
+            raise Fatal(f"{source}: {flags.quoted(text)} cannot be used", f"give an address like {example}")
         return address
 
     return read
@@ -125,7 +125,7 @@ def margin(minutes: int, source: str) -> int:
 def one_of(*choices: str) -> ParseValue:
     def read(text: str, source: str) -> str:
         if text not in choices:
-            raise Fatal(f"{source}: {goflags.quoted(text)} is unknown", f"give one of: {', '.join(choices)}")
+            raise Fatal(f"{source}: {flags.quoted(text)} is unknown", f"give one of: {', '.join(choices)}")
         return text
 
     return read

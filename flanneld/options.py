@@ -15,7 +15,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from flanneld import option_values
-from flanneld.compat import flags as goflags
+from flanneld.compat import flags
 from flanneld.compat.flags import Flag, FlagKind, FlagValue
 from flanneld.errors import Fatal, FlannelError
 from flanneld.model import IPAddress
@@ -349,7 +349,7 @@ def _words(flag: Flag, value: Any) -> Iterator[str]:
 
 def _word(text: str) -> str:
     text = re.sub("(?s)^([^@]*?://)?.+@", r"\1***@", text)
-    return text if text and text.isprintable() and " " not in text else goflags.quoted(text)
+    return text if text and text.isprintable() and " " not in text else flags.quoted(text)
 
 
 def read(argv: Sequence[str], environ: Mapping[str, str], program: str = "flanneld") -> Options:
@@ -359,21 +359,21 @@ def read(argv: Sequence[str], environ: Mapping[str, str], program: str = "flanne
     and ``Fatal`` for a value out of bounds.
     """
     try:
-        line = _by_present_name(goflags.parse((*_ACCEPTED, _VERSION), argv))
+        line = _by_present_name(flags.parse((*_ACCEPTED, _VERSION), argv))
         if line.pop(_VERSION.name, False):
             raise VersionWanted
         rest = (flag for flag in _ACCEPTED if _FORMER.get(flag.name, flag.name) not in line)
-    except goflags.HelpRequested:
+    except flags.HelpRequested:
         raise HelpWanted(usage(program)) from None
-    except goflags.FlagError as error:
+    except flags.FlagError as error:
         raise UsageError(str(error), usage(program)) from None
     try:
-        variables = _by_present_name(goflags.from_environment(rest, environ, PREFIX))
-    except goflags.FlagError as error:
+        variables = _by_present_name(flags.from_environment(rest, environ, PREFIX))
+    except flags.FlagError as error:
         # A service's log: the usage would only bury it.
         raise UsageError(f"{error}; correct or unset it", "") from None
     sources = {name: f"-{name}" for name in line}
-    sources |= {name: goflags.variable(name, PREFIX) for name in variables}
+    sources |= {name: flags.variable(name, PREFIX) for name in variables}
     return _checked(line | variables, sources)
 
 
@@ -391,7 +391,7 @@ WITHOUT_EFFECT = {
 
 def unknown_variables(environ: Mapping[str, str]) -> list[tuple[str, str]]:
     """Return unknown ``FLANNELD_*`` variables, each with the most similar known one."""
-    known = [goflags.variable(flag.name, PREFIX) for flag in _ACCEPTED]
+    known = [flags.variable(flag.name, PREFIX) for flag in _ACCEPTED]
     unknown = [name for name in sorted(environ) if name.startswith(f"{PREFIX}_") and name not in known]
     unknown = [name for name in unknown if not _is_of_a_service(name, environ[name])]
     if not unknown:
@@ -413,7 +413,7 @@ def _is_of_a_service(name: str, value: str) -> bool:
 
 def usage(program: str) -> str:
     """Return the usage text: one line about the program, then all flags, then a newline."""
-    return f"Usage: {program} [-flag=value ...]\n" + goflags.usage((*FLAGS, _VERSION))
+    return f"Usage: {program} [-flag=value ...]\n" + flags.usage((*FLAGS, _VERSION))
 
 
 def _checked(given: Mapping[str, FlagValue], sources: Mapping[str, str]) -> Options:

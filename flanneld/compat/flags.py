@@ -1,4 +1,4 @@
-"""Command line syntax of Go's ``flag`` package (pure).
+"""Command line syntax of Go's ``flag`` package, and translation of Go's regular expressions, RE2 (pure).
 
 Accepts ``-name=value``, ``-name value`` and the same with two dashes. A boolean takes a value only after
 ``=``. The first word that is no flag ends the flags, and so does ``--``; the rest is ignored. Source: the
@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 from msgspec import Struct
+
+from flanneld.errors import Fatal
 
 FlagKind = Literal["bool", "int", "string"]
 Scalar = bool | int | str
@@ -190,3 +192,50 @@ def _escaped(char: str) -> str:
     if code < 0x80 or 0xDC80 <= code <= 0xDCFF:  # an invalid UTF-8 byte is kept as a surrogate
         return f"\\x{code & 0xFF:02x}"
     return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+_POSIX = {
+    "alnum": "0-9A-Za-z", "alpha": "A-Za-z", "ascii": r"\x00-\x7f", "blank": r"\t ", "digit": "0-9",
+    "cntrl": r"\x00-\x1f\x7f", "graph": "!-~", "lower": "a-z", "print": " -~", "space": r"\t-\r ",
+    "punct": r"!-/:-@\[-`{-~", "upper": "A-Z", "word": r"\w", "xdigit": "0-9A-Fa-f",
+}  # fmt: skip
+_RE2 = r"""(?sx)
+    \\Q (?P<quoted>.*?) (?: \\E | \Z )
+  | (?P<set> \[ \^? \]? (?: \[:\^?\w+:\] | \\. | [^]\\] )* \] )
+  | (?P<refused> \\[1-9ZNuU] | \(\? (?: [^P<:imsU-] | P[^<] | <[=!] ) | (?: [*+?] | \{\d+(?:,\d*)?\} )\??\+ )
+  | (?P<end> \\z )
+  | (?P<group> \( (?: \?P?<\w+> )? (?!\?) )
+  | (?P<open> \{ (?!\d) )
+  | \\. | .
+"""
+
+
+def compile_re2(pattern: str) -> re.Pattern[str]:
+    """Compile a regular expression in RE2 syntax with Python's ``re``.
+
+    Approximations: ``(?i)`` folds ASCII letters only and must be at the start or ``(?i:...)``. Unicode
+    classes (``\\pL``), octal, ``\\x{...}``, ``[[:^alpha:]]`` and the flag U are refused. Raises ``Fatal`` for
+    these, for what RE2 itself refuses, and for malformed patterns.
+    """
+    try:
+        return re.compile(re.sub(_RE2, _to_python, pattern), re.ASCII)
+    except (KeyError, ValueError, OverflowError, RecursionError, re.error) as error:
+        remedy = "use RE2 syntax: no lookaround, backreferences, possessive or atomic groups"
+        raise Fatal(f"regular expression {quoted(pattern)} is not RE2: {error}", remedy) from error
+
+
+def _to_python(token: re.Match[str]) -> str:
+    match token.lastgroup:
+        case "quoted":
+            return re.escape(token["quoted"])
+        case "set":
+            return re.sub(r"\[:(\^?\w+):\]", lambda posix: _POSIX[posix[1]], token["set"])
+        case "refused":
+            raise ValueError(f"{quoted(token['refused'])} at position {token.start()}")
+        case "end":
+            return r"\Z"
+        case "group":
+            return "(?:"  # only a match or no match counts, so groups need neither name nor number
+        case "open":
+            return r"\{"
+    return token[0]

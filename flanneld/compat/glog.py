@@ -3,10 +3,15 @@
 A line is ``I1121 12:00:00.123456    1234 main.py:42] message``: severity and MMDD, local time with
 microseconds, process id in seven columns, source line. Continuation lines, as of a traceback, are indented,
 so that each line in the first column is a new event.
+
+With ``-logging-format=json`` a line is what Kubernetes' components write: one JSON object, with the keys of
+k8s.io/component-base/logs/json: ``ts`` (milliseconds since 1970), ``caller``, ``msg``, and ``v`` for what is
+no error. ``severity`` and ``stack`` are additions.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -174,10 +179,8 @@ class _Formatter(logging.Formatter):
 
 class _JsonFormatter(_Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        from flanneld.compat import klog_json  # loads json, which text needs not
-
         verbosity = max(0, logging.INFO - record.levelno)
-        return self.priority(record) + klog_json.line_of(record, self.below(record), verbosity)
+        return self.priority(record) + line_of(record, self.below(record), verbosity)
 
 
 def _priority(level: int) -> int:
@@ -242,3 +245,22 @@ def _place(text: str) -> _Place | None:
             f"-log_backtrace_at: {quoted(text)} is not understood", "give one source line, like main.py:42"
         )
     return match[1], int(match[2])
+
+
+_SEVERITIES = {logging.WARNING: "warning", logging.ERROR: "error", logging.CRITICAL: "fatal"}
+
+
+def line_of(record: logging.LogRecord, below: list[str], verbosity: int) -> str:
+    """Return a record as one line of JSON; ``below`` holds tracebacks, ``verbosity`` its level of ``-v``."""
+    severity = _SEVERITIES.get(record.levelno, "info")
+    entry: dict[str, float | int | str] = {
+        "ts": round(record.created * 1000, 3),
+        "caller": f"{record.filename}:{record.lineno}",
+        "msg": record.getMessage(),
+        "severity": severity,
+    }
+    if severity in ("info", "warning"):
+        entry["v"] = verbosity
+    if below:
+        entry["stack"] = "\n".join(below)
+    return json.dumps(entry)

@@ -106,8 +106,8 @@ def _document(said: bytes) -> dict[str, Any]:
 def _of_the_store(wanted: Options, environ: Mapping[str, str]) -> dict[str, Any]:
     from flanneld.diagnostics import describe
     from flanneld.diagnostics.plan import dry_run
-    from flanneld.state.desired_state import LOCAL
-    from flanneld.state.report import Failure
+    from flanneld.state.desired import LOCAL
+    from flanneld.state.table import Failure
     from flanneld.subnet.opening import open_store
 
     manager = open_store(wanted, environ)

@@ -13,9 +13,9 @@ from flanneld.reconcile.local_node import UplinkManager
 from flanneld.reconcile.peers import Peers
 from flanneld.runtime import clock, waits
 from flanneld.state.removal_guard import RemovalGuard
-from flanneld.state.report import Failure
 from flanneld.state.resources import Key
 from flanneld.state.sessions import silence
+from flanneld.state.table import Failure
 
 #: Seconds between two checks of ``watch``, and for which a condition must last to be reported.
 LOOK, LASTING = 1.0, 5.0

@@ -39,9 +39,9 @@ from flanneld.network import resource_json
 from flanneld.reconcile.counters import kind_of, wall
 from flanneld.reconcile.peers import View
 from flanneld.runtime import clock
-from flanneld.state.report import Failure
 from flanneld.state.resources import Key, Resource
 from flanneld.state.sessions import Session
+from flanneld.state.table import Failure
 
 if TYPE_CHECKING:
     from flanneld.diagnostics.probes import Probe  # only with -peer-probes

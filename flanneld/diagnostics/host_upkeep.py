@@ -13,7 +13,7 @@ from flanneld.reconcile.permits import everything
 from flanneld.reconcile.worker import Worker
 from flanneld.runtime import clock
 from flanneld.runtime.supervisor import Supervisor
-from flanneld.state.diff import Delta
+from flanneld.state.desired import Delta
 from flanneld.state.resources import Key, Resource
 from flanneld.state.table import Put
 from flanneld.subnet import subnet_file

@@ -36,9 +36,8 @@ from flanneld.reconcile.reconciler import desired_by_table
 from flanneld.runtime import clock
 from flanneld.startup import SingleAttempts
 from flanneld.state.removal_guard import RemovalGuard
-from flanneld.state.report import Report
 from flanneld.state.resources import ROUTES, ForeignLink, Key, Kind, Link, Resource, Route
-from flanneld.state.table import Explains, Put, Scope, Seen, Table
+from flanneld.state.table import Explains, Put, Report, Scope, Seen, Table
 from flanneld.subnet.allocation import fits, unfollowed
 from flanneld.subnet.store import Foreseeing, LocalFacts, Store
 from flanneld.subnet.subnet_file import Previous, SubnetEnv, SubnetEnvFile, SubnetFileTable

@@ -23,10 +23,8 @@ from msgspec.structs import replace
 
 from flanneld.model import Family
 from flanneld.runtime.shell import Command
-from flanneld.state.lasting_table import LastingTable
-from flanneld.state.report import Failure, Report
 from flanneld.state.resources import Key, Kind
-from flanneld.state.table import Put, Scope, Seen
+from flanneld.state.table import Failure, LastingTable, Put, Report, Scope, Seen
 
 log = logging.getLogger(__name__)
 

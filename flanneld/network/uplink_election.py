@@ -12,8 +12,7 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from flanneld.compat.flags import quoted
-from flanneld.compat.regex import compile_re2
+from flanneld.compat.flags import compile_re2, quoted
 from flanneld.errors import Fatal
 from flanneld.model import FAMILIES, Family, IPAddress, Uplink
 

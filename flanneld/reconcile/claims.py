@@ -6,7 +6,7 @@ Both rules depend on the host's networks and on the set of leases, never on the 
   with a public IP inside its subnet, the one that the store created first is followed; if that is unknown,
   the one with the subnet. What this host needs itself precedes both. The cost of one check does not depend on
   the number of leases, but on that of public IPs inside one subnet.
-- Overlap: equal subnets claim equal keys, so ``flanneld/state/desired_state.py`` decides about them. A subnet
+- Overlap: equal subnets claim equal keys, so ``flanneld/state/desired.py`` decides about them. A subnet
   inside another one has a key of its own, and no two places agree: a routing table prefers the smaller
   subnet, WireGuard also drops what the larger one's peer sends from there, the udp proxy and XFRM take the
   older entry.
@@ -31,7 +31,7 @@ from flanneld.model import (
     overlap,
 )
 from flanneld.network.obstacles import Obstacles, concerns
-from flanneld.state.desired_state import rank
+from flanneld.state.desired import rank
 
 _NUMBER = itemgetter(0)
 

@@ -38,9 +38,8 @@ from flanneld.runtime import clock
 from flanneld.runtime.loop import EventQueue, MakeLoop, StepLoop
 from flanneld.runtime.process import trim_memory
 from flanneld.state.removal_guard import RemovalGuard
-from flanneld.state.report import Report
 from flanneld.state.resources import ROUTES, Resource, Route
-from flanneld.state.table import Table
+from flanneld.state.table import Report, Table
 
 log = logging.getLogger(__name__)
 

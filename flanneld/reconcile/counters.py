@@ -11,8 +11,8 @@ from typing import TypeVar
 
 from flanneld.errors import NoAnswer, Retryable, remembered
 from flanneld.runtime import clock
-from flanneld.state.report import Failure
 from flanneld.state.resources import Resource
+from flanneld.state.table import Failure
 
 Name = TypeVar("Name")
 

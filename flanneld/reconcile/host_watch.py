@@ -39,9 +39,9 @@ from flanneld.reconcile.reconciler import REST, SETTLE
 from flanneld.reconcile.store_watch import StoreWatch
 from flanneld.reconcile.sweep import RETRY, LeftBehind
 from flanneld.runtime import clock
-from flanneld.state.diff import Delta
-from flanneld.state.report import Report
+from flanneld.state.desired import Delta
 from flanneld.state.resources import LINKS, ROUTES, Key, Kind, Link, Resource, Route, Vxlan, destination_of
+from flanneld.state.table import Report
 
 log = logging.getLogger(__name__)
 

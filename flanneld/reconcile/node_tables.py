@@ -14,11 +14,10 @@ from flanneld.reconcile.permits import Permits
 from flanneld.reconcile.reconciler import Reconciler
 from flanneld.reconcile.upkeep import ContestBackoff, TableState, demand_all
 from flanneld.reconcile.worker import Workers
-from flanneld.state.diff import Delta
-from flanneld.state.report import Failure, Report
+from flanneld.state.desired import Delta
 from flanneld.state.resources import LINKS, ROUTES, Blackhole, Key, State
 from flanneld.state.sessions import Bypass, FindsBypasses, HasSessions, Session
-from flanneld.state.table import Table
+from flanneld.state.table import Failure, Report, Table
 
 #: Name of the worker whose tables run in the controller's thread.
 _WORKER = "kernel"

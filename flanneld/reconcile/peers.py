@@ -31,8 +31,7 @@ from flanneld.model import (
 from flanneld.network.obstacles import Obstacles
 from flanneld.reconcile.claims import LeaseSafety, Overlaps
 from flanneld.reconcile.permits import Knowledge
-from flanneld.state.desired_state import LOCAL, Before, DesiredState
-from flanneld.state.diff import Delta
+from flanneld.state.desired import LOCAL, Before, Delta, DesiredState
 from flanneld.state.removal_guard import RemovalGuard
 from flanneld.state.resources import Key, Kind, Resource
 

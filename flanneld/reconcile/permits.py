@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from msgspec import Struct
 
 from flanneld.model import IPNetwork
-from flanneld.state.diff import macs_of, without_ways_to
+from flanneld.state.desired import macs_of, without_ways_to
 from flanneld.state.removal_guard import RemovalGuard
 from flanneld.state.resources import LINKS, NEIGHBORS, ROUTES, Key, Resource
 from flanneld.state.table import Put

@@ -21,10 +21,9 @@ from flanneld.reconcile.counters import Work
 from flanneld.reconcile.permits import Permits
 from flanneld.reconcile.upkeep import FIRST_RETRY, ContestBackoff, TableState, Upkeep
 from flanneld.runtime import clock
-from flanneld.state.diff import Delta, Difference, compare, difference, finish
-from flanneld.state.report import Failure, Report
+from flanneld.state.desired import Delta, Difference, compare, difference, finish
 from flanneld.state.resources import LINKS, Key, Resource, State
-from flanneld.state.table import Scope, Table
+from flanneld.state.table import Failure, Report, Scope, Table
 
 log = logging.getLogger(__name__)
 

@@ -10,9 +10,8 @@ from msgspec import Struct
 
 from flanneld.errors import Fatal, Retryable
 from flanneld.runtime import clock
-from flanneld.state.report import Failure
 from flanneld.state.resources import Key, Kind, State
-from flanneld.state.table import Notifies, Polled, Table
+from flanneld.state.table import Failure, Notifies, Polled, Table
 
 #: Seconds before a refused change is tried again for the first time.
 FIRST_RETRY = 1.0

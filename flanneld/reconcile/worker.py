@@ -10,7 +10,7 @@ from functools import partial
 from flanneld.reconcile.permits import Knowledge, Permits
 from flanneld.reconcile.reconciler import Reconciler
 from flanneld.runtime.loop import StepLoop
-from flanneld.state.diff import Delta
+from flanneld.state.desired import Delta
 from flanneld.state.resources import Key, Resource, State
 from flanneld.state.table import Put, Table
 

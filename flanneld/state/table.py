@@ -1,4 +1,4 @@
-"""Contract of a table: one place that holds resources, maintained by the reconciler (pure).
+"""Contract of a table: one place that holds resources, maintained by the reconciler.
 
 The kernel's links, a family's firewall rules, the peers of a proxy, a cloud's routes: each is a table. The
 reconciler reads it, compares what it holds with the desired state, and has it apply the difference.
@@ -10,10 +10,51 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Protocol, runtime_checkable
 
-from msgspec import Struct
+from msgspec import Struct, field
 
-from flanneld.state.report import Report
+from flanneld.runtime import clock
 from flanneld.state.resources import Key, Resource
+
+
+class Failure(Struct, frozen=True, gc=False):
+    """A refused resource with the reason, and a remedy if one is known.
+
+    ``is_taken`` means that another object may have the key; an audit will find it.
+    """
+
+    resource: Resource
+    reason: str
+    remedy: str = ""
+    is_taken: bool = False
+    #: Number of the system's error; 0 if it is none.
+    errno: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.resource}: {self.reason}"
+
+
+class Report(Struct, gc=False):
+    """Resources created, removed and refused by one change.
+
+    ``pending`` were created but must be read again at once: they were changed back, or are not visible yet.
+    ``details`` describe repairs by key.
+    """
+
+    made: list[Resource] = field(default_factory=list)
+    removed: list[Resource] = field(default_factory=list)
+    failed: list[Failure] = field(default_factory=list)
+    pending: list[Resource] = field(default_factory=list)
+    details: dict[Key, str] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.made or self.removed or self.failed)
+
+    def add(self, other: Report) -> None:
+        self.made += other.made
+        self.removed += other.removed
+        self.failed += other.failed
+        self.pending += other.pending
+        self.details |= other.details
 
 
 class Claim(Enum):
@@ -151,3 +192,40 @@ class Polled(Protocol):
     def look(self) -> bool:
         """Return True if the table must be read and repaired now. Never blocks."""
         ...
+
+
+#: Seconds between two looks.
+LOOK_PERIOD = 1.0
+
+
+class LastingTable:
+    """Table that is looked at each second, and whose resources stay when nobody wants them."""
+
+    worker = "host"
+    needs: frozenset[str] = frozenset()
+    audit: float | None = None
+
+    def __init__(self) -> None:
+        self._looked = clock.now()
+
+    def has_changed(self) -> bool:
+        """Return True if another program has changed something since the last reading or write."""
+        raise NotImplementedError
+
+    @property
+    def next_look(self) -> float:
+        """Time of the next look, in seconds on ``clock.now``."""
+        return self._looked + LOOK_PERIOD
+
+    def look(self) -> bool:
+        """Return True if the table has to be read and repaired now."""
+        self._looked = clock.now()
+        return self.has_changed()
+
+    def drop(self, found: Sequence[Resource]) -> Report:
+        """Leave the resources: containers talk, and may be started, without a daemon."""
+        del found
+        return Report()
+
+    def close(self, *, remove: bool) -> None:
+        """Nothing is open."""

@@ -21,9 +21,7 @@ from flanneld.errors import Fatal, cause_of
 from flanneld.model import FAMILIES, IPNetwork
 from flanneld.options import Options
 from flanneld.runtime import files
-from flanneld.state.lasting_table import LastingTable
-from flanneld.state.report import Failure, Report
-from flanneld.state.table import Put, Scope, Seen
+from flanneld.state.table import Failure, LastingTable, Put, Report, Scope, Seen
 from flanneld.subnet import subnet_file
 from flanneld.subnet.subnet_file import KeptFile, Stamp, SubnetEnv, stamp_of
 

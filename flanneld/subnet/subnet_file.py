@@ -17,10 +17,8 @@ from flanneld.config import Config
 from flanneld.errors import Retryable
 from flanneld.model import FAMILIES, IPNetwork, LeaseKey
 from flanneld.runtime import files
-from flanneld.state.lasting_table import LastingTable
-from flanneld.state.report import Report
 from flanneld.state.resources import Key, Kind
-from flanneld.state.table import Put, Scope, Seen
+from flanneld.state.table import LastingTable, Put, Report, Scope, Seen
 
 log = logging.getLogger(__name__)
 

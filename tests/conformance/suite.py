@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from flanneld.reconcile.permits import Knowledge, Permits
 from flanneld.reconcile.reconciler import Reconciler, desired_by_table
 from flanneld.runtime import clock
-from flanneld.state.diff import difference
-from flanneld.state.report import Report
+from flanneld.state.desired import difference
 from flanneld.state.resources import Key, Resource
-from flanneld.state.table import Scope, Table
+from flanneld.state.table import Report, Scope, Table
 
 
 class Subject:

@@ -20,10 +20,9 @@ from flanneld.network.rtnetlink.monitor import Monitor, Notification, ResourceCh
 from flanneld.network.rtnetlink.route_order import Behind
 from flanneld.network.rtnetlink.tables import tables
 from flanneld.reconcile.reconciler import desired_by_table
-from flanneld.state.diff import difference
-from flanneld.state.report import Report
+from flanneld.state.desired import difference
 from flanneld.state.resources import Address, FdbEntry, Neighbor, Resource, Route, Vxlan
-from flanneld.state.table import Put, Scope
+from flanneld.state.table import Put, Report, Scope
 from tests.lab.changes import Changes
 from tests.lab.namespace import Namespace, batch, remove
 from tests.lab.wait import wait_for

@@ -24,7 +24,7 @@ from msgspec.structs import replace
 
 from flanneld.backends.contract import ExitPolicy
 from flanneld.backends.host_gw import HostGw
-from flanneld.state.report import Report
+from flanneld.state.table import Report
 from flanneld.state.resources import Kind
 from flanneld.state.table import Seen
 

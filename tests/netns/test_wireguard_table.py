@@ -20,10 +20,9 @@ from flanneld.backends.wireguard.table import ROAMING, WireGuardTable
 from flanneld.model import Secret
 from flanneld.network.rtnetlink import devices as links
 from flanneld.runtime import clock
-from flanneld.state.diff import difference
-from flanneld.state.report import Report
+from flanneld.state.desired import difference
 from flanneld.state.resources import Key, Resource, WireGuard
-from flanneld.state.table import Put, Scope
+from flanneld.state.table import Put, Report, Scope
 from tests.lab.namespace import Namespace, batch, remove
 from tests.lab.wait import wait_for
 

@@ -32,9 +32,8 @@ from flanneld.errors import Retryable
 from flanneld.model import Snapshot, lies_in
 from flanneld.runtime import clock
 from flanneld.state.removal_guard import RemovalGuard
-from flanneld.state.report import Failure, Report
 from flanneld.state.resources import Key, Resource
-from flanneld.state.table import Claim, Put, Scope, Seen
+from flanneld.state.table import Claim, Failure, Put, Report, Scope, Seen
 
 #: Seconds until a read must show an own write, and seconds between two reads meanwhile.
 VISIBLE_WITHIN, _LOOK_AGAIN = 60.0, 5.0

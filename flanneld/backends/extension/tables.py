@@ -25,9 +25,8 @@ from flanneld.backends.extension.journal import Journal, JournalEntry, Progress
 from flanneld.compat.glog import V
 from flanneld.errors import Fatal
 from flanneld.runtime import clock
-from flanneld.state.report import Failure, Report
 from flanneld.state.resources import Key, Resource
-from flanneld.state.table import Put, Scope, Seen
+from flanneld.state.table import Failure, Put, Report, Scope, Seen
 
 log = logging.getLogger(__name__)
 

@@ -15,9 +15,8 @@ from flanneld.backends.ipsec.vici import MalformedVici, ReadSection, text
 from flanneld.compat.glog import V
 from flanneld.errors import Retryable
 from flanneld.runtime import waits
-from flanneld.state.report import Failure, Report
 from flanneld.state.resources import Resource
-from flanneld.state.table import Changes, Put, Scope, Seen, Table
+from flanneld.state.table import Changes, Failure, Put, Report, Scope, Seen, Table
 
 log = logging.getLogger(__name__)
 

@@ -36,10 +36,9 @@ from flanneld.model import Secret, lies_in
 from flanneld.network.xfrm.associations import Associations
 from flanneld.network.xfrm.policy import POLICIES
 from flanneld.runtime import clock
-from flanneld.state.report import Failure, Report
 from flanneld.state.resources import Key, Resource
 from flanneld.state.sessions import Session
-from flanneld.state.table import Changes, Put, Scope, Seen
+from flanneld.state.table import Changes, Failure, Put, Report, Scope, Seen
 
 log = logging.getLogger(__name__)
 

@@ -11,9 +11,8 @@ from flanneld.backends.udp.client import NoProxy, ProxyClient, ProxySilent, Runn
 from flanneld.backends.udp.resources import PROXIES, PROXY_PEERS, ProxyPeer, UdpProxy
 from flanneld.backends.udp.watchdog import ProxyWatchdog
 from flanneld.runtime import clock, waits
-from flanneld.state.report import Failure, Report
 from flanneld.state.resources import LINKS, Resource
-from flanneld.state.table import Changes, Put, Scope, Seen
+from flanneld.state.table import Changes, Failure, Put, Report, Scope, Seen
 
 log = logging.getLogger(__name__)
 

@@ -24,10 +24,9 @@ from flanneld.network.genetlink.devices import WireGuardDevices
 from flanneld.network.genetlink.wireguard import Endpoint, SeenDevice, SeenPeer
 from flanneld.network.interfaces import index_of
 from flanneld.runtime import clock
-from flanneld.state.report import Failure, Report
 from flanneld.state.resources import Key, Resource
 from flanneld.state.sessions import Session
-from flanneld.state.table import Put, Scope, Seen
+from flanneld.state.table import Failure, Put, Report, Scope, Seen
 
 log = logging.getLogger(__name__)
 

@@ -19,9 +19,8 @@ from flanneld.network.firewall.iptables.text import rule_text
 from flanneld.network.firewall.nftables.netlink import Removal, Removals
 from flanneld.network.firewall.rules import IPTABLES_CHAINS, NATIVE_TABLE, Chain, Rule, Rules
 from flanneld.network.firewall.rules_sweep import RulePlace, described, driver, may_hold
-from flanneld.state.report import Report
 from flanneld.state.resources import Key, Kind, Resource
-from flanneld.state.table import Changes, Claim, Put, Scope, Seen
+from flanneld.state.table import Changes, Claim, Put, Report, Scope, Seen
 
 log = logging.getLogger(__name__)
 

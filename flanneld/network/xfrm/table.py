@@ -20,10 +20,9 @@ from flanneld.network.rtnetlink.netlink import (
 from flanneld.network.rtnetlink.netlink import messages as split
 from flanneld.network.xfrm import messages
 from flanneld.network.xfrm.policy import POLICIES, XfrmPolicy, is_flannels, passes_by
-from flanneld.state.report import Failure, Report
 from flanneld.state.resources import Resource
 from flanneld.state.sessions import Bypass
-from flanneld.state.table import Changes, Claim, Put, Scope, Seen
+from flanneld.state.table import Changes, Claim, Failure, Put, Report, Scope, Seen
 
 log = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flanneld.compat.regex import compile_re2
+from flanneld.compat.flags import compile_re2
 from flanneld.errors import Fatal
 
 

@@ -21,8 +21,8 @@ from flanneld.runtime import clock
 from flanneld.runtime.logs import Events
 from flanneld.runtime.supervisor import Supervisor
 from flanneld.state.removal_guard import RemovalGuard
-from flanneld.state.report import Failure
 from flanneld.state.resources import Route
+from flanneld.state.table import Failure
 from flanneld.subnet.subnet_file import SubnetEnv
 from tests.unit.diagnostics.stores import unasked_store
 

@@ -8,9 +8,8 @@ from typing import ClassVar
 from msgspec import Struct
 
 from flanneld.errors import Retryable
-from flanneld.state.report import Failure, Report
 from flanneld.state.resources import Key, Kind, Resource
-from flanneld.state.table import Changes, Claim, Put, Scope, Seen
+from flanneld.state.table import Changes, Claim, Failure, Put, Report, Scope, Seen
 
 
 class Thing(Struct, frozen=True, gc=False):

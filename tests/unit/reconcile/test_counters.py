@@ -8,8 +8,8 @@ import pytest
 
 from flanneld.reconcile.counters import BOUNDS, FOUND, TOLD, Histogram, StoreCounters, Work
 from flanneld.runtime import clock
-from flanneld.state.report import Failure
 from flanneld.state.resources import Route
+from flanneld.state.table import Failure
 
 ROUTE = Route(IPv4Network("10.5.1.0/24"), "eth0", IPv4Address("192.0.2.1"))
 OTHER = Route(IPv4Network("10.5.2.0/24"), "eth0", IPv4Address("192.0.2.2"))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from flanneld.model import Family, LeaseKey, overlap
 from flanneld.reconcile.claims import Overlaps
-from flanneld.state.desired_state import rank
+from flanneld.state.desired import rank
 
 LENGTHS: dict[Family, int] = {4: 24, 6: 64}
 

@@ -16,7 +16,7 @@ from flanneld.errors import LEASES_END
 from flanneld.model import Added, Event, Lease, LeaseAttrs, Removed, Snapshot
 from flanneld.network.obstacles import HostNetworks, Obstacle, Obstacles
 from flanneld.reconcile.peers import Peers
-from flanneld.state.diff import Delta
+from flanneld.state.desired import Delta
 from flanneld.state.removal_guard import HOLD, RemovalGuard
 from flanneld.state.resources import Ipip, Kind, Resource, Route, State
 from tests.unit.backends.test_host_gw import SUBNET, V4, V6, made, peer

@@ -16,10 +16,9 @@ from flanneld.reconcile.counters import TOLD
 from flanneld.reconcile.permits import Knowledge, Permits
 from flanneld.reconcile.reconciler import Reconciler, desired_by_table
 from flanneld.runtime import clock
-from flanneld.state.diff import AT_ONCE, Delta
-from flanneld.state.report import Report
+from flanneld.state.desired import AT_ONCE, Delta
 from flanneld.state.resources import LINKS, Key, Resource
-from flanneld.state.table import Claim, Put, Scope, Seen
+from flanneld.state.table import Claim, Put, Report, Scope, Seen
 from tests.unit.reconcile.simulated_table import SimulatedTable, Thing
 
 A, B, C = Thing("a"), Thing("b"), Thing("c")

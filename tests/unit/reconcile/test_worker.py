@@ -14,7 +14,7 @@ from flanneld.backends.udp.resources import UdpProxy
 from flanneld.model import Secret
 from flanneld.reconcile.permits import Knowledge
 from flanneld.reconcile.worker import Worker
-from flanneld.state.diff import Delta
+from flanneld.state.desired import Delta
 from flanneld.state.resources import Resource
 from flanneld.state.table import Claim, Put
 from tests.unit.reconcile.simulated_table import SimulatedTable

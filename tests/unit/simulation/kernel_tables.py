@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from msgspec.structs import replace
 
 from flanneld.errors import Retryable
-from flanneld.state.report import Failure, Report
 from flanneld.state.resources import (
     PROTO_BOOT,
     PROTO_FLANNEL,
@@ -22,7 +21,7 @@ from flanneld.state.resources import (
     Route,
     Vxlan,
 )
-from flanneld.state.table import Claim, Put, Scope, Seen
+from flanneld.state.table import Claim, Failure, Put, Report, Scope, Seen
 from tests.unit.simulation.kernel import EEXIST, ENOENT, Kernel, KernelError, KernelRoute
 
 _KERNELS = 2

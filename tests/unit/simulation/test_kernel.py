@@ -8,9 +8,8 @@ from ipaddress import IPv4Address, IPv4Network
 import pytest
 
 from flanneld.network.rtnetlink.domain import Domain
-from flanneld.state.report import Report
 from flanneld.state.resources import Address, FdbEntry, ForeignLink, Neighbor, Resource, Route, Vxlan
-from flanneld.state.table import Claim, Put, Scope
+from flanneld.state.table import Claim, Put, Report, Scope
 from tests.unit.simulation.kernel import Kernel, KernelError
 from tests.unit.simulation.kernel_tables import KernelTable, by_table, tables
 

@@ -11,8 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from flanneld.model import LeaseKey
-from flanneld.state.desired_state import LOCAL, DesiredState, rank
-from flanneld.state.diff import Delta
+from flanneld.state.desired import LOCAL, Delta, DesiredState, rank
 from flanneld.state.resources import FdbEntry, Key, Resource, Route, Vxlan
 
 MACS = ("02:00:00:00:00:01", "02:00:00:00:00:02")

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flanneld.backends.udp.resources import ProxyPeer
-from flanneld.state.diff import Delta, difference, macs_of, without_ways_to
+from flanneld.state.desired import Delta, difference, macs_of, without_ways_to
 from flanneld.state.resources import (
     Address,
     FdbEntry,

@@ -17,9 +17,8 @@ from urllib.parse import urlsplit
 from flanneld.errors import Fatal, Retryable
 from flanneld.model import IPAddress, IPNetwork
 from flanneld.runtime.sockets.http_client import HttpAnswer, HttpRequest
-from flanneld.state.report import Failure, Report
 from flanneld.state.resources import Key, Kind, Resource
-from flanneld.state.table import Put, Scope, Seen
+from flanneld.state.table import Failure, Put, Report, Scope, Seen
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from flanneld.errors import Fatal
 from flanneld.reconcile.reconciler import Reconciler
 from flanneld.runtime import clock
 from flanneld.runtime.command import CommandRunner
-from flanneld.state.diff import Delta
+from flanneld.state.desired import Delta
 from flanneld.state.resources import Key, Resource
 from flanneld.state.table import Put
 

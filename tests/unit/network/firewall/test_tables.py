@@ -11,9 +11,8 @@ from flanneld.network.firewall.rules import Purpose, Rules, desired_rules
 from flanneld.network.firewall.tables import RuleSet, RulesTable
 from flanneld.reconcile.reconciler import Reconciler, desired_by_table
 from flanneld.runtime import clock
-from flanneld.state.report import Report
 from flanneld.state.resources import Resource
-from flanneld.state.table import Scope
+from flanneld.state.table import Report, Scope
 from tests.unit.network.firewall.test_edits import LOOK_ALIKES, NETS, OURS, OWN, simulate
 
 FORWARD_ONLY = desired_rules("own-chains", NETS, Purpose(forward=True))

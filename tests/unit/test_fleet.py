@@ -13,15 +13,14 @@ from typing import Any
 
 import pytest
 
+from flanneld import fleet as network_module
 from flanneld.backends import registry
 from flanneld.backends.contract import Backend, Host, claims_of
 from flanneld.config import Config, parse
 from flanneld.errors import Fatal, Retryable
+from flanneld.fleet import Claims, Network
 from flanneld.model import Uplink
-from flanneld.networks import network as network_module
-from flanneld.networks.claims import Claims
-from flanneld.networks.names import Choice
-from flanneld.networks.network import Network
+from flanneld.network_names import Choice
 from flanneld.runtime import instance_lock
 from flanneld.runtime.instance_lock import HostClaims
 from flanneld.runtime.waits import Backoff

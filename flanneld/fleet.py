@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -11,22 +12,25 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from flanneld import __version__
+from flanneld.backends.contract import Backend
+from flanneld.config import Config
+from flanneld.diagnostics.cleanup import sweep_network
 from flanneld.diagnostics.health_server import Checks, HealthServer
-from flanneld.errors import Cancelled, Retryable
+from flanneld.errors import Cancelled, FlannelError, Retryable
 from flanneld.lease_server import LeaseService, open_file_store
-from flanneld.networks.claims import Claims
-from flanneld.networks.names import Choice, NetworkNames, RemoteNames, StoreNames
-from flanneld.networks.network import Network, sweep
+from flanneld.network_names import Choice, NetworkNames, RemoteNames, StoreNames
 from flanneld.option_values import is_network_name
 from flanneld.options import Options
 from flanneld.reconcile.counted_manager import CountedManager, counted
 from flanneld.runtime import logs, process, waits
 from flanneld.runtime.complaints import Outage
-from flanneld.runtime.instance_lock import DRAIN, InstanceLock
+from flanneld.runtime.instance_lock import DRAIN, HostClaims, InstanceLock
 from flanneld.runtime.loop import MakeLoop
+from flanneld.runtime.process import Notifier
 from flanneld.runtime.shared_loop import SharedLoop
 from flanneld.runtime.supervisor import Supervisor
-from flanneld.startup import Admit
+from flanneld.runtime.waits import Backoff
+from flanneld.startup import Admit, claims_to, clash
 from flanneld.subnet import subnet_file
 from flanneld.subnet.embedded.store import KeyStore, store_of
 from flanneld.subnet.opening import etcd_options, open_store, remote_options
@@ -36,6 +40,169 @@ from flanneld.subnet.remote.server import METRICS
 from flanneld.subnet.store import LONGEST_SILENCE
 
 log = logging.getLogger(__name__)
+
+
+class Claims:
+    """Claims of each network of this daemon; the first claim wins. May be used from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._holders: dict[str, str] = {}
+        #: Claims against other daemons, by network.
+        self._on_host: dict[str, HostClaims] = {}
+
+    def take(self, network: str, config: Config, backend: Backend) -> None:
+        """Claim all that a network needs, or nothing. Raises ``Retryable`` if another has some of it."""
+        wanted = claims_to(config, backend)
+        with self._lock:
+            self._drop(network)
+            for each in wanted:
+                for held, holder in self._holders.items():
+                    if each == held:
+                        raise Retryable(
+                            f"it wants {each}, which the network {holder} has",
+                            "give each network its own in the store",
+                        )
+                    if clash(each, held):
+                        raise Retryable(
+                            f"its {each} overlaps the {held} of the network {holder}",
+                            "change one of their configs",
+                        )
+            self._on_host.setdefault(network, HostClaims()).take(wanted, clash)
+            self._holders |= dict.fromkeys(wanted, network)
+
+    def release(self, network: str) -> None:
+        """Release the claims of a network."""
+        with self._lock:
+            self._drop(network)
+
+    def drain(self) -> None:
+        """Do what ``HostClaims.drain`` does, for each network."""
+        with self._lock:
+            for each in self._on_host.values():
+                each.drain()
+
+    def _drop(self, network: str) -> None:
+        self._holders = {each: holder for each, holder in self._holders.items() if holder != network}
+        if network in self._on_host:
+            self._on_host[network].close()
+
+
+#: First word of a status line while startup waits.
+_HELD_UP = "waiting for"
+
+
+class NetworkNotifier(Notifier):
+    """Substitute for the service manager's notifier in the daemon of one network."""
+
+    def __init__(self, changed: Callable[[], None]) -> None:
+        super().__init__()
+        self.is_ready = False
+        self.text = ""
+        self._changed = changed
+
+    def ready(self) -> None:
+        self.is_ready = True
+        self._changed()
+
+    def status(self, text: str) -> None:
+        self.text = text
+        self._changed()
+
+    def watchdog(self) -> None:
+        """Do nothing: the daemon of all networks feeds the watchdog."""
+
+    def stopping(self) -> None:
+        self.is_ready = False
+
+
+#: Serves a network until its supervisor stops; the exit status is ignored.
+Serve = Callable[["Network"], object]
+
+
+class Network:
+    """Network with its name. ``changed`` is called when its state may have changed."""
+
+    def __init__(self, name: str, subnet_file: Path, serve: Serve, changed: Callable[[], None]) -> None:
+        self.name = name
+        self.subnet_file = subnet_file
+        self.notifier = NetworkNotifier(changed)
+        self.supervisor = Supervisor(quiet=(Cancelled,))
+        self.problem = ""
+        self._serve = serve
+        self._changed = changed
+        self._stop = threading.Event()
+        self.is_removed = False
+        self.has_ended = False
+
+    @property
+    def is_settled(self) -> bool:
+        """Return True if the network is up, or has given a reason why it is not."""
+        return self.notifier.is_ready or bool(self.problem) or self.notifier.text.startswith(_HELD_UP)
+
+    @property
+    def missing(self) -> str:
+        """Reason why the network is not up; empty if it is."""
+        if self.notifier.is_ready:
+            return ""
+        return f"network {self.name}: {self.problem or self.notifier.text or 'not up yet'}"
+
+    def run(self) -> None:
+        """Serve until ``stop``. Restart after each failure, with growing pauses."""
+        backoff = Backoff(first=1.0, longest=15.0)
+        while not self._stop.is_set():
+            self._run_once()
+            self.notifier.stopping()
+            self._changed()
+            if waits.pause(self._stop, backoff.pause()):
+                break
+            self.supervisor = Supervisor(quiet=(Cancelled,))
+        if self.is_removed:
+            self._sweep()
+        self.has_ended = True
+        self._changed()
+
+    def stop(self, *, remove: bool = False) -> None:
+        """End ``run``; with ``remove`` also remove the network's objects on this host. From any thread."""
+        self.is_removed = self.is_removed or remove
+        self._stop.set()
+        self.supervisor.request_stop(f"the network {self.name} was removed" if remove else "the daemon ends")
+
+    def _run_once(self) -> None:
+        try:
+            if not self._stop.is_set():
+                self._serve(self)
+            failure = self.supervisor.failure
+            self.problem = str(failure) if failure else ""
+        except Cancelled:
+            self.problem = ""
+        except FlannelError as failure:
+            self.problem = str(failure)
+            log.error("Network %s: %s", self.name, failure)  # noqa: TRY400 - it says all
+        except Exception as failure:
+            # A failure of one network must not end the others.
+            self.problem = str(failure) or type(failure).__name__
+            log.exception("Network %s failed", self.name)
+
+    def _sweep(self) -> None:
+        log.info("Removing all objects of network %s from this host", self.name)
+        sweep(self.subnet_file)
+
+
+def sweep(subnet_file: Path) -> None:
+    """Remove devices, routes, rules and files of a network without a daemon."""
+
+    def say(line: str) -> None:
+        if not line.startswith("left "):
+            log.info("%s", line[0].upper() + line[1:])
+
+    try:
+        sweep_network(subnet_file, (), say)
+    except (OSError, FlannelError) as failure:
+        log.error(  # noqa: TRY400 - it says all
+            "Cannot remove all of %s: %s; try flanneld -cleanup", subnet_file, failure
+        )
+
 
 #: Seconds between two attempts to read the names, and seconds for all networks to stop.
 _PAUSE, _END = 1.0, 5.0

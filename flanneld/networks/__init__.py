@@ -1,1 +1,0 @@
-"""Several networks in one daemon, each with its own lease, subnet file and controller."""
