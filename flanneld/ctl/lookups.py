@@ -18,9 +18,8 @@ from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork, family_of
 from flanneld.network.firewall.verdicts.packet import Packet
 from flanneld.network.firewall.verdicts.ruleset import Opening
 from flanneld.network.host import HostView
-from flanneld.network.policy_rules import PolicyRule
+from flanneld.network.lookups import RTN_LOCAL, PolicyRule
 from flanneld.network.resource_json import parse_address, parse_network
-from flanneld.network.route_lookup import RTN_LOCAL
 from flanneld.network.rtnetlink.messages import RTM_GETNEIGH, decode_neighbor, neighbors_request
 from flanneld.runtime.shell import Command, command
 from flanneld.state.resources import Ipip, Neighbor, Tun, Vxlan

@@ -303,10 +303,10 @@ def _trace(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
 
 def _mtu(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
     from flanneld.ctl.path_mtu import paths, peer_named
-    from flanneld.network.query import path_mtu
+    from flanneld.network import survey
 
     peer = peer_named(arguments.peer, source.document)
-    found = list(paths(peer, source.document, path_mtu.find))
+    found = list(paths(peer, source.document, survey.path_mtu))
     rows = [
         (each.name, each.state, str(each.target), str(each.required), str(each.carried or "-"), each.note)
         for each in found

@@ -17,9 +17,8 @@ from flanneld.ctl.output import TextTable
 from flanneld.ctl.path_mtu import at_a_glance, peer_named
 from flanneld.ctl.source import DataSource
 from flanneld.model import IPAddress, family_of
-from flanneld.network.query import path_mtu
-from flanneld.network.query.message import ORDINARY
-from flanneld.network.query.survey import Channel, EchoChannel, QueryChannel, Reply, ask, survey
+from flanneld.network.query import ORDINARY
+from flanneld.network.survey import Channel, EchoChannel, QueryChannel, Reply, ask, glance_at_mtu, survey
 from flanneld.state.resources import Vxlan
 
 _NO_CONTAINER = frozenset({errno.EHOSTUNREACH, errno.ENETUNREACH})
@@ -351,7 +350,7 @@ def _of_peer(peer: Mapping[str, Any], source: DataSource) -> Iterator[Result]:
     document, about = source.document, ",".join(peer["subnets"])
     through: set[IPAddress] = set()
     if "mtu" in document and document.get("uplink"):
-        for path in at_a_glance([peer], document, path_mtu.glance):
+        for path in at_a_glance([peer], document, glance_at_mtu):
             carried = f"{path.carried or '-'} of {path.required} bytes"
             yield Result(f"path MTU, {path.name}", about, path.state, carried, path.note)
             if path.name == "tunnel" and path.carried is not None:

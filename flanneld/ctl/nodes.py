@@ -18,9 +18,9 @@ from flanneld.ctl.output import TextTable
 from flanneld.ctl.source import DataSource
 from flanneld.diagnostics.responder import device, store_kind
 from flanneld.model import IPAddress
-from flanneld.network.query import port_refusal, survey
-from flanneld.network.query.message import DEFAULT_PORT
-from flanneld.network.query.survey import SILENCE, Reply
+from flanneld.network import survey
+from flanneld.network.query import DEFAULT_PORT
+from flanneld.network.survey import SILENCE, Reply
 from flanneld.options import Options
 from flanneld.runtime import clock
 from flanneld.state.resources import Address, Vxlan
@@ -281,7 +281,7 @@ def _echo(targets: Iterable[IPAddress]) -> dict[IPAddress, Reply]:
     """Return the replies to ICMP echoes. Silent hosts are asked by TCP: filters may drop ICMP."""
     replies = survey.echoes(targets, _WITHIN)
     silent = [target for target, reply in replies.items() if reply == survey.SILENCE]
-    return replies | dict.fromkeys(port_refusal.reached(silent, _WITHIN), Reply(error=errno.ECONNREFUSED))
+    return replies | dict.fromkeys(survey.reached(silent, _WITHIN), Reply(error=errno.ECONNREFUSED))
 
 
 def table(cluster: Cluster, found: list[Remark]) -> TextTable:

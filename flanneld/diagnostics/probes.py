@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from flanneld.compat.glog import OneTimeWarnings
 from flanneld.model import FAMILIES, Family, IPAddress, Lease, LeaseKey
-from flanneld.network.query.survey import echoes
+from flanneld.network.survey import echoes
 from flanneld.reconcile.controller import Controller
 from flanneld.reconcile.counters import Histogram
 from flanneld.runtime import clock, randomness, waits

@@ -1,19 +1,103 @@
-"""View of this host through its kernel: interfaces, addresses and routes."""
+"""A host's interfaces, addresses and routes: their contract, and the view of this host through its kernel.
+
+The daemon's loops use the contract. ``rtnetlink`` implements it for this network namespace, and a simulator
+for hosts of its own.
+"""
 
 from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Protocol
 
 from flanneld.compat.glog import V
 from flanneld.model import Family, IPAddress, IPNetwork
-from flanneld.network import interfaces, policy_rules, route_lookup
+from flanneld.network import interfaces, lookups
+from flanneld.network.lookups import LookupResult, SeenHostRoute
 from flanneld.network.rtnetlink import links
 from flanneld.network.rtnetlink import messages as rtnl
-from flanneld.network.rtnetlink.netlink import DumpInterrupted, NetlinkSocket
-from flanneld.state.resources import PROTO_FLANNEL, Key, destination_of
+from flanneld.network.rtnetlink.domain import Domain
+from flanneld.network.rtnetlink.links import SeenLink
+from flanneld.network.rtnetlink.messages import SeenAddress
+from flanneld.network.rtnetlink.monitor import Notification
+from flanneld.network.rtnetlink.netlink import DumpInterrupted, NetlinkSocket, attributes, u32
+from flanneld.state.resources import PROTO_FLANNEL, Key, Resource, destination_of
+
+
+class HostKernel(Protocol):
+    """A host's interfaces, addresses and routes. Any method may raise ``OSError``.
+
+    ``domain`` says what of them is ours.
+    """
+
+    domain: Domain
+
+    def link(self, name: str) -> SeenLink | None:
+        """Return the interface with a name, None without one."""
+        ...
+
+    def links(self) -> Sequence[SeenLink]:
+        """Return all interfaces."""
+        ...
+
+    def names(self) -> Mapping[int, str]:
+        """Return the name of each interface by its index."""
+        ...
+
+    def name_of(self, index: int) -> str | None:
+        """Return the name of one interface, None if there is none with that index."""
+        ...
+
+    def addresses(self, family: Family, index: int = 0) -> Sequence[SeenAddress]:
+        """Return the addresses of one interface, or of all."""
+        ...
+
+    def look_up_route(self, target: IPAddress) -> LookupResult | None:
+        """Return which way the kernel would send a packet, None if it has no route."""
+        ...
+
+    def matching_route(self, target: IPAddress) -> SeenHostRoute | None:
+        """Return the unicast route that a packet would take, None if there is none."""
+        ...
+
+    def default_routes(self, family: Family) -> Sequence[int]:
+        """Return the interfaces of the main table's default routes, in the kernel's order."""
+        ...
+
+    def ways(self, family: Family, own: Iterable[int] = ()) -> Iterable[SeenHostRoute]:
+        """Return unicast routes of the main table that are not flannel's; ``own`` interfaces are left out."""
+        ...
+
+    def local(self, family: Family) -> Iterable[tuple[int, IPNetwork, int]]:
+        """Return type (RTN_*), network and interface of what the kernel delivers here or to a whole link."""
+        ...
+
+    def left_behind(self, domain: Domain) -> Sequence[Resource]:
+        """Return the routes of any flanneld: marked ones, and unmarked ones as ``domain`` tells them."""
+        ...
+
+
+class HostMonitor(Protocol):
+    """A host's notifications of changes."""
+
+    @property
+    def missed(self) -> bool:
+        """Return True if notifications were not listened to for a while; ``read`` tells of it."""
+        ...
+
+    def fileno(self) -> int:
+        """Return the file descriptor to poll for notifications."""
+        ...
+
+    def read(self, name_of: Callable[[int], str | None]) -> Sequence[Notification]:
+        """Return what was heard; ``name_of`` names the devices whose entries are of interest."""
+        ...
+
 
 log = logging.getLogger(__name__)
 
@@ -58,41 +142,37 @@ class HostView:
         # Before Linux 4.20 the kernel ignores the filter.
         return [each for each in seen if each is not None and index in (0, each.index)]
 
-    def look_up_route(self, target: IPAddress) -> route_lookup.LookupResult | None:
+    def look_up_route(self, target: IPAddress) -> lookups.LookupResult | None:
         """Return the route the kernel would use for a packet, None if it has none."""
         try:
-            return route_lookup.decode_lookup(
-                *self._socket.ask(rtnl.RTM_GETROUTE, route_lookup.lookup_request(target))
-            )
+            return lookups.decode_lookup(*self._socket.ask(rtnl.RTM_GETROUTE, lookups.lookup_request(target)))
         except OSError as failure:
             log.log(V(4), "No route to %s: %s", target, failure)
             return None
 
-    def matching_route(self, target: IPAddress) -> route_lookup.SeenHostRoute | None:
+    def matching_route(self, target: IPAddress) -> lookups.SeenHostRoute | None:
         """Return the unicast route that a packet would take, None if there is none."""
         try:
-            return route_lookup.decode_match(
-                *self._socket.ask(rtnl.RTM_GETROUTE, route_lookup.match_request(target))
-            )
+            return lookups.decode_match(*self._socket.ask(rtnl.RTM_GETROUTE, lookups.match_request(target)))
         except OSError as failure:
             log.log(V(4), "No route to %s: %s", target, failure)
             return None
 
     def lookup(
         self, target: IPAddress, source: IPAddress | None = None, arrives_by: int = 0
-    ) -> route_lookup.LookupResult:
+    ) -> lookups.LookupResult:
         """Return the route for a packet; for a forwarded one ``arrives_by`` is the index of its interface.
 
         Raises ``OSError`` if the kernel would drop it: EXDEV by the reverse path filter, EHOSTUNREACH if the
         interface does not forward, otherwise by a route of that kind or for want of one.
         """
-        request = route_lookup.lookup_request(target, source, arrives_by)
-        return route_lookup.decode_lookup(*self._socket.ask(rtnl.RTM_GETROUTE, request))
+        request = lookups.lookup_request(target, source, arrives_by)
+        return lookups.decode_lookup(*self._socket.ask(rtnl.RTM_GETROUTE, request))
 
     def default_routes(self, family: Family) -> list[int]:
         """Return the interfaces of the main table's default routes, in the kernel's order."""
         found = self.dump(rtnl.RTM_GETROUTE, rtnl.routes_request(family))
-        return [index for item in found if (index := route_lookup.decode_default_route(*item)) is not None]
+        return [index for item in found if (index := lookups.decode_default_route(*item)) is not None]
 
     def routes(self, family: Family) -> Iterator[tuple[IPNetwork, int, int]]:
         """Yield destination, interface and type (RTN_*) of each main-table route.
@@ -107,38 +187,38 @@ class HostView:
     def route_keys(self, family: Family) -> Iterator[tuple[Key, int, int]]:
         """Yield the same with each destination as a route's key, which takes less time."""
         for item in self.dump(rtnl.RTM_GETROUTE, rtnl.routes_request(family)):
-            seen = route_lookup.decode_destination(*item)
+            seen = lookups.decode_destination(*item)
             if seen is not None:
                 yield seen
 
-    def ways(self, family: Family, own: Iterable[int] = ()) -> Iterator[route_lookup.SeenHostRoute]:
+    def ways(self, family: Family, own: Iterable[int] = ()) -> Iterator[lookups.SeenHostRoute]:
         """Yield the main table's unicast routes of any metric, except flannel's marked ones.
 
         Routes of ``own`` interfaces, which may be many, are skipped by their last bytes, without decoding
         them.
         """
-        endings = {route_lookup.interface_ending(index) for index in own}
+        endings = {lookups.interface_ending(index) for index in own}
 
         def is_others(data: bytes, offset: int, end: int) -> bool:
-            ending = data[end - route_lookup.ENDING : end]
+            ending = data[end - lookups.ENDING : end]
             return ending not in endings and rtnl.protocol_of(data, offset, end) != PROTO_FLANNEL
 
         for item in self.dump(rtnl.RTM_GETROUTE, rtnl.routes_request(family), is_others):
-            seen = route_lookup.decode_host_route(*item)
+            seen = lookups.decode_host_route(*item)
             if seen is not None:
                 yield seen
 
     def local(self, family: Family) -> Iterator[tuple[int, IPNetwork, int]]:
         """Yield type (RTN_*), network and interface of local and broadcast routes."""
-        for item in self.dump(rtnl.RTM_GETROUTE, route_lookup.local_request(family)):
-            seen = route_lookup.decode_local(*item)
+        for item in self.dump(rtnl.RTM_GETROUTE, lookups.local_request(family)):
+            seen = lookups.decode_local(*item)
             if seen is not None:
                 yield seen
 
-    def rules(self, family: Family) -> Iterator[policy_rules.PolicyRule]:
+    def rules(self, family: Family) -> Iterator[lookups.PolicyRule]:
         """Yield the policy rules for route lookups, in the kernel's order."""
-        for item in self.dump(policy_rules.RTM_GETRULE, policy_rules.request(family)):
-            yield policy_rules.decode(*item)
+        for item in self.dump(lookups.RTM_GETRULE, lookups.request(family)):
+            yield lookups.decode(*item)
 
     def ask(self, kind: int, body: bytes) -> tuple[bytes, int, int]:
         """Return the answer to one request."""
@@ -171,3 +251,71 @@ class HostView:
             except FileNotFoundError:
                 if kind != rtnl.RTM_GETROUTE:
                     raise
+
+
+#: Directories in which container runtimes and iproute2 keep their namespaces.
+_PLACES = ("/run/netns", "/run/docker/netns")
+_CLONE_NEWNET = 0x40000000  # linux/sched.h
+_OURS = "/proc/thread-self/ns/net"
+_RTM_GETNSID, _NSID, _FD = 90, 1, 3  # linux/rtnetlink.h, linux/net_namespace.h
+_RTGENMSG = bytes(4)
+
+
+def named_namespaces() -> Iterator[Path]:
+    """Yield the namespaces that have a name on this host, except the one that we are in."""
+    try:
+        ours = Path(_OURS).stat().st_ino
+    except OSError:
+        return
+    for place in _PLACES:
+        try:
+            paths = sorted(Path(place).iterdir())
+        except OSError:
+            continue
+        for path in paths:
+            try:
+                if path.stat().st_ino != ours:
+                    yield path
+            except OSError:
+                continue
+
+
+def number_of(view: HostView, path: Path) -> int:
+    """Return the number by which this namespace knows another one, -1 if it has none. Raises ``OSError``."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        data, offset, end = view.ask(_RTM_GETNSID, _RTGENMSG + u32(_FD, descriptor))
+    finally:
+        os.close(descriptor)
+    raw = attributes(data, offset + len(_RTGENMSG), end).get(_NSID, b"")
+    return int.from_bytes(raw, sys.byteorder, signed=True) if raw else -1
+
+
+@contextmanager
+def entered(path: Path) -> Iterator[None]:
+    """Move this thread to a namespace and back; a socket opened meanwhile stays there.
+
+    Raises ``OSError`` without CAP_SYS_ADMIN.
+    """
+    home = os.open(_OURS, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        there = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            _set(there)
+        finally:
+            os.close(there)
+        try:
+            yield
+        finally:
+            _set(home)
+    finally:
+        os.close(home)
+
+
+def _set(descriptor: int) -> None:
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.setns(descriptor, _CLONE_NEWNET):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))

@@ -1,22 +1,25 @@
-"""Facts about this host from the kernel, for the uplink election and the safety checks of leases."""
+"""Facts about this host from the kernel, for the uplink election and the safety checks of leases.
+
+Also the choice of this daemon's TUN device: several daemons may share a host, each with its own network.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from ipaddress import ip_network
 
 from msgspec import Struct
 
 from flanneld.model import Family, IPAddress, IPNetwork
-from flanneld.network.host_kernel import HostKernel
+from flanneld.network.host import HostKernel
+from flanneld.network.lookups import RTN_BROADCAST, SeenHostRoute
 from flanneld.network.obstacles import HostNetworks, HostRoute, Obstacle, host_networks
-from flanneld.network.route_lookup import RTN_BROADCAST, SeenHostRoute
-from flanneld.network.rtnetlink.links import is_flannels
+from flanneld.network.rtnetlink.links import SeenLink, is_flannels
 from flanneld.network.rtnetlink.messages import SeenAddress, SeenRoute
 from flanneld.network.uplink_election import AddressFact, DefaultRoute, HostFacts, LinkFact, RouteFact
-from flanneld.state.resources import PROTO_FLANNEL, Route
+from flanneld.state.resources import PROTO_FLANNEL, Route, Tun
 
 log = logging.getLogger(__name__)
 
@@ -132,3 +135,25 @@ def _is_flannels(kernel: HostKernel, name: str) -> bool:
 def _route(seen: SeenHostRoute, name_of: Callable[[int], str]) -> HostRoute:
     hops = ((name_of(index), gateway) for index, gateway in seen.hops)
     return HostRoute(seen.destination, seen.protocol, tuple(hop for hop in hops if hop[0]))
+
+
+#: Candidates, as in upstream, where the kernel takes the first free ``flannel%d``.
+_NAMES = tuple(f"flannel{number}" for number in range(100))
+
+
+def tun_for(kernel: HostKernel, networks: Sequence[IPNetwork]) -> str:
+    """The device that an earlier run made for one of these networks, else the first free name.
+
+    A device without an address is reused: its creator did not finish. Raises ``OSError``.
+    """
+    present = {link.name: link for link in kernel.links()}
+    ours = (name for name in _NAMES if name in present and _leads_to(kernel, present[name], networks))
+    free = (name for name in _NAMES if name not in present)
+    return next(ours, None) or next(free)
+
+
+def _leads_to(kernel: HostKernel, link: SeenLink, networks: Sequence[IPNetwork]) -> bool:
+    if not isinstance(link.make, Tun):
+        return False
+    found = [seen.address for seen in kernel.addresses(4, link.index)]
+    return not found or any(address in network for address in found for network in networks)

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from flanneld.compat.glog import counted
 from flanneld.model import IPNetwork
-from flanneld.network.host_kernel import HostKernel
+from flanneld.network.host import HostKernel
 from flanneld.network.rtnetlink.links import is_flannels
 from flanneld.reconcile import last_run
 from flanneld.reconcile.last_run import Device

@@ -163,7 +163,7 @@ def test_strangers_get_no_answer(lab: Lab) -> None:
     wait_for(lambda: seen(node)[peer.subnet()]["answers"] == "daemon", PATIENCE, "an answer")
     ask = (
         "import sys; from ipaddress import ip_address as ip;"
-        "from flanneld.network.query.survey import queries;"
+        "from flanneld.network.survey import queries;"
         "print(queries([ip(sys.argv[1])], 8470, 0.5)[ip(sys.argv[1])].facts.get('version'))"
     )
     base = node.subnet().removesuffix("/24")

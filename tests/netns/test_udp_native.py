@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from flanneld.backends.udp.proxy import native
-from flanneld.network import tun
+from flanneld.network import interfaces
 from tests.lab import packets, wait_for
 from tests.lab.packets import DONT_FRAGMENT, ICMP, UDP
 from tests.netns.udp_plane import DEVICE
@@ -287,8 +287,8 @@ def test_a_stop_needs_no_pause_in_the_traffic(pair: tuple[End, End]) -> None:
 @pytest.mark.parametrize(
     ("request_number", "bits", "left"),
     [
-        pytest.param(tun._TUNSETOFFLOAD, native._USO4, "tso", id="before Linux 6.2"),
-        pytest.param(tun._TUNSETIFF, tun._IFF_VNET_HDR, "none", id="no vnet headers"),
+        pytest.param(interfaces._TUNSETOFFLOAD, native._USO4, "tso", id="before Linux 6.2"),
+        pytest.param(interfaces._TUNSETIFF, interfaces._IFF_VNET_HDR, "none", id="no vnet headers"),
     ],
 )
 def test_an_older_kernel_is_asked_for_less(

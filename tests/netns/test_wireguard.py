@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import pytest
 
-from flanneld.network.genetlink.devices import WireGuardDevices
+from flanneld.network.genetlink import WireGuardDevices
 from flanneld.network.rtnetlink.netlink import NLM_F_REQUEST, NetlinkSocket, message
 from tests.lab import Lab, Node, Ping, own_command, wait_for
 from tests.lab.lab import NETWORK

@@ -19,9 +19,8 @@ from flanneld.backends.wireguard import keys
 from flanneld.backends.wireguard.resources import TABLE, AllowedIp, DeviceKey, WgPeer
 from flanneld.compat.glog import OneTimeWarnings
 from flanneld.model import IPNetwork
-from flanneld.network.genetlink import wireguard
-from flanneld.network.genetlink.devices import WireGuardDevices
-from flanneld.network.genetlink.wireguard import Endpoint, SeenDevice, SeenPeer
+from flanneld.network import genetlink
+from flanneld.network.genetlink import Endpoint, SeenDevice, SeenPeer, WireGuardDevices
 from flanneld.network.interfaces import index_of
 from flanneld.runtime import clock
 from flanneld.state.resources import Key, Resource
@@ -203,7 +202,7 @@ class WireGuardTable:
         return report
 
     def _put_keys(self, wanted: Sequence[DeviceKey], report: Report) -> None:
-        bodies = [wireguard.set_device(each.device, each.private_key, each.listen_port) for each in wanted]
+        bodies = [genetlink.set_device(each.device, each.private_key, each.listen_port) for each in wanted]
         refused = self._open().write(bodies)
         for place, resource in enumerate(wanted):
             if place in refused:
@@ -217,7 +216,7 @@ class WireGuardTable:
         for public_key in dict.fromkeys((*batch.peers, *batch.allowed_ips)):
             put, allowed = batch.peers.get(public_key), batch.allowed_ips.get(public_key, [])
             networks = [each.subnet for each in allowed]
-            packed.append(self._packed(put, networks) if put else wireguard.allow(public_key, networks))
+            packed.append(self._packed(put, networks) if put else genetlink.allow(public_key, networks))
             content.append([*([put.want] if put else []), *allowed])
         self._write(name, packed, content, report.made, report)
         for resource in report.made:
@@ -230,20 +229,20 @@ class WireGuardTable:
         assert isinstance(want, WgPeer)
         if put.was is None or self._given.get(want.key) != _endpoint_of(want):
             endpoint = _endpoint_of(want)
-        return wireguard.put_peer(want.public_key, want.preshared_key, want.keepalive, allowed_ips, endpoint)
+        return genetlink.put_peer(want.public_key, want.preshared_key, want.keepalive, allowed_ips, endpoint)
 
     def drop(self, found: Sequence[Resource]) -> Report:
         """Remove peers with their allowed IPs, and single allowed IPs. A key is removed with its device."""
         report = Report()
         for name, batch in _by_device([Put(each) for each in found]):
             report.removed += batch.keys
-            packed = [wireguard.drop_peer(public_key) for public_key in batch.peers]
+            packed = [genetlink.drop_peer(public_key) for public_key in batch.peers]
             content: list[list[Resource]] = [
                 [put.want, *batch.allowed_ips.pop(public_key, [])] for public_key, put in batch.peers.items()
             ]
             rest = [each for allowed in batch.allowed_ips.values() for each in allowed]
             for each in rest:
-                packed.append(wireguard.take_away(each.subnet, _THROWAWAY))
+                packed.append(genetlink.take_away(each.subnet, _THROWAWAY))
                 content.append([each])
             self._write(name, packed, content, report.removed, report)
         for resource in report.removed:
@@ -259,7 +258,7 @@ class WireGuardTable:
         report: Report,
     ) -> None:
         """Send messages. The kernel stops at the first refusal in a message without reporting its place."""
-        messages = list(wireguard.set_peers(name, packed))
+        messages = list(genetlink.set_peers(name, packed))
         refused = self._open().write([body for body, _ in messages])
         first = 0
         for place, (_, number) in enumerate(messages):
@@ -332,7 +331,7 @@ def _endpoint_of(peer: WgPeer) -> Endpoint | None:
 def _failure(resource: Resource, code: int) -> Failure:
     reason, remedy = os.strerror(code), ""
     if code == errno.EADDRINUSE and isinstance(resource, DeviceKey):
-        from flanneld.network.port_owner import owner_of  # rarely needed
+        from flanneld.network.processes import owner_of  # rarely needed
 
         reason = f"{reason}: {owner_of(resource.listen_port)} has UDP port {resource.listen_port}"
         remedy = "stop what has the port, or give this node a -wireguard-port"

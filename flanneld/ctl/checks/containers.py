@@ -16,8 +16,7 @@ from flanneld.ctl.findings import Advice, Finding, Fix, check, few
 from flanneld.ctl.lookups import container_of
 from flanneld.ctl.source import ranges_of
 from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork
-from flanneld.network import namespaces
-from flanneld.network.host import HostView
+from flanneld.network.host import HostView, entered, named_namespaces, number_of
 from flanneld.network.resource_json import parse_network
 from flanneld.network.rtnetlink.links import SeenLink
 from flanneld.network.rtnetlink.messages import RTN_UNICAST
@@ -80,11 +79,11 @@ def read_containers(
             ends.setdefault(link.namespace, {})[link.link] = names.get(link.master, link.name)
     found: list[Container] = []
     host = HostView()
-    for path in islice(namespaces.named() if networks and targets and ends else (), _MANY):
+    for path in islice(named_namespaces() if networks and targets and ends else (), _MANY):
         with suppress(OSError):
-            indexes = ends.get(namespaces.number_of(host, path))
+            indexes = ends.get(number_of(host, path))
             if indexes:
-                with namespaces.entered(path):
+                with entered(path):
                     found += _inside(path, HostView(), networks, targets, indexes, host_addresses)
     return [replace(each, reached_by=_device_to(host, each.address, names)) for each in found]
 

@@ -15,7 +15,7 @@ from flanneld.network.resource_json import parse_network
 if TYPE_CHECKING:
     from flanneld.backends.ipsec.resources import ConnectionSas
     from flanneld.ctl.facts import Facts
-    from flanneld.network.genetlink.wireguard import SeenDevice
+    from flanneld.network.genetlink import SeenDevice
 
 #: Seconds to wait for charon's answer. It answers within milliseconds unless it hangs.
 _PATIENCE = 2.0
@@ -108,7 +108,7 @@ def with_associations(
 
 
 def _devices(names: Iterable[str]) -> Iterator[SeenDevice]:
-    from flanneld.network.genetlink.devices import WireGuardDevices
+    from flanneld.network.genetlink import WireGuardDevices
 
     kernel = WireGuardDevices()
     try:

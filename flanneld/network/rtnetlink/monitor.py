@@ -14,7 +14,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from flanneld.model import IPAddress, IPNetwork
-from flanneld.network import route_lookup
+from flanneld.network import lookups
 from flanneld.network.rtnetlink import links
 from flanneld.network.rtnetlink import messages as rtnl
 from flanneld.network.rtnetlink.netlink import MalformedNetlink, NetlinkSocket, messages
@@ -176,9 +176,9 @@ def _odd_route(
     kind: int, data: bytes, offset: int, end: int, name_of: Callable[[int], str | None]
 ) -> Notification | None:
     """Decode a route that cannot be ours: it may concern the uplink, or occupy our place."""
-    index = route_lookup.decode_default_route(data, offset, end)
+    index = lookups.decode_default_route(data, offset, end)
     if index is not None:
-        way = route_lookup.decode_host_route(data, offset, end)
+        way = lookups.decode_host_route(data, offset, end)
         gateways = [gateway for _, gateway in way.hops if gateway is not None] if way else []
         return InterfaceChanged(index, name_of(index), address=gateways[0] if gateways else None)
     blackhole = rtnl.decode_blackhole(data, offset, end)
@@ -187,7 +187,7 @@ def _odd_route(
     other = rtnl.outline(data, offset, end)
     if other is not None:
         return ResourceRemoved(other[0])
-    way = route_lookup.decode_host_route(data, offset, end)
+    way = lookups.decode_host_route(data, offset, end)
     if way is None or way.destination is None:
         return None
     return HostRouteChanged(way.destination, tuple(gateway for _, gateway in way.hops if gateway is not None))

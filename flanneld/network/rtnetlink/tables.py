@@ -180,10 +180,10 @@ class LinkTable(_KernelTable):
         if failure.errno == errno.EEXIST:
             holder, what = links.holder(link, self._kernel.links()), "serves the same ends"
         elif failure.errno == errno.EADDRINUSE:
-            from flanneld.network import port_owner  # rarely needed
+            from flanneld.network import processes  # rarely needed
 
             at_port = links.at_port_of(link, self._kernel.links())
-            holder, what = port_owner.owner_of(getattr(link, "port", 0), devices=at_port), "has its UDP port"
+            holder, what = processes.owner_of(getattr(link, "port", 0), devices=at_port), "has its UDP port"
         text = f"{reason}: {holder} {what}" if holder else reason
         return Failure(link, text, links.remedy(link, failure.errno, holder))
 

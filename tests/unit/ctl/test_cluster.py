@@ -14,7 +14,7 @@ from flanneld.ctl.checks.cluster import RULES, ClusterRule, cluster_findings, re
 from flanneld.ctl.findings import Advice, Severity
 from flanneld.ctl.nodes import Cluster, ClusterNode, Probes, Told, gather, own_node, told
 from flanneld.ctl.source import DataSource
-from flanneld.network.query.survey import SILENCE, Reply
+from flanneld.network.survey import SILENCE, Reply
 
 NOW = 1_000_000.0
 OWN = "10.5.1.0"

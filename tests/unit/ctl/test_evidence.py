@@ -15,8 +15,8 @@ from flanneld.ctl.lookups import Question, _before, chosen_of, questions
 from flanneld.ctl.path_mtu import sample
 from flanneld.network.firewall.verdicts.packet import DROP, Step, Test
 from flanneld.network.firewall.verdicts.ruleset import BaseChain
-from flanneld.network.genetlink.wireguard import SeenDevice, SeenPeer
-from flanneld.network.policy_rules import PolicyRule
+from flanneld.network.genetlink import SeenDevice, SeenPeer
+from flanneld.network.lookups import PolicyRule
 from flanneld.state.resources import Address, Ipip, Route, Tun, Vxlan
 from tests.unit.ctl.documents import object_of
 

@@ -7,7 +7,7 @@ import errno
 import pytest
 
 from flanneld.ctl.netcheck import Series, Stage, Sums, checksums, masqueraded, port_state, translated, verdict
-from flanneld.network.query.survey import SILENCE, Reply
+from flanneld.network.survey import SILENCE, Reply
 
 RTTS = (0.001, 0.002)
 CLOSED, REJECTED = Reply(error=errno.ECONNREFUSED), Reply(error=errno.EHOSTUNREACH)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from flanneld.diagnostics.probes import answering, targets
 from flanneld.model import Family, Lease, LeaseAttrs
-from flanneld.network.query.icmp_echo import request, token_of
+from flanneld.network.survey import echo_request, echo_token
 from flanneld.state.resources import Address
 
 TOKEN = bytes(range(16))
@@ -48,28 +48,28 @@ def test_a_peer_without_addresses_is_not_asked() -> None:
 
 def answer(family: Family) -> bytes:
     reply = {4: 0, 6: 129}[family]
-    return bytes([reply, *request(family, TOKEN)[1:]])
+    return bytes([reply, *echo_request(family, TOKEN)[1:]])
 
 
 @pytest.mark.parametrize("family", [4, 6])
 def test_an_answer_repeats_the_token(family: Family) -> None:
-    assert token_of(family, answer(family), with_header=False) == TOKEN
-    assert token_of(family, answer(family)[:-1] + b"x", with_header=False) != TOKEN
-    assert token_of(family, request(family, TOKEN), with_header=False) != TOKEN
+    assert echo_token(family, answer(family), with_header=False) == TOKEN
+    assert echo_token(family, answer(family)[:-1] + b"x", with_header=False) != TOKEN
+    assert echo_token(family, echo_request(family, TOKEN), with_header=False) != TOKEN
 
 
 def test_a_raw_socket_delivers_the_header_of_the_packet_too() -> None:
     header = bytes([0x46, *range(23)])
-    assert token_of(4, header + answer(4), with_header=True) == TOKEN
-    assert token_of(6, answer(6), with_header=True) == TOKEN
+    assert echo_token(4, header + answer(4), with_header=True) == TOKEN
+    assert echo_token(6, answer(6), with_header=True) == TOKEN
 
 
 @given(st.binary(max_size=64), st.sampled_from([4, 6]), st.booleans())
 def test_garbage_is_no_answer(data: bytes, family: Family, with_header: bool) -> None:
-    assert token_of(family, data, with_header=with_header) != TOKEN
+    assert echo_token(family, data, with_header=with_header) != TOKEN
 
 
 def test_the_checksum_is_the_one_of_the_internet() -> None:
-    words = request(4, TOKEN)
+    words = echo_request(4, TOKEN)
     total = sum(int.from_bytes(words[place : place + 2]) for place in range(0, len(words), 2))
     assert total % 0xFFFF == 0

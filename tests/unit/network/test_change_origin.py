@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flanneld.network.change_origin import ChangeOrigins, process_at
+from flanneld.network.processes import ChangeOrigins, process_at
 
 
 def named_8(port: int) -> str:

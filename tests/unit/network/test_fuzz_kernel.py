@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flanneld.model import FAMILIES, Family
-from flanneld.network import route_lookup
+from flanneld.network import lookups
 from flanneld.network.firewall.iptables.xtables import TableDump
 from flanneld.network.firewall.nftables import netlink
 from flanneld.network.firewall.nftables.json import read_chains, read_listing, rule_json
@@ -43,10 +43,10 @@ DECODERS: tuple[Callable[[bytes, int, int], object], ...] = (
     rtnl.decode_blackhole,
     rtnl.decode_address,
     links.decode,
-    route_lookup.decode_default_route,
-    route_lookup.decode_lookup,
-    route_lookup.decode_host_route,
-    route_lookup.decode_local,
+    lookups.decode_default_route,
+    lookups.decode_lookup,
+    lookups.decode_host_route,
+    lookups.decode_local,
 )
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from flanneld.network.port_owner import find, owner_of
+from flanneld.network.processes import find_owner, owner_of
 
 ME = f"process {os.getpid()} ({Path('/proc/self/comm').read_text().strip()})"
 
@@ -42,18 +42,18 @@ def bound(address: str, *, v6_only: bool = False) -> Iterator[int]:
 )
 def test_process_with_the_port_is_named_with_pid_and_command(address: str, wanted: str | None) -> None:
     with bound(address) as port:
-        assert find(port, ip_address(wanted) if wanted else None, ["vxlan9"]) == ME
+        assert find_owner(port, ip_address(wanted) if wanted else None, ["vxlan9"]) == ME
 
 
 @pytest.mark.parametrize(("address", "wanted"), [("127.0.0.1", "127.0.0.2"), ("::1", "::2")])
 def test_process_with_the_port_at_another_address_is_not_named(address: str, wanted: str) -> None:
     with bound(address) as port:
-        assert find(port, ip_address(wanted)) == ""
+        assert find_owner(port, ip_address(wanted)) == ""
 
 
 def test_port_of_no_process_is_that_of_the_devices_or_unknown() -> None:
     with bound("127.0.0.1") as port:
         pass
-    assert find(port) == ""
-    assert find(port, devices=["vxlan9"]) == "the device vxlan9"
+    assert find_owner(port) == ""
+    assert find_owner(port, devices=["vxlan9"]) == "the device vxlan9"
     assert f"ss -anup sport = {port}" in owner_of(port)

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flanneld.model import Secret
-from flanneld.network.genetlink import wireguard
-from flanneld.network.genetlink.wireguard import SeenDevice, SeenPeer
+from flanneld.network import genetlink
+from flanneld.network.genetlink import SeenDevice, SeenPeer
 from flanneld.network.rtnetlink.netlink import MalformedNetlink, attribute
 from tests.unit.mutations import tampered_bytes
 
@@ -27,7 +27,7 @@ NETS = (ip_network("10.5.2.0/24"), ip_network("fd00:5:0:2::/64"))
 
 
 def decode(messages: Sequence[bytes]) -> SeenDevice:
-    return wireguard.decode((data, 0, len(data)) for data in messages)
+    return genetlink.decode((data, 0, len(data)) for data in messages)
 
 
 def test_what_a_real_kernel_sent_is_understood() -> None:
@@ -47,13 +47,13 @@ def test_what_a_real_kernel_sent_is_understood() -> None:
 
 
 def test_the_number_of_the_family_is_read() -> None:
-    assert wireguard.family_id(FAMILY, 0, len(FAMILY)) == 21
+    assert genetlink.family_id(FAMILY, 0, len(FAMILY)) == 21
 
 
 @given(tampered_bytes([FAMILY]))
 def test_no_tampered_answer_about_the_family_is_more_than_malformed(data: bytes) -> None:
     with suppress(MalformedNetlink):
-        assert 0 <= wireguard.family_id(data, 0, len(data)) < 1 << 16
+        assert 0 <= genetlink.family_id(data, 0, len(data)) < 1 << 16
 
 
 def test_a_device_without_a_key_has_none() -> None:
@@ -63,7 +63,7 @@ def test_a_device_without_a_key_has_none() -> None:
 
 def rest_of(public_key: bytes, subnet: str) -> bytes:
     """A message of a dump that goes on with a peer's allowed IPs."""
-    (body, _), *_ = wireguard.set_peers("flannel-wg", [wireguard.allow(public_key, [ip_network(subnet)])])
+    (body, _), *_ = genetlink.set_peers("flannel-wg", [genetlink.allow(public_key, [ip_network(subnet)])])
     return body
 
 
@@ -94,17 +94,17 @@ def test_no_tampered_dump_is_more_than_malformed(data: bytes) -> None:
         device = decode([data])
         assert all(len(peer.public_key) == 32 for peer in device.peers)
     with suppress(MalformedNetlink):
-        wireguard.family_id(data, 0, len(data))
+        genetlink.family_id(data, 0, len(data))
 
 
 @given(st.lists(st.integers(0, 3), max_size=40), st.integers(0, 300))
 def test_peers_are_split_into_messages_and_none_is_lost(sizes: list[int], more: int) -> None:
     """Each message is a list of whole peers that a reader finds again, and stays below 16 KiB."""
     peers = [
-        wireguard.allow(number.to_bytes(32), [ip_network((number << 8, 24))] * size)
+        genetlink.allow(number.to_bytes(32), [ip_network((number << 8, 24))] * size)
         for number, size in enumerate([*sizes, *[1] * more])
     ]
-    messages = list(wireguard.set_peers("flannel-wg", peers))
+    messages = list(genetlink.set_peers("flannel-wg", peers))
     assert sum(number for _, number in messages) == len(peers)
     assert all(len(body) < 16 * 1024 for body, _ in messages)
     assert len(messages) <= 1 + sum(map(len, peers)) // (11 * 1024), "no more messages than needed"

@@ -16,7 +16,7 @@ import kubernetes_validate
 import pytest
 
 from flanneld import config, options
-from flanneld.network.query.message import DEFAULT_PORT
+from flanneld.network.query import DEFAULT_PORT
 from tests.kubernetes_objects import (
     IMAGE,
     MANIFEST,

@@ -11,7 +11,7 @@ from flanneld import config
 from flanneld.backends.contract import Backend, Host
 from flanneld.config import Config
 from flanneld.model import IPAddress, LeaseAttrs, Uplink, network_around
-from flanneld.network.host_kernel import HostKernel
+from flanneld.network.host import HostKernel
 from flanneld.network.uplink_election import InterfaceChoice
 from flanneld.reconcile.local_node import UplinkManager
 from flanneld.state.resources import Route

@@ -15,7 +15,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from flanneld.model import Family, IPAddress, IPNetwork, network_around, single
-from flanneld.network.route_lookup import RTN_BROADCAST, RTN_LOCAL, LookupResult, SeenHostRoute
+from flanneld.network.lookups import RTN_BROADCAST, RTN_LOCAL, LookupResult, SeenHostRoute
 from flanneld.network.rtnetlink.domain import NOTHING, Domain
 from flanneld.network.rtnetlink.links import SeenLink
 from flanneld.network.rtnetlink.messages import RTN_UNICAST, SeenAddress, SeenRoute
@@ -267,7 +267,7 @@ class Kernel:
         route = self.route_to(gateway)
         return route.device if route is not None and route.gateway is None else None
 
-    # ---- questions of the daemon: flanneld.network.host_kernel -------------------------------------
+    # ---- questions of the daemon: flanneld.network.host -------------------------------------
 
     def link(self, name: str) -> SeenLink | None:
         make = self.devices.get(name)

@@ -21,7 +21,7 @@ from flanneld.backends.udp.client import READY, succeed
 from flanneld.backends.udp.proxy.plane import Offer, Plane, Wire, build, offers
 from flanneld.backends.udp.proxy.server import ProxyServer
 from flanneld.backends.udp.resources import UdpProxy
-from flanneld.network import tun
+from flanneld.network import interfaces
 
 #: Seconds to retry what the previous proxy still holds, and between two attempts.
 _PATIENCE, _PAUSE = 0.5, 0.001
@@ -53,7 +53,7 @@ def main() -> int:
         print(READY, flush=True)  # noqa: T201
     _close_output()
     if not server.serve():
-        tun.unmake(settings.tun)
+        interfaces.unmake(settings.tun)
     # Closing the connections tells a successor that all is released, so release all at once.
     os._exit(0)
 
@@ -74,7 +74,7 @@ def _take_over(settings: UdpProxy, candidates: list[Offer]) -> tuple[Plane, str]
     except OSError as failure:
         reason = failure.strerror
         if failure.errno == errno.EADDRINUSE:
-            from flanneld.network.port_owner import owner_of  # rarely needed
+            from flanneld.network.processes import owner_of  # rarely needed
 
             reason = f"in use by {owner_of(settings.port, settings.local)}, which has to be stopped"
         raise OSError(failure.errno, f"{settings.local}:{settings.port}, UDP: {reason}") from None

@@ -16,7 +16,7 @@ from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
 
 from flanneld.backends.udp.proxy.plane import Wire
-from flanneld.network import tun
+from flanneld.network import interfaces
 
 # linux/if_tun.h
 _CSUM, _TSO4, _TSO_ECN, _USO4, _USO6 = 0x01, 0x02, 0x08, 0x20, 0x40
@@ -147,11 +147,11 @@ def _attach(name: str, offloads: str) -> tuple[FileIO, str]:
     *levels, last = list(OFFLOADS)[list(OFFLOADS).index(offloads) :]
     for level in levels:
         try:
-            return FileIO(tun.attach(name, OFFLOADS[level]), "r+"), level
+            return FileIO(interfaces.attach(name, OFFLOADS[level]), "r+"), level
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-    return FileIO(tun.attach(name, OFFLOADS[last]), "r+"), last
+    return FileIO(interfaces.attach(name, OFFLOADS[last]), "r+"), last
 
 
 def _tune(descriptor: int) -> int:

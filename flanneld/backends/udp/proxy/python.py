@@ -16,7 +16,7 @@ from contextlib import suppress
 from ipaddress import IPv4Address, IPv4Network
 
 from flanneld.backends.udp.proxy.plane import Wire
-from flanneld.network import tun
+from flanneld.network import interfaces
 
 HEADER = 20
 _LONGEST_HEADER = 60
@@ -230,7 +230,7 @@ class PythonPlane:
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
         self._peers = PeerLookup(wire.port)
-        self._tun = tun.attach(wire.tun)
+        self._tun = interfaces.attach(wire.tun)
         tune(wire.socket)
         self._stop = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopping = False

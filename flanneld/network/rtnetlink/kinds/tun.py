@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from flanneld.network import tun
+from flanneld.network import interfaces
 from flanneld.network.rtnetlink.links import LinkCodec, SeenLink, number
 from flanneld.runtime.shell import Command, command
 from flanneld.state.resources import ForeignLink, Tun
@@ -29,7 +29,7 @@ class TunCodec(LinkCodec[Tun]):
         return super().parse(seen, data)
 
     def make(self, desired: Tun) -> bool:
-        tun.make(desired.name)
+        interfaces.make(desired.name)
         return True
 
     def carrier(self, link: Tun) -> str:

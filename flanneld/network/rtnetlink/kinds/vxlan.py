@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
-from flanneld.network import ethtool
+from flanneld.network import interfaces
 from flanneld.network.rtnetlink.links import Attribute, LinkCodec, SeenLink, link_info, number
 from flanneld.network.rtnetlink.messages import address_of
 from flanneld.runtime.shell import Command, command
@@ -72,13 +72,13 @@ class VxlanCodec(LinkCodec[Vxlan]):
         if not desired.cpu_checksums:
             return actual
         try:
-            return replace(actual, cpu_checksums=not ethtool.offloads_checksums(desired.name))
+            return replace(actual, cpu_checksums=not interfaces.offloads_checksums(desired.name))
         except OSError:  # the device has gone meanwhile, which the next read shows
             return actual
 
     def finish(self, desired: Vxlan) -> None:
         if desired.cpu_checksums:
-            ethtool.compute_checksums(desired.name)
+            interfaces.compute_checksums(desired.name)
 
     def mark(self, link: Vxlan) -> str:
         return link.mac

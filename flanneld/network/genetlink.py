@@ -1,11 +1,12 @@
-"""Codec of WireGuard's generic netlink messages (linux/wireguard.h): packs requests, parses dumps.
+"""WireGuard devices in this network namespace, read and written over generic netlink (linux/wireguard.h).
 
-It has no socket: ``flanneld.network.genetlink.devices`` sends and receives. Parsers raise
-``MalformedNetlink`` for bytes that no kernel sends, and never skip any.
+Parsers raise ``MalformedNetlink`` for bytes that no kernel sends, and never skip any.
 """
 
 from __future__ import annotations
 
+import errno
+import os
 import struct
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,9 +18,13 @@ from flanneld.model import IPAddress, IPNetwork, Secret
 from flanneld.network.rtnetlink.messages import AF, FAMILY, address_of, network_of
 from flanneld.network.rtnetlink.netlink import (
     NLA_TYPE_MASK,
+    NLM_F_REQUEST,
+    DumpInterrupted,
     MalformedNetlink,
+    NetlinkSocket,
     attribute,
     attributes,
+    message,
     text_of,
     unpack,
 )
@@ -309,3 +314,62 @@ def _endpoint(raw: bytes) -> Endpoint:
         raise MalformedNetlink
     values = _SOCKADDR[family].unpack(raw)
     return address_of(values[1] if family == 4 else values[2]), values[0]
+
+
+_NETLINK_GENERIC = 16
+# linux/genetlink.h: the controller, which maps names of families to their numbers.
+_CONTROLLER, _GET_FAMILY, _FAMILY_NAME = 16, 3, 2
+_DUMP_TRIES = 5
+
+
+class NoWireGuard(OSError):
+    """Error for a kernel without WireGuard."""
+
+
+class WireGuardDevices:
+    """Reader and writer of WireGuard devices. Used by one thread; any method may raise ``OSError``."""
+
+    def __init__(self) -> None:
+        self._socket = NetlinkSocket(protocol=_NETLINK_GENERIC)
+        try:
+            self._family = self._find_family()
+        except BaseException:
+            self._socket.close()
+            raise
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def read(self, name: str) -> SeenDevice | None:
+        """Return a device with its peers; None if it is missing or of another kind."""
+        for _ in range(_DUMP_TRIES):
+            try:
+                found = list(self._socket.dump(self._family, get_device(name)))
+            except DumpInterrupted:
+                continue
+            except OSError as failure:
+                if failure.errno in (errno.ENODEV, errno.EOPNOTSUPP):
+                    return None
+                raise
+            return decode(found)
+        raise DumpInterrupted(errno.EINTR, f"the peers of {name} keep changing")
+
+    def write(self, bodies: Sequence[bytes]) -> dict[int, int]:
+        """Send packed bodies. Return the errno of each refused body by its index."""
+        refused: dict[int, int] = {}
+        for failed in self._socket.write(
+            message(self._family, NLM_F_REQUEST, body, place) for place, body in enumerate(bodies)
+        ):
+            refused.update(failed)
+        return refused
+
+    def _find_family(self) -> int:
+        body = _HEADER.pack(_GET_FAMILY, 1, 0) + attribute(_FAMILY_NAME, b"wireguard\0")
+        try:
+            return family_id(*self._socket.ask(_CONTROLLER, body))
+        except OSError as failure:
+            if failure.errno == errno.ENOENT:
+                raise NoWireGuard(
+                    errno.EOPNOTSUPP, f"{os.strerror(errno.EOPNOTSUPP)}; load it: modprobe wireguard"
+                ) from None
+            raise

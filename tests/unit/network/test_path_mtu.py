@@ -16,7 +16,7 @@ from flanneld.config import parse
 from flanneld.ctl.path_mtu import PathToPeer, paths, peer_named, sample
 from flanneld.errors import FlannelError
 from flanneld.model import IPAddress, Uplink
-from flanneld.network.query.path_mtu import largest
+from flanneld.network.survey import largest
 from flanneld.state.resources import Address
 from tests.unit.ctl.documents import object_of
 

@@ -20,7 +20,7 @@ DEFAULT_PORT = 8470
 TOKEN_LENGTH = 16
 #: Bytes that every path carries in one piece with room for the whole answer, headers included.
 ORDINARY = 576
-#: IP header and UDP header.
+#: IP header, and UDP or ICMP header, in bytes.
 HEADERS: dict[Family, int] = {4: 28, 6: 48}
 _QUERY, _ANSWER = b"flannel?1", b"flannel!1"
 _QUERY_HEAD = struct.Struct(f"!9sBH{TOKEN_LENGTH}s")  # magic, flags, size of the answer's payload, token

@@ -2,6 +2,10 @@
 
 A thousand hosts take as long as one that is silent. Messages are sent in small batches and answers read in
 between, because a thousand answers at once overflow a socket's buffer.
+
+The messages are queries (``flanneld.network.query``), ICMP echo (RFC 792, RFC 4443 section 4), also to find
+the largest packet that a path carries, and messages to a port that a host may refuse: UDP by ICMP (RFC 792),
+TCP by RST.
 """
 
 from __future__ import annotations
@@ -9,17 +13,70 @@ from __future__ import annotations
 import errno
 import socket
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
+from itertools import islice
 from typing import Any, Protocol, TypeVar
 
 from msgspec import Struct, field
 
 from flanneld.model import FAMILIES, Family, IPAddress
-from flanneld.network.query import icmp_echo, message
-from flanneld.network.query.message import HEADERS, ORDINARY, TOKEN_LENGTH, Query
+from flanneld.network.query import HEADERS, ORDINARY, TOKEN_LENGTH, Query, decode_answer, token_of
 from flanneld.runtime import clock, waits
 from flanneld.runtime.randomness import random_bytes
+
+_REQUEST: dict[Family, int] = {4: 8, 6: 128}
+_REPLY: dict[Family, int] = {4: 0, 6: 129}
+_ECHO = struct.Struct("!BBHHH")  # type, code, checksum, identifier, sequence number
+
+
+def ping_socket(family: Family) -> socket.socket:
+    """Return a ping socket if net.ipv4.ping_group_range permits it, else a raw socket.
+
+    The kernel filters replies for a ping socket. A raw one receives all.
+    """
+    domain = socket.AF_INET if family == 4 else socket.AF_INET6
+    protocol = socket.IPPROTO_ICMP if family == 4 else socket.IPPROTO_ICMPV6
+    try:
+        return socket.socket(domain, socket.SOCK_DGRAM, protocol)
+    except OSError:
+        return socket.socket(domain, socket.SOCK_RAW, protocol)
+
+
+def echo_request(family: Family, token: bytes) -> bytes:
+    """Return an echo request with a token that identifies its reply (pure).
+
+    Over IPv6 the kernel fills in the checksum.
+    """
+    blank = _ECHO.pack(_REQUEST[family], 0, 0, 0, 0) + token
+    if family == 6:
+        return blank
+    return _ECHO.pack(_REQUEST[family], 0, _checksum(blank), 0, 0) + token
+
+
+def echo_token(family: Family, data: bytes, *, with_header: bool) -> bytes:
+    """Return the token of an echo reply, empty for any other message (pure).
+
+    A raw IPv4 socket also delivers the IP header.
+    """
+    if with_header and family == 4:
+        data = data[4 * (data[0] & 0xF) :] if data else b""
+    return data[_ECHO.size :] if data[:1] == bytes([_REPLY[family]]) else b""
+
+
+def requested_token(family: Family, data: bytes) -> bytes:
+    """Return the token of our own request in an ICMP error; empty for another message (pure)."""
+    return data[_ECHO.size :] if data[:1] == bytes([_REQUEST[family]]) else b""
+
+
+def _checksum(data: bytes) -> int:
+    """Compute the checksum of RFC 1071."""
+    data += bytes(len(data) % 2)
+    total: int = sum(struct.unpack(f"!{len(data) // 2}H", data))
+    while total >> 16:
+        total = (total & 0xFFFF) + (total >> 16)
+    return total ^ 0xFFFF
+
 
 _BATCH = 32
 #: Calls for one message: as many ICMP errors may arrive between two of them.
@@ -105,7 +162,7 @@ class EchoChannel:
     def __init__(self, family: Family, size: int = 0, hops: int = 0) -> None:
         self._family = family
         self._size = size
-        self._socket = icmp_echo.new_socket(family)
+        self._socket = ping_socket(family)
         self._socket.setblocking(False)
         self._socket.setsockopt(*_RECVERR[family], 1)
         self._socket.setsockopt(*_WHOLE[family])
@@ -117,16 +174,16 @@ class EchoChannel:
 
     def send(self, target: IPAddress | Echo, token: bytes) -> None:
         echo = target if isinstance(target, Echo) else Echo(target, self._size)
-        padding = bytes(max(0, echo.size - icmp_echo.HEADERS[self._family] - TOKEN_LENGTH))
-        self._socket.sendto(icmp_echo.request(self._family, token + padding), (str(echo.target), 0))
+        padding = bytes(max(0, echo.size - HEADERS[self._family] - TOKEN_LENGTH))
+        self._socket.sendto(echo_request(self._family, token + padding), (str(echo.target), 0))
 
     def receive(self) -> Iterator[tuple[bytes, Mapping[str, Any], int]]:
         is_raw = self._socket.type == socket.SOCK_RAW
         for code, data in _errors(self._socket, self._family):
-            yield icmp_echo.request_token(self._family, data)[:TOKEN_LENGTH], {}, code
+            yield requested_token(self._family, data)[:TOKEN_LENGTH], {}, code
         with suppress(OSError):  # nothing is left, or an ICMP error, which comes with the next call
             while True:
-                token = icmp_echo.token_of(self._family, self._socket.recv(_LONGEST), with_header=is_raw)
+                token = echo_token(self._family, self._socket.recv(_LONGEST), with_header=is_raw)
                 yield token[:TOKEN_LENGTH], {}, 0
 
     def close(self) -> None:
@@ -170,10 +227,10 @@ class QueryChannel:
 
     def receive(self) -> Iterator[tuple[bytes, Mapping[str, Any], int]]:
         for code, data in _errors(self._socket, self._family):
-            yield message.token_of(data), {}, code
+            yield token_of(data), {}, code
         with suppress(OSError):  # nothing is left, or an ICMP error, which comes with the next call
             while True:
-                said = message.decode_answer(self._socket.recv(_LONGEST))
+                said = decode_answer(self._socket.recv(_LONGEST))
                 if said:
                     yield *said, 0
 
@@ -291,3 +348,103 @@ def _send(channel: Channel[Target], target: Target, token: bytes) -> int:
 def ask(channel: Channel[IPAddress], target: IPAddress, within: float) -> Reply:
     """Ask one host once."""
     return survey(channel, [target], within, 1)[target]
+
+
+#: tcpmux, at which nothing listens: a host that drops ICMP still refuses it, and so shows that it is reached.
+_CLOSED = 1
+#: Sockets at once; a process may have 1,024 descriptors.
+_MOST = 500
+
+
+def reached(targets: Iterable[IPAddress], within: float) -> set[IPAddress]:
+    """Return the hosts that refuse TCP: packets get there and back. Of many the first 500 are asked."""
+    return refused(((each, _CLOSED) for each in islice(targets, _MOST)), within, socket.SOCK_STREAM)
+
+
+def refused(
+    targets: Iterable[tuple[IPAddress, int]], within: float, kind: int = socket.SOCK_DGRAM
+) -> set[IPAddress]:
+    """Send an empty datagram or SYN to each target; return the hosts that refuse it ``within`` seconds.
+
+    An open port gives no answer, and neither does a filter that drops: only a refusal tells something.
+    """
+    found: set[IPAddress] = set()
+    waiting: dict[int, tuple[IPAddress, socket.socket]] = {}
+    with ExitStack() as stack:
+        for address, port in targets:
+            family = socket.AF_INET if address.version == 4 else socket.AF_INET6
+            asker = stack.enter_context(socket.socket(family, kind | socket.SOCK_NONBLOCK))
+            try:
+                asker.connect((str(address), port))
+                asker.send(b"")
+            except BlockingIOError:  # TCP goes on connecting
+                pass
+            except ConnectionRefusedError:
+                found.add(address)
+                continue
+            except OSError:
+                continue
+            waiting[asker.fileno()] = (address, asker)
+        began = clock.now()
+        while waiting and (left := began + within - clock.now()) > 0:
+            for fd in waits.some_readable(waiting, left):
+                address, asker = waiting.pop(fd)
+                try:
+                    asker.recv(1)
+                except ConnectionRefusedError:
+                    found.add(address)
+                except OSError:
+                    continue
+    return found
+
+
+#: What every host takes in one piece (RFC 791, RFC 8200).
+SMALLEST: dict[Family, int] = {4: 576, 6: 1280}
+#: Packets of one size that may be lost before the size counts as too large.
+_TRIES = 2
+#: Seconds until a packet counts as lost: where a search is asked for, and where it is a look in passing.
+_WITHIN, _BRIEFLY = 1.0, 0.3
+
+
+def largest(low: int, high: int, is_carried: Callable[[int], bool]) -> int | None:
+    """Return the largest size from ``low`` to ``high`` that is carried, None if not even ``low`` is (pure).
+
+    What is as it should be takes one question.
+    """
+    if is_carried(high):
+        return high
+    if high <= low or not is_carried(low):
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if is_carried(middle) else (low, middle)
+    return low
+
+
+def glance_at_mtu(questions: Sequence[tuple[IPAddress, int]]) -> list[int | None]:
+    """Return for each target the wanted size if the path carries that, else a size that it carries.
+
+    None stands for no answer at all. Every packet is sent at most twice. Raises ``OSError``.
+    """
+    pairs = [
+        (Echo(target, min(SMALLEST[target.version], required)), Echo(target, required))
+        for target, required in questions
+    ]
+    asked = {each for pair in pairs for each in pair}
+    answered = _answered(asked, _BRIEFLY)
+    # A busy node may take long; only what seems to be lost is waited for.
+    answered |= _answered(asked - answered, _WITHIN)
+    return [next((each.size for each in (full, least) if each in answered), None) for least, full in pairs]
+
+
+def _answered(asked: Collection[Echo], within: float, tries: int = 1) -> set[Echo]:
+    return {question for question, reply in echoes(asked, within, tries).items() if reply.rtt is not None}
+
+
+def path_mtu(target: IPAddress, required: int) -> int | None:
+    """Return the path MTU to a host, at most ``required``; None if it does not answer. Raises ``OSError``."""
+
+    def is_carried(size: int) -> bool:
+        return bool(_answered([Echo(target, size)], _WITHIN, _TRIES))
+
+    return largest(min(SMALLEST[target.version], required), required, is_carried)

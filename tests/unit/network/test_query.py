@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flanneld.network.query.message import TOKEN_LENGTH, Query, answer, decode, decode_answer, token_of
+from flanneld.network.query import TOKEN_LENGTH, Query, answer, decode, decode_answer, token_of
 
 TOKEN = bytes(range(TOKEN_LENGTH))
 FACTS = {"version": "1.0", "mtu": 1450}

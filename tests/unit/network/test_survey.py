@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from ipaddress import IPv4Address
 
-from flanneld.network.query import message
-from flanneld.network.query.survey import QueryChannel, ask, queries
+from flanneld.network.query import answer, decode
+from flanneld.network.survey import QueryChannel, ask, queries
 
 SOON = 5.0
 MANY = [IPv4Address("127.0.1.0") + number for number in range(1000)]
@@ -27,14 +27,14 @@ def node(*, ignored: int = 0) -> Iterator[int]:
             left = ignored
             while True:
                 data, notes, _, source = sock.recvmsg(65535, 64)
-                query = message.decode(data)
+                query = decode(data)
                 if query is None:
                     return
                 left -= 1
                 if left < 0:
                     info = notes[0][2]
                     note = (socket.IPPROTO_IP, 8, bytes(4) + info[8:12] + bytes(4))
-                    sock.sendmsg([message.answer(query, {"version": "1"})], [note], 0, source)
+                    sock.sendmsg([answer(query, {"version": "1"})], [note], 0, source)
 
         thread = threading.Thread(target=serve)
         thread.start()

@@ -1,1 +1,0 @@
-"""Queries between nodes: the messages, and a survey of many nodes at once."""
