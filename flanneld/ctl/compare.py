@@ -21,7 +21,7 @@ from flanneld.network.rtnetlink.domain import Domain
 from flanneld.network.rtnetlink.kernel import Kernel
 from flanneld.network.rtnetlink.links import SeenLink, is_flannels
 from flanneld.network.rtnetlink.messages import RTN_UNICAST
-from flanneld.network.rtnetlink.route_order import Behind
+from flanneld.network.rtnetlink.routes import Behind
 from flanneld.network.rtnetlink.tables import tables
 from flanneld.reconcile.counters import kind_of
 from flanneld.state.resources import (

@@ -70,7 +70,7 @@ def _associations() -> Mapping[str, ConnectionSas]:
     from flanneld.backends.ipsec import charon
     from flanneld.backends.ipsec.resources import by_connection, connection_of
     from flanneld.errors import Retryable
-    from flanneld.network.xfrm.associations import Associations
+    from flanneld.network.xfrm.table import Associations
 
     kernel = Associations()
     try:

@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from flanneld.model import Family, IPAddress, IPNetwork
 from flanneld.network.rtnetlink import messages as rtnl
-from flanneld.network.rtnetlink.route_protocols import ON_OUR_DEVICES
+from flanneld.network.rtnetlink.routes import ON_OUR_DEVICES
 from flanneld.state.resources import PROTO_BOOT, PROTO_FLANNEL, Blackhole, Route
 
 #: Prefix of the device names of all flannels.

@@ -13,7 +13,7 @@ from flanneld.network.rtnetlink import messages as rtnl
 from flanneld.network.rtnetlink.domain import NOTHING, Domain
 from flanneld.network.rtnetlink.messages import CreateMode
 from flanneld.network.rtnetlink.monitor import Monitor
-from flanneld.network.rtnetlink.route_protocols import ON_OUR_DEVICES, protocol_for
+from flanneld.network.rtnetlink.routes import ON_OUR_DEVICES, protocol_for
 from flanneld.state.resources import PROTO_FLANNEL, Resource
 
 #: Writes per call from which on the tables are read back, instead of processing the notifications.

@@ -25,7 +25,7 @@ from flanneld.state.resources import ForeignLink, Link
 
 L = TypeVar("L", bound=Link)
 
-#: Kinds with a codec in the module of the same name in ``kinds``, imported at first use.
+#: Kinds with a codec in ``kinds``, imported at first use.
 _BUILT_IN = frozenset({"dummy", "ipip", "tun", "vxlan", "wireguard"})
 IFF_UP = 0x1
 _IFINFOMSG = struct.Struct("=BxHiII")
@@ -152,7 +152,8 @@ def register(codec: LinkCodec[Any]) -> None:
 def codec_of(kind: str) -> LinkCodec[Any] | None:
     """Return the codec of a kind of device, None for a kind that no backend creates."""
     if kind not in _codecs and kind in _BUILT_IN:
-        register(import_module(f"flanneld.network.rtnetlink.kinds.{kind}").CODEC)
+        for codec in import_module("flanneld.network.rtnetlink.kinds").CODECS:
+            _codecs.setdefault(codec.resource.make, codec)
     return _codecs.get(kind)
 
 

@@ -6,7 +6,7 @@ from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
 
 import pytest
 
-from flanneld.network.rtnetlink.route_order import Behind, in_order
+from flanneld.network.rtnetlink.routes import Behind, in_order
 from flanneld.state.resources import Key, Resource, RivalRoute, Route
 from flanneld.state.table import Claim, Seen
 

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from flanneld.network.rtnetlink.domain import Domain
 from flanneld.network.rtnetlink.messages import SeenRoute
-from flanneld.network.rtnetlink.route_protocols import SPREAD, protocol_for
+from flanneld.network.rtnetlink.routes import SPREAD, protocol_for
 from flanneld.state.resources import PROTO_BOOT, PROTO_FLANNEL, Blackhole, Route
 
 OURS = {"flannel.1", "flannel-v6.1", "flannel-wg"}

@@ -1,4 +1,7 @@
-"""VXLAN devices (linux/if_link.h, IFLA_VXLAN_*)."""
+"""Codecs of the kinds of devices that backends create.
+
+Source: linux/if_link.h (IFLA_VXLAN_*, IFLA_TUN_*) and linux/if_tunnel.h (IFLA_IPTUN_*).
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,95 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
+from flanneld.model import IPAddress
 from flanneld.network import interfaces
 from flanneld.network.rtnetlink.links import Attribute, LinkCodec, SeenLink, link_info, number
 from flanneld.network.rtnetlink.messages import address_of
 from flanneld.runtime.shell import Command, command
-from flanneld.state.resources import ForeignLink, Link, Vxlan
+from flanneld.state.resources import Dummy, ForeignLink, Ipip, Link, Tun, Vxlan, WireGuard
+
+
+class DummyCodec(LinkCodec[Dummy]):
+    """Codec of dummy devices. They drop all packets, so routes lead there that must not lead elsewhere."""
+
+    resource = Dummy
+    names = re.compile(r"flannel-ipsec")
+
+    def carrier(self, link: Dummy) -> str:
+        del link
+        return "ESP (IP protocol 50), and UDP ports 500 and 4500"
+
+
+_IPIP_LOCAL, _IPIP_REMOTE = 2, 3
+
+
+class IpipCodec(LinkCodec[Ipip]):
+    """Codec of IPIP tunnels. The address 0.0.0.0 means any host."""
+
+    resource = Ipip
+    names = re.compile(r"flannel\.ipip")
+    spares_others = True
+
+    def parse(self, seen: SeenLink, data: dict[int, bytes]) -> Ipip:
+        local, remote = (_end(data.get(each)) for each in (_IPIP_LOCAL, _IPIP_REMOTE))
+        return Ipip(name=seen.name, local=local, mtu=seen.mtu, remote=remote, up=seen.up)
+
+    def data(self, desired: Ipip) -> Iterator[Attribute]:
+        """Yield the tunnel's attributes. Path MTU discovery is turned off: it would forbid fragmentation."""
+        if desired.local is not None:
+            yield "IFLA_IPIP_LOCAL", str(desired.local)
+        if desired.remote is not None:
+            yield "IFLA_IPIP_REMOTE", str(desired.remote)
+        yield from (("IFLA_IPIP_TTL", 0), ("IFLA_IPIP_TOS", 0), ("IFLA_IPIP_PMTUDISC", 0))
+
+    def ends(self, link: Ipip) -> tuple[object, ...]:
+        return (link.local, link.remote)
+
+    def carrier(self, link: Ipip) -> str:
+        del link
+        return "IP protocol 4"
+
+    def make_commands(self, desired: Ipip, parent: str) -> Iterator[Command]:
+        ends = ("local", desired.local or "any", "remote", desired.remote or "any")
+        for plain in super().make_commands(desired, parent):
+            yield command(*plain, *ends, "ttl", "inherit", "nopmtudisc")
+
+
+def _end(raw: bytes | None) -> IPAddress | None:
+    return address_of(raw) if raw and any(raw) else None
+
+
+_TYPE, _PERSIST, _IFF_TUN = 3, 6, 1
+
+
+class TunCodec(LinkCodec[Tun]):
+    """Codec of persistent TUN devices. Those of Go flannel belong to its process."""
+
+    resource = Tun
+    names = re.compile(r"flannel[0-9]+")
+    is_made_otherwise = True
+
+    def parse(self, seen: SeenLink, data: dict[int, bytes]) -> Tun | ForeignLink:
+        """Return the device. Before Linux 4.20 the kernel sends no details: any TUN device counts as ours."""
+        if data and number(data.get(_TYPE)) != _IFF_TUN:
+            return ForeignLink(seen.name, "a tap device of kind tun", Tun.make)
+        if data and not number(data.get(_PERSIST)):
+            return ForeignLink(seen.name, "another process's device of kind tun", Tun.make)
+        return super().parse(seen, data)
+
+    def make(self, desired: Tun) -> bool:
+        interfaces.make(desired.name)
+        return True
+
+    def carrier(self, link: Tun) -> str:
+        del link
+        return "the UDP port of Backend.Port (8285)"
+
+    def make_commands(self, desired: Tun, parent: str) -> Iterator[Command]:
+        del parent
+        yield ("ip", "tuntap", "add", "dev", desired.name, "mode", "tun")
+        yield command("ip", "link", "set", desired.name, "mtu", desired.mtu)
+
 
 _ID, _GROUP, _LINK, _LOCAL, _LEARNING, _L2MISS, _PORT = 1, 2, 3, 4, 7, 13, 15
 _GROUP6, _LOCAL6, _GBP, _EXTERNAL, _GPE = 16, 17, 23, 25, 27
@@ -125,4 +212,15 @@ def _learning(desired: Vxlan) -> str:
     return "learning" if desired.learning else "nolearning"
 
 
-CODEC = VxlanCodec()
+class WireGuardCodec(LinkCodec[WireGuard]):
+    """Codec of WireGuard devices. Keys, port and peers are read and set over generic netlink."""
+
+    resource = WireGuard
+    names = re.compile(r"flannel-wg(-v6)?")
+
+    def carrier(self, link: WireGuard) -> str:
+        v6 = link.name.endswith("-v6")
+        return f"the UDP port of Backend.{'ListenPortV6 (51821)' if v6 else 'ListenPort (51820)'}"
+
+
+CODECS = (DummyCodec(), IpipCodec(), TunCodec(), VxlanCodec(), WireGuardCodec())
