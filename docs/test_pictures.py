@@ -10,7 +10,7 @@ from xml.etree.ElementTree import Element
 import pytest
 from msgspec.structs import replace
 
-from flanneld.network.firewall.iptables.text import rule_text
+from flanneld.network.firewall.iptables_text import rule_text
 from flanneld.network.firewall.rules import Nets, Purpose, desired_rules
 
 DOCS = Path(__file__).parent

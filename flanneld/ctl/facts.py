@@ -25,11 +25,10 @@ from flanneld.ctl.lookups import Lost
 from flanneld.ctl.path_mtu import PathToPeer, sample
 from flanneld.ctl.source import DataSource, Unknown, ranges_of
 from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork
-from flanneld.network import ethtool, host_settings, port_owner
+from flanneld.network import host_settings, interfaces, processes, survey
 from flanneld.network.firewall import forward_drops
 from flanneld.network.firewall.forward_drops import accepting, dropping, in_the_way
 from flanneld.network.host_settings import WrongSetting as HostFinding
-from flanneld.network.query import path_mtu, port_refusal, survey
 from flanneld.network.resource_json import parse_address
 from flanneld.network.rtnetlink import devices, links
 from flanneld.network.rtnetlink.kernel import Kernel
@@ -264,7 +263,7 @@ def _refusing(document: Mapping[str, Any], paths: Collection[PathToPeer]) -> Ite
         for node in map(parse_address, peer["public_ips"])
         if node.version == each.family
     ]
-    yield from map(str, port_refusal.refused(dict.fromkeys(asked), _BRIEFLY))
+    yield from map(str, survey.refused(dict.fromkeys(asked), _BRIEFLY))
 
 
 def _passing(document: Mapping[str, Any], paths: Collection[PathToPeer]) -> Iterator[tuple[str, int]]:
@@ -276,7 +275,7 @@ def _passing(document: Mapping[str, Any], paths: Collection[PathToPeer]) -> Iter
         for path in paths
         if path.carried is None and (path.name == "tunnel" or (path.peer, path.target.version) not in tunnels)
     }
-    yield from map(ends.__getitem__, port_refusal.reached(ends, _BRIEFLY))
+    yield from map(ends.__getitem__, survey.reached(ends, _BRIEFLY))
     asked = {
         lookups.container_of(net): (peer["subnets"][0], net.version)
         for peer in (document.get("peers", ()) if silent else ())
@@ -339,14 +338,14 @@ def _offload(ours: list[SeenLink]) -> Iterator[tuple[str, bool]]:
     """Yield our devices with their checksum offload."""
     for link in ours:
         with suppress(OSError):
-            yield link.name, ethtool.offloads_checksums(link.name)
+            yield link.name, interfaces.offloads_checksums(link.name)
 
 
 def _paths(document: Mapping[str, Any]) -> Iterator[PathToPeer]:
     """Yield the paths to a few peers; none if this process may not send ICMP."""
     if "uplink" in document and "mtu" in document:
         with suppress(OSError):
-            yield from sample(document, path_mtu.glance)
+            yield from sample(document, survey.glance_at_mtu)
 
 
 def _port_owners(document: Mapping[str, Any], present: Sequence[SeenLink]) -> Iterator[tuple[str, str]]:
@@ -354,7 +353,7 @@ def _port_owners(document: Mapping[str, Any], present: Sequence[SeenLink]) -> It
     up = {link.name for link in present if link.up}
     for link in compare.values(document.get("local")):
         if isinstance(link, Vxlan) and link.name not in up:
-            owner = port_owner.find(link.port, devices=links.at_port_of(link, present))
+            owner = processes.find_owner(link.port, devices=links.at_port_of(link, present))
             if owner:
                 yield link.name, owner
 

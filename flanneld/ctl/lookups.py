@@ -15,8 +15,8 @@ from msgspec.structs import replace
 from flanneld.ctl.compare import NOWHERE, RouteTaken, follows, values, wanted_route
 from flanneld.ctl.source import ranges_of
 from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork, family_of
-from flanneld.network.firewall.verdicts.packet import Packet
-from flanneld.network.firewall.verdicts.ruleset import Opening
+from flanneld.network.firewall.fate import Packet
+from flanneld.network.firewall.foreign import Opening
 from flanneld.network.host import HostView
 from flanneld.network.lookups import RTN_LOCAL, PolicyRule
 from flanneld.network.resource_json import parse_address, parse_network

@@ -26,7 +26,7 @@ from flanneld.network.rtnetlink import devices
 from flanneld.network.rtnetlink.domain import Domain
 from flanneld.network.rtnetlink.kernel import Kernel
 from flanneld.network.rtnetlink.links import SeenLink, is_flannels
-from flanneld.network.xfrm import table
+from flanneld.network.xfrm import table as xfrm
 from flanneld.network.xfrm.policy import XfrmPolicy
 from flanneld.reconcile.firewall import pairs, retire
 from flanneld.reconcile.last_run import LastRun, stale
@@ -269,13 +269,13 @@ def _is_of(previous: Previous, route: Resource) -> bool:
 def _policies_of(previous: Previous, *, everything: bool) -> Iterator[_Step]:
     """Yield the ipsec backend's XFRM policies, guards last: until then nothing leaves unencrypted."""
     networks = [IPv4Network("0.0.0.0/0")] if everything else previous.networks
-    for table in table.stale_tables(networks):
+    for table in xfrm.stale_tables(networks):
         found = [seen.resource for seen in table.read(Scope({})) if seen.claim is not Claim.FOREIGN]
         for policy in sorted(found, key=lambda each: isinstance(each, XfrmPolicy) and each.is_guard):
             yield str(policy), partial(_withdrawn, table, policy)
 
 
-def _withdrawn(table: table.XfrmPolicyTable, policy: Resource) -> bool:
+def _withdrawn(table: xfrm.XfrmPolicyTable, policy: Resource) -> bool:
     return not table.drop([policy]).failed
 
 

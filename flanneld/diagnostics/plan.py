@@ -24,8 +24,7 @@ from flanneld.network import iproute2_commands
 from flanneld.network.host_settings import KernelForwardingTable
 from flanneld.network.rtnetlink import links
 from flanneld.network.rtnetlink.domain import Domain
-from flanneld.network.rtnetlink.route_order import Behind
-from flanneld.network.rtnetlink.route_protocols import MANY
+from flanneld.network.rtnetlink.routes import MANY, Behind
 from flanneld.network.rtnetlink.tables import KERNEL_TABLES
 from flanneld.options import Options
 from flanneld.reconcile.controller import Controller

@@ -22,7 +22,7 @@ from flanneld.compat.glog import OneTimeWarnings
 from flanneld.diagnostics import conditions
 from flanneld.diagnostics.components import Components
 from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork, Lease, family_of
-from flanneld.network.query import message
+from flanneld.network.query import answer, decode
 from flanneld.runtime import clock
 from flanneld.state.resources import Address, Resource, Vxlan
 
@@ -195,12 +195,12 @@ class Responder:
             raise
         except OSError:  # an ICMP error for an earlier answer
             return
-        query = message.decode(data)
+        query = decode(data)
         if query is None or not self._admits(place, host) or not self._budget.take(now):
             return
         with suppress(OSError):  # the asker went away, or its packet was larger than our device takes
             sock.setsockopt(socket.SOL_SOCKET, _SO_NO_CHECK, int(query.unsummed))
-            sock.sendto(message.answer(query, about(self._components, (host, port))), (host, port))
+            sock.sendto(answer(query, about(self._components, (host, port))), (host, port))
 
     def _admits(self, place: Place, host: str) -> bool:
         controller = self._components.reconciler

@@ -18,14 +18,13 @@ from msgspec.structs import replace
 from flanneld.config import Config
 from flanneld.errors import Fatal, Retryable
 from flanneld.model import FAMILIES, Family, IPNetwork, LeaseKey
-from flanneld.network.firewall import detect
-from flanneld.network.firewall.command import IptablesRunner
-from flanneld.network.firewall.detect import FlavourOption
-from flanneld.network.firewall.driver import Driver, Unavailable, carry_out
+from flanneld.network.firewall import placing
+from flanneld.network.firewall.driver import Driver, IptablesRunner, Unavailable, carry_out
 from flanneld.network.firewall.edits import RuleOwnership, claim
 from flanneld.network.firewall.forward_drops import dropping, in_the_way
+from flanneld.network.firewall.iptables import PythonIptables
+from flanneld.network.firewall.placing import PLACES, FlavourOption, RulePlace, described, driver, stale_rules
 from flanneld.network.firewall.rules import Nets, Purpose, Style, desired_rules
-from flanneld.network.firewall.rules_sweep import PLACES, RulePlace, described, driver, stale_rules
 from flanneld.network.firewall.tables import RuleSet, RulesTable
 from flanneld.options import Options
 from flanneld.reconcile.reconciler import Reconciler, desired_by_table
@@ -72,7 +71,7 @@ def firewall_settings(
             random=not options.ip_masq_fully_random_disable,
         ),
         style="v0.12" if options.iptables_rules == "v0.12" else "own-chains",
-        flavour=cast("FlavourOption", options.iptables_flavour),
+        flavour=cast(FlavourOption, options.iptables_flavour),
         native=config.enable_nftables,
         resync=options.iptables_resync,
     )
@@ -96,7 +95,9 @@ def place_rules(settings: FirewallSettings, stop: threading.Event) -> PlacedRule
     place: RulePlace = "native"
     reason = "requested by EnableNFTables in the network config"
     if not settings.native:
-        place, reason = detect.choose(settings.flavour, detect.look([nets.family for nets in settings.nets]))
+        place, reason = placing.choose(
+            settings.flavour, placing.look([nets.family for nets in settings.nets])
+        )
     style: Style = "native" if settings.native else settings.style
     used = [
         RulesTable(
@@ -126,8 +127,6 @@ def place_rules(settings: FirewallSettings, stop: threading.Event) -> PlacedRule
 
 def _driver(place: RulePlace, family: Family, commands: IptablesRunner, stop: threading.Event) -> Driver:
     if place == "legacy" and family == 4:
-        from flanneld.network.firewall.iptables.legacy import PythonIptables  # not on most hosts
-
         try:
             return PythonIptables(commands, stop)
         except Unavailable as reason:

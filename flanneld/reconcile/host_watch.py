@@ -15,9 +15,9 @@ from flanneld.backends.contract import encrypts
 from flanneld.compat.glog import OneTimeWarnings, V, counted
 from flanneld.errors import Fatal, cause_of
 from flanneld.model import IPAddress, IPNetwork, single
-from flanneld.network.change_origin import ChangeOrigins
-from flanneld.network.host_kernel import HostKernel
+from flanneld.network.host import HostKernel
 from flanneld.network.obstacles import Obstacles
+from flanneld.network.processes import ChangeOrigins
 from flanneld.network.rtnetlink.domain import Domain
 from flanneld.network.rtnetlink.links import described, is_not_ours_to_remove
 from flanneld.network.rtnetlink.monitor import (

@@ -25,7 +25,7 @@ from flanneld.compat.glog import OneTimeWarnings
 from flanneld.config import Config
 from flanneld.errors import Fatal
 from flanneld.model import IPAddress, IPNetwork, Lease, LeaseAttrs, Uplink, is_same_node
-from flanneld.network.host_kernel import HostKernel, HostMonitor
+from flanneld.network.host import HostKernel, HostMonitor
 from flanneld.network.rtnetlink.messages import RTN_UNICAST
 from flanneld.network.uplink_election import InterfaceChoice, elect, keep
 from flanneld.network.uplink_facts import route_to, survey
@@ -215,7 +215,7 @@ class UplinkManager:
         )
 
     def _tun_for(self, network: IPNetwork) -> str:
-        from flanneld.network.tun_choice import tun_for  # for the backend udp only
+        from flanneld.network.uplink_facts import tun_for  # for the backend udp only
 
         return tun_for(self._kernel, (network, *self._former))
 

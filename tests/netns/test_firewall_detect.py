@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flanneld.network.firewall.detect import IptablesFacts, choose, look
+from flanneld.network.firewall.placing import IptablesFacts, choose, look
 from tests.lab.daemon import ROOT
 from tests.netns.firewall_host import WAYS, Host, host
 
@@ -79,7 +79,7 @@ NOBODY = (
     "setpriv --reuid=nobody --regid=nogroup --clear-groups"
     " --inh-caps=-all,+net_admin --ambient-caps=-all,+net_admin"
 )
-LOOK = "from flanneld.network.firewall.detect import *; print(choose('auto', look((4, 6)))[0])"
+LOOK = "from flanneld.network.firewall.placing import *; print(choose('auto', look((4, 6)))[0])"
 
 
 @pytest.fixture

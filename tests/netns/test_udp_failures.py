@@ -14,7 +14,7 @@ import pytest
 from msgspec.structs import replace
 
 from flanneld.backends.udp.client import ProxyClient
-from flanneld.network import tun
+from flanneld.network import interfaces
 from tests.lab import Lab, Node, wait_for
 from tests.netns.pair import connect
 from tests.netns.test_capabilities import NOBODY
@@ -218,6 +218,6 @@ def test_a_pump_whose_device_got_another_name_is_replaced(nodes: list[Node]) -> 
 def test_a_device_that_another_daemon_makes_at_the_same_time_is_left_to_it(lab: Lab) -> None:
     (node,) = lab.add_nodes()
     with node.namespace.entered():
-        tun.make(TUN)
+        interfaces.make(TUN)
         with pytest.raises(OSError, check=lambda failure: failure.errno == errno.EBUSY):
-            tun.make(TUN)
+            interfaces.make(TUN)

@@ -16,9 +16,9 @@ from flanneld.ctl.findings import Advice, Finding, Fix, Severity, check
 from flanneld.ctl.lookups import TO_CONTAINERS, Flow, Lost, flows, reached_peers, some
 from flanneld.ctl.source import ranges_of
 from flanneld.model import FAMILIES, Family, IPNetwork
-from flanneld.network.firewall.verdicts import ruleset
-from flanneld.network.firewall.verdicts.packet import DROP, Fate
-from flanneld.network.firewall.verdicts.ruleset import BaseChain, Opening
+from flanneld.network.firewall import foreign
+from flanneld.network.firewall.fate import DROP, Fate
+from flanneld.network.firewall.foreign import BaseChain, Opening
 from flanneld.network.host_settings import Topic
 from flanneld.runtime.shell import Command, command
 from flanneld.state.resources import Route
@@ -44,7 +44,7 @@ def read_drops(document: Mapping[str, Any], container_devices: Mapping[Family, s
     """Return what this host's packet filters drop, as far as they can be read."""
     versions = {network.version for network, _ in ranges_of(document)}
     bases = [
-        base for family in FAMILIES if _concerns(family, versions, document) for base in ruleset.read(family)
+        base for family in FAMILIES if _concerns(family, versions, document) for base in foreign.read(family)
     ]
     if not bases:
         return []
@@ -101,7 +101,7 @@ def _described(base: BaseChain, flow: Flow, decided: Fate) -> Drop:
     return Drop(
         str(base),
         flow.name,
-        ruleset.text_of(base, decided),
+        foreign.text_of(base, decided),
         base.accept(*flow.openings),
         base.table == "inet firewalld",
     )

@@ -14,9 +14,9 @@ from msgspec import Struct
 from flanneld.ctl.findings import Advice, Finding, Fix, Severity, check
 from flanneld.ctl.source import ranges_of
 from flanneld.errors import Retryable
-from flanneld.network.firewall.command import IptablesRunner
+from flanneld.network.firewall.driver import IptablesRunner
 from flanneld.network.firewall.edits import RuleOwnership
-from flanneld.network.firewall.rules_sweep import PLACES, commands_of, described, stale_rules
+from flanneld.network.firewall.placing import PLACES, commands_of, described, stale_rules
 from flanneld.network.rtnetlink.links import is_flannels
 from flanneld.runtime.shell import Command
 

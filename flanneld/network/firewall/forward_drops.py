@@ -15,9 +15,10 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from flanneld.model import Family, IPNetwork
-from flanneld.network.firewall.iptables import xtables
-from flanneld.network.firewall.iptables.restore import program
-from flanneld.network.firewall.nftables.netlink import Netfilter
+from flanneld.network.firewall import xtables
+from flanneld.network.firewall.iptables import program
+from flanneld.network.firewall.netlink import Netfilter
+from flanneld.network.firewall.placing import RulePlace
 from flanneld.network.firewall.rules import (
     ACCEPT,
     DROP,
@@ -30,7 +31,6 @@ from flanneld.network.firewall.rules import (
     Match,
     Rule,
 )
-from flanneld.network.firewall.rules_sweep import RulePlace
 from flanneld.runtime.shell import Command, command
 
 _FIREWALLD = "inet firewalld"

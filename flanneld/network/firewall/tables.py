@@ -11,14 +11,13 @@ from msgspec.structs import replace
 
 from flanneld.errors import Retryable
 from flanneld.model import Family
-from flanneld.network.firewall.command import IptablesRunner
-from flanneld.network.firewall.driver import Driver, Rejected, Unavailable, carry_out
+from flanneld.network.firewall.driver import Driver, IptablesRunner, Rejected, Unavailable, carry_out
 from flanneld.network.firewall.edits import Edit, edits_for, lost
 from flanneld.network.firewall.edits import RuleOwnership as RulesClaim
-from flanneld.network.firewall.iptables.text import rule_text
-from flanneld.network.firewall.nftables.netlink import Removal, Removals
+from flanneld.network.firewall.iptables_text import rule_text
+from flanneld.network.firewall.netlink import Removal, Removals
+from flanneld.network.firewall.placing import RulePlace, described, driver, may_hold
 from flanneld.network.firewall.rules import IPTABLES_CHAINS, NATIVE_TABLE, Chain, Rule, Rules
-from flanneld.network.firewall.rules_sweep import RulePlace, described, driver, may_hold
 from flanneld.state.resources import Key, Kind, Resource
 from flanneld.state.table import Changes, Claim, Put, Report, Scope, Seen
 

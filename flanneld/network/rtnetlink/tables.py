@@ -16,7 +16,6 @@ from flanneld.network.rtnetlink import messages as rtnl
 from flanneld.network.rtnetlink.kernel import Kernel
 from flanneld.network.rtnetlink.messages import CreateMode
 from flanneld.network.rtnetlink.routes import MANY, ON_OUR_DEVICES, Behind, in_order, is_connected
-from flanneld.state.report import Failure, Report
 from flanneld.state.resources import (
     ADDRESSES,
     FDB,
@@ -34,7 +33,7 @@ from flanneld.state.resources import (
     RivalRoute,
     Route,
 )
-from flanneld.state.table import Claim, Put, Scope, Seen, Table
+from flanneld.state.table import Claim, Failure, Put, Report, Scope, Seen, Table
 
 log = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from ipaddress import IPv4Network
 from typing import ClassVar
 
-from flanneld.network.firewall.command import IptablesRunner
+from flanneld.network.firewall.driver import IptablesRunner
 from flanneld.network.firewall.edits import claim
+from flanneld.network.firewall.placing import RulePlace, driver
 from flanneld.network.firewall.rules import Nets, Purpose, Style, desired_rules
-from flanneld.network.firewall.rules_sweep import RulePlace, driver
 from flanneld.network.firewall.tables import RulesTable
 from flanneld.state.table import Put, Scope, Table
 from tests.lab.namespace import Namespace

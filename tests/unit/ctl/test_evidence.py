@@ -13,8 +13,8 @@ from flanneld.ctl.checks.encryption import sessions_of, with_associations
 from flanneld.ctl.checks.packets import dropped
 from flanneld.ctl.lookups import Question, _before, chosen_of, questions
 from flanneld.ctl.path_mtu import sample
-from flanneld.network.firewall.verdicts.packet import DROP, Step, Test
-from flanneld.network.firewall.verdicts.ruleset import BaseChain
+from flanneld.network.firewall.fate import DROP, Step, Test
+from flanneld.network.firewall.foreign import BaseChain
 from flanneld.network.genetlink import SeenDevice, SeenPeer
 from flanneld.network.lookups import PolicyRule
 from flanneld.state.resources import Address, Ipip, Route, Tun, Vxlan

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from flanneld.model import FAMILIES, Family
 from flanneld.network import lookups
-from flanneld.network.firewall.iptables.xtables import TableDump
-from flanneld.network.firewall.nftables import netlink
-from flanneld.network.firewall.nftables.json import read_chains, read_listing, rule_json
+from flanneld.network.firewall import netlink
+from flanneld.network.firewall.nft_json import read_chains, read_listing, rule_json
 from flanneld.network.firewall.rules import Purpose, desired_rules
+from flanneld.network.firewall.xtables import TableDump
 from flanneld.network.rtnetlink import links, monitor
 from flanneld.network.rtnetlink import messages as rtnl
 from flanneld.network.rtnetlink.netlink import MalformedNetlink, attribute, message, messages

@@ -12,7 +12,7 @@ import pytest
 
 from flanneld import options
 from flanneld.network import host_settings
-from flanneld.network.query.message import DEFAULT_PORT
+from flanneld.network.query import DEFAULT_PORT
 
 SYSTEMD = Path(__file__).parents[3] / "dist/systemd"
 UNITS = Path("/usr/lib/systemd/system")

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from flanneld.network.firewall.nftables import netlink
-from flanneld.network.firewall.nftables.netlink import Removal, Removals
+from flanneld.network.firewall import netlink
+from flanneld.network.firewall.netlink import Removal, Removals
 from flanneld.network.rtnetlink.netlink import NetlinkSocket, attribute, message
 
 # linux/netfilter/nfnetlink.h and nf_tables.h

@@ -6,7 +6,7 @@ from ipaddress import ip_address
 
 from flanneld.backends.wireguard import table
 from flanneld.backends.wireguard.table import SilenceDetector
-from flanneld.network.genetlink.wireguard import Endpoint, SeenDevice, SeenPeer
+from flanneld.network.genetlink import Endpoint, SeenDevice, SeenPeer
 
 NOW = 1e9
 ENDPOINT: Endpoint = (ip_address("192.0.2.6"), 51820)

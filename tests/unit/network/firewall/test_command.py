@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flanneld.network.firewall.command import IptablesFailed, IptablesRunner
-from flanneld.network.firewall.driver import Unavailable
+from flanneld.network.firewall.driver import IptablesFailed, IptablesRunner, Unavailable
 from flanneld.runtime.command import CommandHung
 from tests.lab import wait_for
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from flanneld.network.firewall.detect import IptablesFacts, choose
 from flanneld.network.firewall.driver import Unavailable
-from flanneld.network.firewall.iptables.restore import Flavour
+from flanneld.network.firewall.iptables import Flavour
+from flanneld.network.firewall.placing import IptablesFacts, choose
 
 UNSEEN = "flavour of the host's iptables; only root can read the legacy tables"
 BOTH: frozenset[Flavour] = frozenset({"nft", "legacy"})

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from flanneld.network.firewall.edits import Edit, RuleOwnership, claim, edits_for, lost
-from flanneld.network.firewall.iptables.text import restore_text
+from flanneld.network.firewall.iptables_text import restore_text
 from flanneld.network.firewall.rules import (
     ACCEPT,
     FLANNEL_FWD,

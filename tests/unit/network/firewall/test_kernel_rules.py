@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flanneld.model import FAMILIES
-from flanneld.network.firewall.nftables.kernel_rules import read_rule
+from flanneld.network.firewall.kernel_rules import read_rule
 from flanneld.network.firewall.rules import DROP, Rule
 from flanneld.network.rtnetlink.netlink import attribute
 

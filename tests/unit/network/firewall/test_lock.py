@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flanneld.errors import Retryable
-from flanneld.network.firewall.iptables.legacy import xtables_lock
+from flanneld.network.firewall.iptables import xtables_lock
 
 
 def test_a_lock_that_cannot_be_opened_is_named_with_remedies_for_root_and_others(

@@ -8,7 +8,7 @@ import pytest
 
 from flanneld.model import FAMILIES, Family
 from flanneld.network.firewall.edits import Edit
-from flanneld.network.firewall.nftables.json import (
+from flanneld.network.firewall.nft_json import (
     ListedRule,
     NftablesListing,
     commands,

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flanneld.model import IPAddress
-from flanneld.network.firewall.iptables.text import read_rules, read_table, rule_text
-from flanneld.network.firewall.nftables.json import ListedRule, read_rule, read_steps, rule_json
+from flanneld.network.firewall.fate import Packet, Step
+from flanneld.network.firewall.iptables_text import read_rules, read_table, rule_text
+from flanneld.network.firewall.nft_json import ListedRule, read_rule, read_steps, rule_json
 from flanneld.network.firewall.rules import ACCEPT, ALL_BITS, MASQUERADE, RETURN, Match, Rule
-from flanneld.network.firewall.verdicts.packet import Packet, Step
 
 NETWORKS = st.builds(
     lambda address, length: IPv4Network((address, length), strict=False),

@@ -10,10 +10,10 @@ from typing import get_args
 import pytest
 
 from flanneld.model import FAMILIES, Family
+from flanneld.network.firewall import nft_json
 from flanneld.network.firewall.edits import RuleOwnership, edits_for
-from flanneld.network.firewall.iptables.text import restore_text
-from flanneld.network.firewall.nftables import json as nft_json
-from flanneld.network.firewall.nftables.json import NftablesListing
+from flanneld.network.firewall.iptables_text import restore_text
+from flanneld.network.firewall.nft_json import NftablesListing
 from flanneld.network.firewall.rules import (
     ALL_BITS,
     IPTABLES_CHAINS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 
-from flanneld.network.firewall.command import IptablesRunner
+from flanneld.network.firewall.driver import IptablesRunner
 from flanneld.network.firewall.edits import Edit, RuleOwnership
 from flanneld.network.firewall.rules import Purpose, Rules, desired_rules
 from flanneld.network.firewall.tables import RuleSet, RulesTable

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flanneld.model import FAMILIES, Family
-from flanneld.network.firewall.iptables.text import read_rules, rule_text
+from flanneld.network.firewall.iptables_text import read_rules, rule_text
 from flanneld.network.firewall.rules import ALL_BITS, JUMPS, Match, Purpose, Rule, Style, desired_rules
 from tests.unit.network.firewall.test_rules import NETS
 

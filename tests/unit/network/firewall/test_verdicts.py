@@ -10,9 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from flanneld.model import Family
-from flanneld.network.firewall.iptables.text import read_table
-from flanneld.network.firewall.nftables.json import read_chains
-from flanneld.network.firewall.verdicts.packet import (
+from flanneld.network.firewall.fate import (
     ACCEPT,
     DROP,
     GOTO,
@@ -25,7 +23,9 @@ from flanneld.network.firewall.verdicts.packet import (
     Test,
     fate,
 )
-from flanneld.network.firewall.verdicts.ruleset import BaseChain, Opening
+from flanneld.network.firewall.foreign import BaseChain, Opening
+from flanneld.network.firewall.iptables_text import read_table
+from flanneld.network.firewall.nft_json import read_chains
 
 PACKET = Packet("eth0", "", ip_address("192.0.2.2"), ip_address("192.0.2.1"), "udp", 8472)
 INNER = Packet("cni0", "flannel.1", ip_address("10.5.1.2"), ip_address("10.5.2.2"))

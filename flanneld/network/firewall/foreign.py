@@ -10,15 +10,15 @@ from msgspec import Struct
 
 from flanneld.errors import FlannelError
 from flanneld.model import Family, IPNetwork
-from flanneld.network.firewall.command import IptablesRunner
-from flanneld.network.firewall.iptables import xtables
-from flanneld.network.firewall.iptables.restore import Flavour, program
-from flanneld.network.firewall.iptables.text import read_table
-from flanneld.network.firewall.nftables.json import read_chains
-from flanneld.network.firewall.nftables.netlink import Hooked, Netfilter
+from flanneld.network.firewall import xtables
+from flanneld.network.firewall.driver import IptablesRunner
+from flanneld.network.firewall.fate import DROP, Chains, Fate, Packet, fate
+from flanneld.network.firewall.iptables import Flavour, program
+from flanneld.network.firewall.iptables_text import read_table
+from flanneld.network.firewall.netlink import Hooked, Netfilter
+from flanneld.network.firewall.nft_json import read_chains
+from flanneld.network.firewall.placing import RulePlace
 from flanneld.network.firewall.rules import NATIVE_TABLE, NFT_FAMILY
-from flanneld.network.firewall.rules_sweep import RulePlace
-from flanneld.network.firewall.verdicts.packet import DROP, Chains, Fate, Packet, fate
 from flanneld.runtime.shell import Command, command
 
 #: Tables of iptables in which rules drop packets; in nat none do.

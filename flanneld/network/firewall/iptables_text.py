@@ -9,10 +9,10 @@ from itertools import takewhile
 
 from msgspec.structs import replace
 
+from flanneld.network.firewall import fate
 from flanneld.network.firewall.edits import Edit
+from flanneld.network.firewall.fate import UNKNOWN, Chains, Step, Test, protocol_name
 from flanneld.network.firewall.rules import ACCEPT, ALL_BITS, DROP, MASQUERADE, REJECT, RETURN, Match, Rule
-from flanneld.network.firewall.verdicts import packet
-from flanneld.network.firewall.verdicts.packet import UNKNOWN, Chains, Step, Test, protocol_name
 
 #: Options that are parsed: the property of a packet that each is about.
 _FIELDS = {
@@ -40,11 +40,11 @@ _EXTENSIONS = frozenset(
 )
 #: Targets that end the walk through a table, and those that let packets pass on.
 _VERDICTS = {
-    ACCEPT: packet.ACCEPT,
-    MASQUERADE: packet.ACCEPT,
-    DROP: packet.DROP,
-    REJECT: packet.DROP,
-    RETURN: packet.RETURN,
+    ACCEPT: fate.ACCEPT,
+    MASQUERADE: fate.ACCEPT,
+    DROP: fate.DROP,
+    REJECT: fate.DROP,
+    RETURN: fate.RETURN,
 }
 _PASSES_ON = frozenset(
     {"LOG", "NFLOG", "ULOG", "TRACE", "AUDIT", "MARK", "CONNMARK", "HMARK", "SECMARK", "CONNSECMARK"}
@@ -140,7 +140,7 @@ def _read_step(line: str, rule: str) -> Step:
                 case _:
                     tests.append(UNKNOWN)
     except ValueError:
-        return Step(line, (UNKNOWN,), packet.ACCEPT)  # it may end the walk
+        return Step(line, (UNKNOWN,), fate.ACCEPT)  # it may end the walk
     return replace(step, tests=tuple(tests), rest=" ".join(rest))
 
 
@@ -164,7 +164,7 @@ def _is_value(word: str) -> bool:
 def _act(flag: str, target: str) -> str:
     if target in _PASSES_ON:
         return ""
-    return _VERDICTS.get(target) or (packet.GOTO if flag == "-g" else packet.JUMP)
+    return _VERDICTS.get(target) or (fate.GOTO if flag == "-g" else fate.JUMP)
 
 
 def _test(field: str, value: str, *, negated: bool) -> Test:

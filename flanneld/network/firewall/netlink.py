@@ -149,7 +149,7 @@ class Netfilter:
         The table is named as in nft(8).
         """
         # Rarely needed, so imported on demand.
-        from flanneld.network.firewall.nftables.kernel_rules import read_rule
+        from flanneld.network.firewall.kernel_rules import read_rule
 
         kind, _, name = table.partition(" ")
         protocol = next(number for number, word in _TABLE_FAMILY.items() if word == kind)

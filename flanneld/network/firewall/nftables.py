@@ -8,10 +8,10 @@ from typing import Any
 
 from flanneld.errors import install_command
 from flanneld.model import Family
+from flanneld.network.firewall import nft_json
 from flanneld.network.firewall.driver import Rejected, Unavailable
 from flanneld.network.firewall.edits import Edit
-from flanneld.network.firewall.nftables import json as nft_json
-from flanneld.network.firewall.nftables.json import JsonCommand, NftablesListing
+from flanneld.network.firewall.nft_json import JsonCommand, NftablesListing
 from flanneld.network.firewall.rules import NATIVE_TABLE, Rules
 
 _LIBRARY = "libnftables.so.1"

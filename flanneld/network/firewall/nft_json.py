@@ -10,7 +10,9 @@ from typing import Any
 from msgspec import Struct, ValidationError, convert
 
 from flanneld.model import Family, IPNetwork
+from flanneld.network.firewall import fate
 from flanneld.network.firewall.edits import Edit
+from flanneld.network.firewall.fate import UNKNOWN, Chains, Step, Test, protocol_name
 from flanneld.network.firewall.rules import (
     ACCEPT,
     ALL_BITS,
@@ -25,8 +27,6 @@ from flanneld.network.firewall.rules import (
     Rule,
     Rules,
 )
-from flanneld.network.firewall.verdicts import packet
-from flanneld.network.firewall.verdicts.packet import UNKNOWN, Chains, Step, Test, protocol_name
 
 JsonCommand = dict[str, Any]
 
@@ -44,13 +44,13 @@ _HEADS = frozenset({"metainfo", "table"})
 _OURS = frozenset({"match", "counter", "accept", "return", "masquerade"})
 _IDLE = frozenset({"counter", "log", "comment", "mangle", "notrack", "ct helper", "flow", "set", "limit_log"})
 _ACTS = {
-    "accept": packet.ACCEPT,
-    "masquerade": packet.ACCEPT,
-    "drop": packet.DROP,
-    "reject": packet.DROP,
-    "return": packet.RETURN,
-    "jump": packet.JUMP,
-    "goto": packet.GOTO,
+    "accept": fate.ACCEPT,
+    "masquerade": fate.ACCEPT,
+    "drop": fate.DROP,
+    "reject": fate.DROP,
+    "return": fate.RETURN,
+    "jump": fate.JUMP,
+    "goto": fate.GOTO,
     "continue": "",
 }
 #: Expressions, in the words of nft(8), and the property of a packet that each is.
@@ -231,7 +231,7 @@ def _step(rule: ListedRule, tests: list[Test], verdict: Mapping[str, Any], rest:
     if given and not random:
         rest = [*rest, *given]
     target = _VERDICTS.get(name) or str(given.get("target", ""))
-    act = _ACTS.get(name, packet.ACCEPT)
+    act = _ACTS.get(name, fate.ACCEPT)
     return Step(str(rule.handle), tuple(tests), act, target, rule.comment, random, " ".join(rest))
 
 
