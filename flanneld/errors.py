@@ -10,6 +10,8 @@ from contextlib import contextmanager
 #: Remedy for leases of nodes that seem to be gone. No advice deletes a lease: a silent node may still run.
 LEASES_END = "a lease that no node renews ends by itself"
 
+_LONGEST = 200
+
 
 class FlannelError(Exception):
     """Base class of all exceptions that flanneld raises on purpose.
@@ -67,6 +69,20 @@ class Refused(FlannelError):
 def cause_of(error: Exception) -> str:
     """Return the text of an error without Python's prefix ``[Errno 24]``."""
     return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
+
+
+def printable(text: str) -> str:
+    """Return a text of others, escaped where it does not print: line ends, marks of direction."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def shown(text: str) -> str:
+    """Return a text of others as people see it: ``printable``, and cut after 200 characters.
+
+    What is stored, compared or passed on stays as it is.
+    """
+    rest = len(text) - _LONGEST
+    return f"{printable(text[:_LONGEST])}... and {rest} more" if rest > 0 else printable(text)
 
 
 def install_command(extra: str, debian: str = "") -> str:

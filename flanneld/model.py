@@ -9,6 +9,8 @@ from typing import Any, Literal
 from msgspec import Struct, field
 from msgspec.structs import force_setattr
 
+from flanneld.errors import shown
+
 Family = Literal[4, 6]
 IPAddress = IPv4Address | IPv6Address
 IPNetwork = IPv4Network | IPv6Network
@@ -95,7 +97,7 @@ class LeaseAttrs(Struct, frozen=True, gc=False):
 
         ips = [str(ip) for ip in (self.public_ip, self.public_ipv6) if ip] or ["no public IP"]
         told = [json.dumps(data)[:200] for data in (self.backend_data, self.backend_v6_data) if data]
-        return ", ".join([*ips, f"backend {self.backend_type or 'unnamed'}", *told])
+        return ", ".join([*ips, f"backend {shown(self.backend_type) or 'unnamed'}", *told])
 
 
 def is_same_node(theirs: LeaseAttrs, ours: LeaseAttrs) -> bool:

@@ -20,7 +20,7 @@ from flanneld.backends import registry
 from flanneld.backends.contract import NO_SERVICES, Backend, Factory, HostServices, claims_of
 from flanneld.compat.glog import OneTimeWarnings
 from flanneld.config import Config
-from flanneld.errors import NoAnswer, Retryable, prefixed
+from flanneld.errors import NoAnswer, Retryable, prefixed, shown
 from flanneld.model import Family, IPAddress, Lease, LeaseAttrs, LeaseKey, Uplink, overlap, single
 from flanneld.network import ipsec_traces
 from flanneld.network.rtnetlink.kernel import Kernel
@@ -122,7 +122,7 @@ def load(
     previous, last_run = subnet_file.read(path), LastRun(path, is_dry_run=is_dry_run)
     reach: Reach = _ask_once if is_dry_run else partial(_ask_or_try, manager, previous, last_run)
     config = waiting.ask("the network config", partial(reach, manager.network_config))
-    log.info("Found network config - Backend type: %s", config.backend_type)
+    log.info("Found network config - Backend type: %s", shown(config.backend_type))
     for warning in config.warnings:
         log.warning("%s", warning)
     make_backend = registry.factory_for(config)

@@ -15,7 +15,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from flanneld.config import Config
-from flanneld.errors import Refused, Retryable
+from flanneld.errors import Refused, Retryable, shown
 from flanneld.model import Family, IPAddress, IPNetwork, Lease, LeaseAttrs, Uplink, is_a_hosts
 from flanneld.state.resources import Resource
 from flanneld.state.table import Table
@@ -302,18 +302,25 @@ def announced(attrs: LeaseAttrs, backend_type: str) -> LeaseAttrs | None:
     return None
 
 
+#: Characters of the longest name of a backend that is believed.
+_LONGEST_TYPE = 64
+
 # ---- checks of a peer's lease --------------------------------------------------------------------
 
 
 def require_type(lease: Lease, backend_type: str) -> Lease:
     """Return the lease with the attributes for this type, also if it is announced as a second type.
 
-    Raises ``OtherBackend`` for a node that announces only other types.
+    Raises ``OtherBackend`` for a node that announces only other types, and ``Refused`` for a type that no
+    backend has: it tells nothing, so what is known of the node stays.
     """
     attrs = announced(lease.attrs, backend_type)
     if attrs is None:
+        other = lease.attrs.backend_type
+        if len(other) > _LONGEST_TYPE or not other.isprintable():
+            raise Refused(f"{lease} has a backend type that is none: {shown(other)}", "restart its node")
         raise OtherBackend(
-            f"{lease} is a {lease.attrs.backend_type or 'nameless'} node, we run {backend_type}",
+            f"{lease} is a {other or 'nameless'} node, we run {backend_type}",
             "run one Backend.Type on all nodes",
         )
     return lease if attrs is lease.attrs else replace(lease, attrs=attrs)

@@ -7,7 +7,7 @@ from importlib import import_module
 from flanneld.backends.contract import Factory
 from flanneld.compat.flags import quoted
 from flanneld.config import Config
-from flanneld.errors import Fatal
+from flanneld.errors import Fatal, shown
 
 #: Group of entry points in other packages.
 GROUP = "flanneld.backends"
@@ -52,7 +52,7 @@ def load(name: str) -> Factory:
     entry = offered.get(name.lower())
     if entry is None:
         raise Fatal(
-            f"unknown backend type {quoted(name)}",
+            f"unknown backend type {quoted(shown(name))}",
             f"set Backend.Type in the network config to one of: {', '.join(sorted({*_OWN, *offered}))}",
         )
     offer: Factory = entry.load()

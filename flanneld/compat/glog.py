@@ -25,7 +25,7 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 
 from flanneld.compat.flags import quoted
-from flanneld.errors import Fatal
+from flanneld.errors import Fatal, printable
 from flanneld.runtime.logs import LogWriter
 
 #: Libraries with noisy logs. etcd.client logs failures that it also raises; urllib3 logs a traceback for each
@@ -33,10 +33,6 @@ from flanneld.runtime.logs import LogWriter
 _QUIET = {"etcd.client": logging.CRITICAL, "pyroute2": logging.WARNING, "urllib3": logging.ERROR}
 _LETTERS = {logging.WARNING: "W", logging.ERROR: "E", logging.CRITICAL: "F"}
 _PRIORITIES = ((logging.CRITICAL, 2), (logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6))
-#: Control characters and Unicode's line ends, which would let foreign text forge a line.
-_ESCAPES = {
-    code: repr(chr(code))[1:-1] for code in (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029) if code != 0x09
-}
 
 #: A pattern for the base name of source files without extension, and their verbosity.
 _Module = tuple[str, int]
@@ -157,9 +153,7 @@ class _Formatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         lines = [record.getMessage(), *(line for text in self.below(record) for line in text.splitlines())]
         between = f"\n{self.priority(record)}    "
-        return (
-            self.priority(record) + _head(record) + between.join(line.translate(_ESCAPES) for line in lines)
-        )
+        return self.priority(record) + _head(record) + between.join(map(_safe, lines))
 
     def below(self, record: logging.LogRecord) -> list[str]:
         """Return the tracebacks and stacks that belong to a record."""
@@ -181,6 +175,11 @@ class _JsonFormatter(_Formatter):
     def format(self, record: logging.LogRecord) -> str:
         verbosity = max(0, logging.INFO - record.levelno)
         return self.priority(record) + line_of(record, self.below(record), verbosity)
+
+
+def _safe(line: str) -> str:
+    """Return a line that foreign text cannot break or turn round. A tab stays."""
+    return "\t".join(map(printable, line.split("\t")))
 
 
 def _priority(level: int) -> int:

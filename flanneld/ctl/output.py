@@ -9,6 +9,7 @@ from typing import TextIO, TypeVar
 
 from msgspec import Struct
 
+from flanneld.errors import printable
 from flanneld.runtime import waits
 
 #: Colours of words, for rich.
@@ -35,18 +36,13 @@ def table_lines(table: TextTable) -> Iterator[str]:
     """Yield a table's lines: columns two spaces apart, without trailing spaces."""
     if table.title:
         yield table.title
-    rows = [[clean(cell) for cell in row] for row in table.rows]
+    rows = [[printable(cell) for cell in row] for row in table.rows]
     if table.columns:
         rows.insert(0, [column.upper() for column in table.columns])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)] if rows else []
     for row in rows:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
         yield "  ".join(cells).rstrip()
-
-
-def clean(text: str) -> str:
-    """Escape control characters: text from other nodes must not affect the terminal."""
-    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
 def _show_rich(tables: Sequence[TextTable], out: TextIO) -> bool:
@@ -64,7 +60,7 @@ def _show_rich(tables: Sequence[TextTable], out: TextIO) -> bool:
         for column in table.columns or [""] * len(table.rows[0] if table.rows else ()):
             drawn.add_column(column.upper(), overflow="fold")
         for row in table.rows:
-            drawn.add_row(*(Text(clean(cell), style=_COLOURS.get(cell, "")) for cell in row))
+            drawn.add_row(*(Text(printable(cell), style=_COLOURS.get(cell, "")) for cell in row))
         console.print(drawn)
     return True
 

@@ -34,6 +34,7 @@ from flanneld.diagnostics.status import (
     StoreStatus,
     UplinkStatus,
 )
+from flanneld.errors import shown
 from flanneld.model import FAMILIES, Lease, Uplink, name_of
 from flanneld.network import resource_json
 from flanneld.reconcile.counters import kind_of, wall
@@ -209,7 +210,7 @@ def _session(session: Session) -> SessionStatus:
 def states(view: View, pending: Mapping[Key, Failure]) -> Iterator[tuple[str, str]]:
     """Yield backend and state of each peer."""
     for each in view.leases:
-        yield each.attrs.backend_type, _state(each, view, pending)
+        yield shown(each.attrs.backend_type), _state(each, view, pending)
 
 
 def _peer(peer: Lease, view: View, pending: Mapping[Key, Failure]) -> PeerStatus:
@@ -221,7 +222,7 @@ def _peer(peer: Lease, view: View, pending: Mapping[Key, Failure]) -> PeerStatus
         macs=_macs(peer),
         vnis=_vnis(peer),
         expires=_end(peer),
-        backend=peer.attrs.backend_type,
+        backend=shown(peer.attrs.backend_type),
         state=_state(peer, view, pending),
         reason=refusal.text if refusal else refused,
         code=refusal.code if refusal else "",

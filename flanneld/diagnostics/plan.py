@@ -18,7 +18,7 @@ from msgspec import Struct
 
 from flanneld import startup
 from flanneld.config import Config
-from flanneld.errors import Cancelled, Retryable
+from flanneld.errors import Cancelled, Retryable, printable
 from flanneld.model import Cached, Event, Lease, LeaseAttrs, LeaseKey, Snapshot, Uplink, overlap
 from flanneld.network import iproute2_commands
 from flanneld.network.host_settings import KernelForwardingTable
@@ -265,7 +265,7 @@ def print_plan(wanted: Options, manager: Store, say: Callable[[str], None]) -> N
     """
     outcome = dry_run(wanted, manager)
     for line in lines(wanted, outcome):
-        say(_harmless(line) if line.startswith("#") else line)
+        say(printable(line) if line.startswith("#") else line)  # a shell may run the plan
 
 
 def lines(wanted: Options, outcome: Outcome) -> Iterator[str]:
@@ -275,11 +275,6 @@ def lines(wanted: Options, outcome: Outcome) -> Iterator[str]:
     yield from _host(wanted, outcome)
     yield from kernel_lines(outcome, local=False)
     yield from _rules(wanted, outcome)
-
-
-def _harmless(comment: str) -> str:
-    """Return a comment without control characters: the plan may be run by a shell."""
-    return "".join(each if each.isprintable() else "?" for each in comment)
 
 
 def _lease(outcome: Outcome) -> Iterator[str]:

@@ -9,6 +9,7 @@ from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
 
+from flanneld.errors import printable
 from flanneld.model import IPAddress
 
 _PROC = Path("/proc")
@@ -121,7 +122,7 @@ def _command(where: Path, name: str) -> str:
     """Return a tool's command line in back quotes, cut and printable; its name if there is none."""
     with (where / "cmdline").open("rb") as file:
         words = file.read(4 * _MAX_COMMAND).decode(errors="replace").split("\0")
-    text = "".join(char if char.isprintable() else "?" for char in " ".join(words).strip())
+    text = printable(" ".join(words).strip())
     return f"`{text if len(text) <= _MAX_COMMAND else f'{text[: _MAX_COMMAND - 3]}...'}`" if text else name
 
 

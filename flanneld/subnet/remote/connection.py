@@ -13,7 +13,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from flanneld.errors import NoAnswer, Retryable, cause_of
+from flanneld.errors import NoAnswer, Retryable, cause_of, printable
 from flanneld.runtime.sockets.host_addresses import HostAddresses
 from flanneld.runtime.sockets.interruptible import InterruptibleSocket, PacedReader, TooSlow, Unreachable
 from flanneld.subnet.remote.token import JoinToken, fingerprint_of
@@ -248,5 +248,6 @@ def _reason(error: Exception) -> str:
 def refused(answer: RemoteAnswer) -> Retryable:
     """Return the error for an answer other than 200."""
     text = " ".join(answer.body[:300].decode(errors="replace").split())
-    shown = "".join(char if char.isprintable() else "?" for char in text)
-    return Retryable(f"flannel server {answer.server} refuses: {shown} (HTTP {answer.status})", "see its log")
+    return Retryable(
+        f"flannel server {answer.server} refuses: {printable(text)} (HTTP {answer.status})", "see its log"
+    )

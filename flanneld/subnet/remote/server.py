@@ -16,7 +16,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from typing import Any, TypeVar
 
-from flanneld.errors import Fatal, cause_of
+from flanneld.errors import Fatal, cause_of, printable
 from flanneld.runtime import clock, waits
 from flanneld.runtime.sockets.host_addresses import address_of
 from flanneld.runtime.sockets.interruptible import TCP_OPTIONS
@@ -426,5 +426,4 @@ def _passed(environ: Mapping[str, str]) -> int:
 
 
 def _failed(text: str, problem: str, remedy: str) -> Fatal:
-    shown = text if text.isprintable() else repr(text)
-    return Fatal(f"Error listening on {shown}: {problem}", remedy)
+    return Fatal(f"Error listening on {printable(text)}: {problem}", remedy)

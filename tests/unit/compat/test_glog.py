@@ -163,8 +163,8 @@ def test_an_exception_is_told_below_its_line(capsys: Stderr) -> None:
 
 def test_one_record_is_one_line_whatever_is_in_it(capsys: Stderr) -> None:
     glog.setup()
-    log.warning("peer said %s", "a\nb\r\x1b[2J\x00\u2028c\td")
-    assert messages(capsys) == ["peer said a\\nb\\r\\x1b[2J\\x00\\u2028c\td"]
+    log.warning("peer said %s", "a\nb\r\x1b[2J\x00\u2028c\td\u202ee\ufeff\U000e0041")
+    assert messages(capsys) == ["peer said a\\nb\\r\\x1b[2J\\x00\\u2028c\td\\u202ee\\ufeff\\U000e0041"]
 
 
 def test_a_second_setup_replaces_the_first(capsys: Stderr) -> None:

@@ -14,10 +14,9 @@ import pytest
 
 from flanneld.diagnostics.components import Components
 from flanneld.diagnostics.describe import describe
-from flanneld.diagnostics.plan import _harmless
 from flanneld.diagnostics.status import encoded, known
 from flanneld.diagnostics.status_socket import StatusSocket
-from flanneld.errors import Retryable
+from flanneld.errors import Retryable, printable
 from flanneld.options import read
 from flanneld.reconcile.counted_manager import counted
 from flanneld.runtime.logs import Events
@@ -98,5 +97,5 @@ def test_a_fifo_in_the_place_of_the_saved_nodes_holds_nobody_up(
 
 def test_what_a_plan_says_of_others_cannot_become_a_command() -> None:
     name = "peer of a plug-in\nrm -rf /\r\x1b[2J"
-    assert _harmless(f"# new: {name}") == "# new: peer of a plug-in?rm -rf /??[2J"
-    assert _harmless(f"# new: {IPv4Network('10.5.2.0/24')}") == "# new: 10.5.2.0/24"
+    assert printable(f"# new: {name}") == "# new: peer of a plug-in\\nrm -rf /\\r\\x1b[2J"
+    assert printable(f"# new: {IPv4Network('10.5.2.0/24')}") == "# new: 10.5.2.0/24"

@@ -75,7 +75,7 @@ def test_the_process_that_holds_the_socket_is_named(tmp_path: Path) -> None:
     [
         ("ip", "ip route flush root 10.5.0.0/16", "`ip route flush root 10.5.0.0/16` (pid 812)"),
         ("ip", f"ip route del {'x' * 5000}", f"`ip route del {'x' * 64}...` (pid 812)"),
-        ("ip", "ip \x1b[2J\nE1123", "`ip ?[2J?E1123` (pid 812)"),
+        ("ip", "ip \x1b[2J\nE1123", "`ip \\x1b[2J\\nE1123` (pid 812)"),
         ("ip", "", "ip (pid 812)"),
         ("vpn", "vpn --password=secret", "vpn (pid 812)"),
     ],

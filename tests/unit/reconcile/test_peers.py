@@ -178,6 +178,24 @@ def test_lease_of_another_backend_loses_its_route_and_is_not_unclear(
 
 
 @pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("x" * 1_000_000, f"type that is none: {'x' * 200}... and 999800 more; "),
+        ("vxlan\u202e", "type that is none: vxlan\\u202e; "),
+    ],
+    ids=["a megabyte", "a mark of direction"],
+)
+def test_a_type_that_no_backend_has_tells_nothing_of_the_node(
+    peers: Peers, caplog: pytest.LogCaptureFixture, word: str, told: str
+) -> None:
+    take(peers, Added(OLD))
+    assert take(peers, Added(peer(V4, backend_type=word))) == Plan()
+    assert peers.desired.state == state(route(OLD))
+    assert told in peers.view().reasons[OLD.key].text
+    assert all(len(line) < 1000 for line in caplog.messages)
+
+
+@pytest.mark.parametrize(
     ("subnet", "reason"),
     [
         ("10.1.5.128/25", "it overlaps our own subnet 10.1.5.0/24; give one of both nodes another subnet"),

@@ -222,7 +222,7 @@ def test_second_server_is_asked_when_the_first_breaks_the_connection() -> None:
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (b"HTTP/1.1 500 X\r\nContent-Length: 4\r\n\r\nno\x1b!", "refuses: no\\?!"),
+        (b"HTTP/1.1 500 X\r\nContent-Length: 4\r\n\r\nno\x1b!", "refuses: no\\\\x1b!"),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}", "non-string cursor"),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\n[", "sent an invalid answer"),
         (b"nonsense\r\n\r\n", "does not speak HTTP"),
