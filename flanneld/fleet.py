@@ -21,11 +21,12 @@ from flanneld.lease_server import LeaseService, open_file_store
 from flanneld.network_names import Choice, NetworkNames, RemoteNames, StoreNames
 from flanneld.option_values import is_network_name
 from flanneld.options import Options
+from flanneld.reconcile import controller
 from flanneld.reconcile.counted_manager import CountedManager, counted
 from flanneld.runtime import logs, process, waits
 from flanneld.runtime.complaints import Outage
 from flanneld.runtime.instance_lock import DRAIN, HostClaims, InstanceLock
-from flanneld.runtime.loop import MakeLoop
+from flanneld.runtime.loop import Loop, MakeLoop
 from flanneld.runtime.process import Notifier
 from flanneld.runtime.shared_loop import SharedLoop
 from flanneld.runtime.supervisor import Supervisor
@@ -436,9 +437,22 @@ class Fleet:
             manager,
             self._events,
             admit=partial(self.claims.take, network.name),
-            make_loop=self._kernel.member,
+            make_loop=partial(self._loop, network.supervisor),
         )
         try:
             daemon.serve()
         finally:
             self.claims.release(network.name)
+
+    def _loop(
+        self,
+        supervisor: Supervisor,
+        name: str,
+        step: Callable[[float], float],
+        sources: Callable[[], Iterable[int]] = tuple,
+    ) -> Loop:
+        """Return the loop of a network's task. The controllers share a thread, since none of them blocks."""
+        if name != controller.NAME:
+            return supervisor.loop(name, step, sources)
+        heartbeat = partial(supervisor.heartbeat, name)
+        return self._kernel.member(step, sources, stop=supervisor.stop, heartbeat=heartbeat)

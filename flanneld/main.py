@@ -29,7 +29,7 @@ from flanneld.reconcile.local_node import services_of_daemon
 from flanneld.reconcile.member import Loops, Member
 from flanneld.runtime import logs, process
 from flanneld.runtime.instance_lock import DRAIN, PATIENCE, HostClaims, InstanceLock
-from flanneld.runtime.loop import MakeLoop, StepLoop
+from flanneld.runtime.loop import MakeLoop
 from flanneld.runtime.process import ensure_descriptors, open_standard_streams, tune_interpreter
 from flanneld.runtime.supervisor import Supervisor
 from flanneld.subnet import subnet_file
@@ -161,12 +161,12 @@ class Daemon:
         events: logs.Events,
         more_metrics: Callable[[], str] | None = None,
         admit: startup.Admit = startup.admit_any,
-        make_loop: MakeLoop = StepLoop,
+        make_loop: MakeLoop | None = None,
         ticks: Sequence[tuple[Callable[[], None], float]] = (),
     ) -> None:
         self._admit = admit
         self._ticks = ticks
-        self._make_loop = make_loop
+        self._make_loop = make_loop or supervisor.loop
         self._options = wanted
         self._environ = environ
         self._supervisor = supervisor
@@ -245,7 +245,8 @@ class Daemon:
         families, uplink = member.config.families, member.uplink_manager.uplink.name
         either = (uplink, *loops.reconciler.domain.links) if member.config.also else ()
         host_settings.report(families, uplink, services=self._options.kube_subnet_mgr, either=either)
-        host.start()
+        host.maintain()
+        self._supervisor.start(host.name, host.run, host.cancel)
         self._readiness.await_peers()
         log.info("Running backend.")
         loops.start()
@@ -269,7 +270,8 @@ class Daemon:
             Path(self._options.subnet_file),
             member.config.families,
             lambda: member.uplink_manager.uplink.name,
-            self._supervisor,
+            stop=self._supervisor.stop,
+            make_loop=self._make_loop,
             keep_forwarding=self._options.keep_forwarding,
             on_write=member.last_run.subnet_file_written,
             cni=self._cni,

@@ -33,7 +33,7 @@ from flanneld.reconcile.last_run import LastRun, machine_of
 from flanneld.reconcile.local_node import LocalNode, UplinkManager, find_uplink
 from flanneld.reconcile.member import Loops, Member
 from flanneld.runtime import clock
-from flanneld.runtime.loop import MakeLoop, StepLoop
+from flanneld.runtime.loop import MakeLoop
 from flanneld.runtime.supervisor import Supervisor
 from flanneld.state.resources import Blackhole, Link
 from flanneld.state.table import Table
@@ -265,7 +265,7 @@ def run(
     *,
     on_synced: Callable[[], None],
     on_move: Callable[[], None],
-    make_loop: MakeLoop = StepLoop,
+    make_loop: MakeLoop,
 ) -> Loops:
     """Return the loops of a daemon, not started yet: each comes in its order with the rest of the daemon."""
     node = desired(member)

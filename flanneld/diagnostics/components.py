@@ -83,7 +83,7 @@ class Components:
         if self.firewall:
             yield self.firewall.reconciler
         if self.host:
-            yield self.host.worker.reconciler
+            yield self.host.reconciler
 
     def heals(self) -> Counter[tuple[str, str]]:
         """Count repairs by kind of object and cause, in all tables."""

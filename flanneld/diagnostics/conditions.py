@@ -84,7 +84,7 @@ def _looks(components: Components) -> Iterator[tuple[str, Iterable[str]]]:
         yield "removals", _of_the_removal_guard(components.reconciler.removal_guard)
     if components.firewall:
         yield "firewall", filter(None, (state.trouble for state in components.firewall.states()))
-    for state in components.host.worker.reconciler.states() if components.host else ():
+    for state in components.host.states() if components.host else ():
         yield state.name.replace("-", " "), filter(None, (state.trouble,))
 
 

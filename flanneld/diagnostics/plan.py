@@ -33,6 +33,7 @@ from flanneld.reconcile.local_node import LocalNode, services_of_dry_run
 from flanneld.reconcile.peers import View
 from flanneld.reconcile.reconciler import desired_by_table
 from flanneld.runtime import clock
+from flanneld.runtime.supervisor import Supervisor
 from flanneld.startup import SingleAttempts
 from flanneld.state.removal_guard import RemovalGuard
 from flanneld.state.resources import ROUTES, ForeignLink, Key, Kind, Link, Resource, Route
@@ -179,11 +180,12 @@ class Forecast:
 
 def _run(node: LocalNode, leases: Snapshot | Cached, notes: Notes) -> Controller:
     """Run one round of the reconciler with all leases."""
+    supervisor = Supervisor()
     controller = Controller(
         node,
         RemovalGuard(is_on=False),
-        stop=threading.Event(),
-        heartbeat=_nothing,
+        stop=supervisor.stop,
+        make_loop=supervisor.loop,
         on_move=_nothing,
         on_synced=_nothing,
         reread=_nothing,

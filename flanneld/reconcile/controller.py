@@ -11,7 +11,6 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Collection, Iterable
-from functools import partial
 
 from flanneld.backends.contract import encrypts, makes_routes
 from flanneld.errors import Fatal, Retryable, cause_of
@@ -35,7 +34,7 @@ from flanneld.reconcile.sweep import LeftBehind, Sweep, tell_of_removals
 from flanneld.reconcile.upkeep import demand_all
 from flanneld.reconcile.worker import Worker
 from flanneld.runtime import clock
-from flanneld.runtime.loop import EventQueue, MakeLoop, StepLoop
+from flanneld.runtime.loop import EventQueue, MakeLoop
 from flanneld.runtime.process import trim_memory
 from flanneld.state.removal_guard import RemovalGuard
 from flanneld.state.resources import ROUTES, Resource, Route
@@ -61,13 +60,12 @@ class Controller:
         removal_guard: RemovalGuard,
         *,
         stop: threading.Event,
-        heartbeat: Callable[[str, float], None],
+        make_loop: MakeLoop,
         on_move: Callable[[], None],
         on_synced: Callable[[], None],
         reread: Callable[[], None],
         recording: Callable[[Table], Table] = lambda table: table,
         event_queue: EventQueue[list[Event]] | None = None,
-        make_loop: MakeLoop = StepLoop,
     ) -> None:
         self.event_queue = event_queue or EventQueue()
         self.removal_guard = removal_guard
@@ -88,7 +86,7 @@ class Controller:
             routes=lambda: len(self.peers.desired.table(ROUTES)),
         )
         self.tables = NodeTables(
-            self.peers, permits, stop=stop, heartbeat=heartbeat, after=self._passed, recording=recording
+            self.peers, permits, stop=stop, make_loop=make_loop, after=self._passed, recording=recording
         )
         self._left_behind = LeftBehind(
             node.kernel, node.devices, node.record, adopts=bool(node.adopts or node.adopted)
@@ -96,7 +94,7 @@ class Controller:
         self._sweep = Sweep(self.peers, self.tables, permits, self._left_behind, removal_guard)
         self._host = HostWatch(node, self.peers, self.tables, on_move)
         self._news = KernelNews(node, self.peers, self.tables, self._host, self._left_behind)
-        self._loop = make_loop(self.step, self._sources, stop=stop, heartbeat=partial(heartbeat, NAME))
+        self._loop = make_loop(NAME, self.step, self._sources)
 
     @property
     def workers(self) -> Iterable[Worker]:
@@ -156,7 +154,8 @@ class Controller:
         self.tables.reconciler.adopt = encrypts(backend)
         report = self.tables.converge(now)
         self._host.watch_encryption(now)
-        self.tables.workers.prepare(now)
+        for worker in self.workers:
+            worker.prepare(now)
         demand_all(self.tables.states())
         for resource in report.made:
             log.info("Made %s", resource)

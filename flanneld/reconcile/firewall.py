@@ -27,13 +27,18 @@ from flanneld.network.firewall.placing import PLACES, FlavourOption, RulePlace, 
 from flanneld.network.firewall.rules import Nets, Purpose, Style, desired_rules
 from flanneld.network.firewall.tables import RuleSet, RulesTable
 from flanneld.options import Options
-from flanneld.reconcile.reconciler import Reconciler, desired_by_table
+from flanneld.reconcile.permits import Permits
+from flanneld.reconcile.reconciler import desired_by_table
 from flanneld.reconcile.upkeep import TableState
-from flanneld.runtime import clock, shell
-from flanneld.runtime.loop import StepLoop
+from flanneld.reconcile.worker import Worker
+from flanneld.runtime import shell
+from flanneld.runtime.loop import MakeLoop
 from flanneld.subnet.subnet_file import Previous
 
 log = logging.getLogger(__name__)
+
+#: Name of the worker, and of its thread.
+NAME = "firewall"
 
 
 class FirewallSettings(Struct, frozen=True, gc=False):
@@ -86,12 +91,14 @@ class PlacedRules(Struct, frozen=True, gc=False):
     tables: tuple[RulesTable, ...]
 
 
-def place_rules(settings: FirewallSettings, stop: threading.Event) -> PlacedRules:
-    """Choose the place of the rules. Raises ``Unavailable``.
+def place_rules(
+    settings: FirewallSettings, stop: threading.Event, ran: Callable[[], None] = lambda: None
+) -> PlacedRules:
+    """Choose the place of the rules. ``ran`` is called after each command. Raises ``Unavailable``.
 
     Rules in other places, and of families without a network now, are removed once the new ones are set.
     """
-    commands = IptablesRunner(stop)
+    commands = IptablesRunner(stop, ran=ran)
     place: RulePlace = "native"
     reason = "requested by EnableNFTables in the network config"
     if not settings.native:
@@ -141,29 +148,25 @@ def _claim(settings: FirewallSettings, family: Family) -> RuleOwnership:
     return claim(now, former, masquerade=purpose.masquerade, forward=purpose.forward)
 
 
-class Firewall:
-    """Worker for the rules of all families. Call ``start`` once, then ``run`` in a thread."""
+class Firewall(Worker):
+    """Worker for the rules of all families, which chooses its tables itself.
 
-    def __init__(
-        self, settings: FirewallSettings, *, stop: threading.Event, heartbeat: Callable[[float], None]
-    ) -> None:
+    Its first step puts the rules in place, if ``prepare`` has not. The second warns of other programs'
+    chains.
+    """
+
+    def __init__(self, settings: FirewallSettings, *, stop: threading.Event, make_loop: MakeLoop) -> None:
+        super().__init__(NAME, stop=stop, make_loop=make_loop, permits=Permits())
         self._settings = settings
-        self._stop = stop
+        self._is_prepared = self._has_warned = False
         self.placed = PlacedRules("nft", "", (), ())
-        self.reconciler = Reconciler((), {}, stop.is_set)
-        self._loop = StepLoop(
-            lambda now: self.reconciler.step(now),
-            lambda: self.reconciler.sources(),
-            stop=stop,
-            heartbeat=heartbeat,
-        )
 
     # ---- status, from any thread -----------------------------------------------------------------
 
     def states(self) -> list[TableState]:
-        """Return the status of the tables in use."""
+        """Return the status of the tables in use. From any thread."""
         used = {each.table for each in self.placed.desired}
-        return [state for state in self.reconciler.states() if state.name in used]
+        return [state for state in super().states() if state.name in used]
 
     @property
     def repairs(self) -> dict[tuple[str, str], int]:
@@ -181,30 +184,39 @@ class Firewall:
         families = {each.name: each.family for each in self.placed.tables}
         return [families[each.name] for each in self.states() if not each.settled]
 
-    # ---- before the first packet -------------------------------------------------------------
+    # ---- the loop ----------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Put the rules in place. A failure is logged, and ``run`` tries again.
+    def prepare(self, now: float) -> None:
+        """Put the rules in place, for instance before the first packet. A later step repeats what failed.
 
         Raises ``Fatal`` if this host can never have the rules that ``--ip-masq`` asks for.
         """
+        self._is_prepared = True
         if self._settings.purpose or self._settings.former:
-            self._set_up()
+            self._set_up(now)
+
+    def step(self, now: float) -> float:
+        """Do the due work. Return the time of the next step."""
+        if not self._is_prepared:
+            self.prepare(now)
+        elif not self._has_warned:
+            self._has_warned = True
+            self._warn_of_dropping()
+        else:
+            return super().step(now)
+        return now
 
     def run(self) -> None:
+        """Step until the daemon stops, then close the tables."""
         try:
-            self._warn_of_dropping()
-            self._loop.run()
+            super().run()
         finally:
-            self.reconciler.close()
+            self.close()
 
-    def cancel(self) -> None:
-        self._loop.cancel()
-
-    def _set_up(self) -> None:
+    def _set_up(self, now: float) -> None:
         purpose = self._settings.purpose
         try:
-            placed = place_rules(self._settings, self._stop)
+            placed = place_rules(self._settings, self._stop, self.is_alive)
         except Unavailable as missing:
             if purpose.masquerade:
                 raise Fatal(f"cannot masquerade: {missing.problem}", missing.remedy) from missing
@@ -217,12 +229,11 @@ class Firewall:
         if purpose.forward:
             log.info("Changing default FORWARD chain policy to ACCEPT for the network, with %s", tools)
         self.placed = placed
-        desired = desired_by_table(placed.desired)
-        self.reconciler = Reconciler(placed.tables, desired, self._stop.is_set)
+        self.use(placed.tables, desired_by_table(placed.desired))
         for table in placed.tables if placed.place != "legacy" else ():
             if table.is_used:
                 table.listen()
-        self.reconciler.step(clock.now())
+        super().step(now)
 
     def _warn_of_dropping(self) -> None:
         """Warn of chains that drop packets: our rules accept them in one table at most."""

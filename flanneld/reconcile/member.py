@@ -19,7 +19,8 @@ from flanneld.reconcile import controller
 from flanneld.reconcile.controller import Controller
 from flanneld.reconcile.last_run import LastRun, machine_of
 from flanneld.reconcile.local_node import LocalNode, UplinkManager
-from flanneld.runtime.loop import MakeLoop, StepLoop
+from flanneld.runtime import clock
+from flanneld.runtime.loop import MakeLoop
 from flanneld.runtime.supervisor import Supervisor
 from flanneld.state.removal_guard import RemovalGuard
 from flanneld.subnet.lease_keeper import LeaseKeeper
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     from flanneld.reconcile.firewall import Firewall
 
 log = logging.getLogger(__name__)
-
-_FIREWALL = "firewall"
 
 
 class Member(Struct, frozen=True, gc=False):
@@ -52,7 +51,7 @@ class Loops:
     """Loops that maintain the node's desired state and its lease, as tasks of the supervisor.
 
     ``on_synced`` is called when the routes to the peers exist, ``on_move`` when the uplink has changed.
-    ``make_loop`` chooses the thread that steps the controller.
+    ``make_loop`` chooses the threads that step the controller and the workers.
     """
 
     def __init__(
@@ -63,9 +62,10 @@ class Loops:
         *,
         on_synced: Callable[[], None],
         on_move: Callable[[], None],
-        make_loop: MakeLoop = StepLoop,
+        make_loop: MakeLoop,
     ) -> None:
         self._member = member
+        self._make_loop = make_loop
         self._supervisor = supervisor
         self._on_move = on_move
         self.lease_keeper = LeaseKeeper(
@@ -83,11 +83,10 @@ class Loops:
             node,
             RemovalGuard(is_on=member.options.removal_guard),
             stop=supervisor.stop,
-            heartbeat=supervisor.heartbeat,
+            make_loop=make_loop,
             on_move=self._moved,
             on_synced=on_synced,
             reread=member.manager.reread,
-            make_loop=make_loop,
         )
         #: None until rules are needed.
         self.firewall: Firewall | None = None
@@ -101,38 +100,35 @@ class Loops:
             start(worker.name, worker.run, worker.cancel)
         if self.firewall:
             # Not earlier: it begins with all chains of the host, and containers wait for subnet.env.
-            start(_FIREWALL, self.firewall.run, self.firewall.cancel)
+            start(self.firewall.name, self.firewall.run, self.firewall.cancel)
         watch_own = partial(member.manager.watch_own, member.lease, self.lease_keeper.deliver)
         self._watch("own lease watch", watch_own)
         start("lease keeper", self.lease_keeper.run, self.lease_keeper.cancel)
 
     def masquerade(self) -> None:
         """Set the masquerading rules before the first packet, so that no container's address leaves."""
-        self._make_firewall().start()
+        self._make_firewall().prepare(clock.now())
 
     def forward_after(self, wait_for_peers: Callable[[], bool]) -> None:
         """Set the accept rules after the routes, unless the wait returns False."""
 
         def run() -> None:
             if wait_for_peers():
-                firewall = self._make_firewall()
-                firewall.start()
-                firewall.run()
+                self._make_firewall().run()
 
         def cancel() -> None:
             if self.firewall:
                 self.firewall.cancel()
 
-        self._supervisor.start(_FIREWALL, run, cancel)
+        self._supervisor.start("firewall", run, cancel)
 
     def _make_firewall(self) -> Firewall:
         # Imported here: not all options need it, and without masquerading traffic flows before.
         from flanneld.reconcile.firewall import Firewall, firewall_settings
 
-        member, supervisor = self._member, self._supervisor
+        member = self._member
         settings = firewall_settings(member.options, member.config, member.lease.key, member.previous)
-        heartbeat = partial(supervisor.heartbeat, _FIREWALL)
-        self.firewall = firewall = Firewall(settings, stop=supervisor.stop, heartbeat=heartbeat)
+        self.firewall = firewall = Firewall(settings, stop=self._supervisor.stop, make_loop=self._make_loop)
         return firewall
 
     def _watch_leases(self) -> None:

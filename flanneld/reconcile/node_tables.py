@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 from flanneld.backends.contract import Backend, ExitPolicy, HasTables, exit_policy
@@ -13,14 +13,15 @@ from flanneld.reconcile.peers import Peers
 from flanneld.reconcile.permits import Permits
 from flanneld.reconcile.reconciler import Reconciler
 from flanneld.reconcile.upkeep import ContestBackoff, TableState, demand_all
-from flanneld.reconcile.worker import Workers
+from flanneld.reconcile.worker import Worker
+from flanneld.runtime.loop import MakeLoop
 from flanneld.state.desired import Delta
-from flanneld.state.resources import LINKS, ROUTES, Blackhole, Key, State
+from flanneld.state.resources import LINKS, ROUTES, Blackhole, Key
 from flanneld.state.sessions import Bypass, FindsBypasses, HasSessions, Session
-from flanneld.state.table import Failure, Report, Table
+from flanneld.state.table import Failure, Put, Report, Table
 
 #: Name of the worker whose tables run in the controller's thread.
-_WORKER = "kernel"
+_KERNEL = "kernel"
 #: Longest pause in seconds before a contested repair, and the number of repairs within a minute from which a
 #: table counts as contested.
 _LAST_PAUSE, _CONTEST = 1.0, 20
@@ -38,27 +39,34 @@ class NodeTables:
         permits: Permits,
         *,
         stop: threading.Event,
-        heartbeat: Callable[[str, float], None],
+        make_loop: MakeLoop,
         after: Callable[[Report], None],
         recording: Callable[[Table], Table],
     ) -> None:
         self._peers = peers
         self._permits = permits
         self._stop = stop
-        self._heartbeat = heartbeat
-        self._after = after
+        self._make_loop = make_loop
         self._recording = recording
         self._removed_at_exit: frozenset[str] = frozenset()
         self._with_sessions: tuple[HasSessions, ...] = ()
         self._with_bypasses: tuple[FindsBypasses, ...] = ()
         self._converged: set[str] = set()
         self._routes: list[Table] = []
-        self.reconciler = self._over(())
+        self._kernel = Worker(
+            _KERNEL,
+            stop=stop,
+            permits=permits,
+            # Packets are lost until a repair, so the pauses stay short.
+            contest=partial(ContestBackoff, last=_LAST_PAUSE, many=_CONTEST),
+            after=after,
+            converged=self._converged,
+        )
         #: Workers with threads of their own, for tables that block.
-        self.workers = self._beside(())
+        self.workers: tuple[Worker, ...] = ()
 
     def make(self, kernels: Sequence[Table], backend: Backend) -> None:
-        """Create the reconcilers for the kernel's tables and the backend's, once a run.
+        """Give the workers the kernel's tables and the backend's, once a run.
 
         If both have a table of one name, the backend's replaces the kernel's.
         """
@@ -70,31 +78,30 @@ class NodeTables:
         self._routes = [self._recording(each) for each in kernels if each.name == ROUTES]
         self._with_sessions = tuple(each for each in others if isinstance(each, HasSessions))
         self._with_bypasses = tuple(each for each in others if isinstance(each, FindsBypasses))
-        self.reconciler = self._over(_in_order(kernels, [each for each in others if each.worker == _WORKER]))
-        self.workers = self._beside([each for each in others if each.worker != _WORKER])
-
-    def _over(self, tables: Sequence[Table]) -> Reconciler:
-        desired: Mapping[str, State] = {table.name: self._peers.desired.table(table.name) for table in tables}
-        return Reconciler(
-            [self._recording(table) for table in tables],
-            desired,
-            self._stop.is_set,
-            permits=self._permits,
-            # Packets are lost until a repair, so the pauses stay short.
-            contest=partial(ContestBackoff, last=_LAST_PAUSE, many=_CONTEST),
-            after=self._after,
-            converged=self._converged,
+        inside = _in_order(kernels, [each for each in others if each.worker == _KERNEL])
+        desired = self._peers.desired
+        self._kernel.use(
+            [self._recording(each) for each in inside],
+            {each.name: desired.table(each.name) for each in inside},
         )
-
-    def _beside(self, tables: Iterable[Table]) -> Workers:
-        return Workers(
-            [self._recording(each) for each in tables],
-            stop=self._stop,
-            heartbeat=self._heartbeat,
-            converged=self._converged,
+        beside = [each for each in others if each.worker != _KERNEL]
+        self.workers = tuple(
+            Worker(
+                name,
+                [self._recording(each) for each in beside if each.worker == name],
+                stop=self._stop,
+                make_loop=self._make_loop,
+                converged=self._converged,
+            )
+            for name in dict.fromkeys(each.worker for each in beside)
         )
 
     # ---- status --------------------------------------------------------------------------------
+
+    @property
+    def reconciler(self) -> Reconciler:
+        """Reconciler of the kernel's tables."""
+        return self._kernel.reconciler
 
     @property
     def work(self) -> Work:
@@ -163,16 +170,29 @@ class NodeTables:
         self._tell_workers(delta)
 
     def _tell_workers(self, delta: Delta | None = None) -> None:
-        if self.workers:
-            self.workers.send(delta, self._peers.known(), self._peers.desired.table)
+        """Hand each worker its part of a change, or of the whole desired state without a change."""
+        if not self.workers:
+            return
+        known = self._peers.known()
+        for worker in self.workers:
+            if delta is None:
+                maps = map(self._peers.desired.table, sorted(worker.tables))
+                worker.send(
+                    Delta(tuple(Put(want) for each in maps for want in each.values())), known, whole=True
+                )
+                continue
+            part = Delta(
+                tuple(put for put in delta.puts if put.want.key[0] in worker.tables),
+                tuple(resource for resource in delta.drops if resource.key[0] in worker.tables),
+            )
+            if part:
+                worker.send(part, known)
 
     def close(self, *, except_for: Collection[str], own: str) -> None:
         """Close the tables, except those of running threads; ``own`` names the controller's thread."""
-        if own not in except_for:
-            self.reconciler.close(remove=self._removed_at_exit)
-        for worker in self.workers:
-            if worker.name not in except_for:
-                worker.reconciler.close(remove=self._removed_at_exit)
+        for thread, worker in ((own, self._kernel), *((each.name, each) for each in self.workers)):
+            if thread not in except_for:
+                worker.close(remove=self._removed_at_exit)
 
 
 def _in_order(kernels: Sequence[Table], others: Sequence[Table]) -> list[Table]:

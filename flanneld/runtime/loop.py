@@ -22,17 +22,14 @@ class Loop(Protocol):
 
     def cancel(self) -> None: ...
 
+    def is_alive(self) -> None: ...
+
 
 class MakeLoop(Protocol):
-    """``StepLoop``, or what steps the machine in a thread that it shares."""
+    """Return the loop of a task with this name, as ``StepLoop`` has ``step`` and ``sources``."""
 
     def __call__(
-        self,
-        step: Callable[[float], float],
-        sources: Callable[[], Iterable[int]] = tuple,
-        *,
-        stop: threading.Event,
-        heartbeat: Callable[[float], None],
+        self, name: str, step: Callable[[float], float], sources: Callable[[], Iterable[int]] = tuple, /
     ) -> Loop: ...
 
 

@@ -117,12 +117,16 @@ class SharedSteps:
         self._is_cancelled = True
         self._loop.wake()
 
+    def is_alive(self) -> None:
+        """Send a heartbeat."""
+        self._heartbeat(4 * _IDLE)
+
     def take_turn(self, now: float) -> None:
         """Step if that is due; for the shared thread."""
         if self._stop.is_set():
             self.end()
             return
-        self._heartbeat(4 * _IDLE)
+        self.is_alive()
         is_cancelled, self._is_cancelled = self._is_cancelled, False
         if now < self.due and not is_cancelled:
             return

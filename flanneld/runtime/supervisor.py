@@ -10,11 +10,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from types import FrameType
 
 from msgspec import Struct
 
 from flanneld.errors import Cancelled, Fatal, FlannelError, lacking
+from flanneld.runtime.loop import StepLoop
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +88,12 @@ class Supervisor:
     def heartbeat(self, name: str, within: float) -> None:
         """Promise the next heartbeat within ``within`` seconds; ``math.inf`` cancels the promise."""
         self._promises[name] = (self._clock(), within)
+
+    def loop(
+        self, name: str, step: Callable[[float], float], sources: Callable[[], Iterable[int]] = tuple
+    ) -> StepLoop:
+        """Return the loop of a task, until ``stop``."""
+        return StepLoop(step, sources, stop=self.stop, heartbeat=partial(self.heartbeat, name))
 
     def overdue(self) -> list[str]:
         """Return one line for each task with an overdue heartbeat."""

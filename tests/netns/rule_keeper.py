@@ -1,7 +1,7 @@
 """The firewall task of the daemon alone: ``python -m tests.netns.rule_keeper '{"masquerade": true, ...}'``.
 
-It runs until SIGTERM. On stdout it says when a step begins. With the first step it says that the rules have
-been set and the chains of others read.
+It runs until SIGTERM. On stdout it says when a step ends. The first one has read the chains of others, after
+the rules were set.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import signal
 import sys
 import threading
+from collections.abc import Callable, Iterable
 from ipaddress import ip_network
 from typing import Any
 
@@ -17,6 +18,8 @@ from flanneld.compat import glog
 from flanneld.errors import Fatal
 from flanneld.network.firewall.rules import Nets, Purpose
 from flanneld.reconcile.firewall import Firewall, FirewallSettings
+from flanneld.runtime import clock
+from flanneld.runtime.loop import StepLoop
 
 STARTED, STEP = "-- started --", "-- step --"
 
@@ -31,18 +34,25 @@ def main(given: dict[str, Any]) -> int:
         sys.modules["iptc"] = None  # type: ignore[assignment]  # as if it were not installed
     nets, former = read_nets(given.pop("nets")), read_nets(given.pop("former", []))
     purpose = Purpose(given.pop("masquerade", True), given.pop("forward", True), given.pop("random", True))
-    stop, has_begun = threading.Event(), threading.Event()
+    stop = threading.Event()
 
-    def step(_: float) -> None:
-        if not has_begun.is_set():
+    has_begun = threading.Event()
+
+    def loop(
+        _name: str, step: Callable[[float], float], sources: Callable[[], Iterable[int]] = tuple
+    ) -> StepLoop:
+        def told(now: float) -> float:
+            due = step(now)
+            print(STEP if has_begun.is_set() else STARTED, flush=True)
             has_begun.set()
-            print(STARTED, flush=True)
-        print(STEP, flush=True)
+            return due
 
-    firewall = Firewall(FirewallSettings(nets, former, purpose, **given), stop=stop, heartbeat=step)
+        return StepLoop(told, sources, stop=stop, heartbeat=lambda _: None)
+
+    firewall = Firewall(FirewallSettings(nets, former, purpose, **given), stop=stop, make_loop=loop)
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     try:
-        firewall.start()
+        firewall.prepare(clock.now())
     except Fatal as failure:
         print(failure, flush=True)
         return 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from flanneld.compat.flags import quoted
@@ -91,11 +91,17 @@ class IptablesFailed(Rejected):
 
 
 class IptablesRunner:
-    """Runner of commands until ``stop``, which kills the running command and refuses further ones."""
+    """Runner of commands until ``stop``, which kills the running command and refuses further ones.
 
-    def __init__(self, stop: threading.Event, limit: float = TIME_LIMIT) -> None:
+    ``ran`` is called after each command, which may take ``limit`` seconds.
+    """
+
+    def __init__(
+        self, stop: threading.Event, limit: float = TIME_LIMIT, ran: Callable[[], None] = lambda: None
+    ) -> None:
         self._runner = CommandRunner(stop)
         self._limit = limit
+        self._ran = ran
 
     def run(self, argv: Sequence[str], stdin: str = "") -> str:
         """Run a command and return its stdout.
@@ -109,6 +115,8 @@ class IptablesRunner:
             done = self._runner.run(argv, {"LC_ALL": "C"}, stdin, self._limit)
         except NotStarted as failure:
             raise Unavailable(failure.problem, failure.remedy) from failure
+        finally:
+            self._ran()
         if done.status:
             raise IptablesFailed(argv, stdin, done.status, done.errors)
         return done.output

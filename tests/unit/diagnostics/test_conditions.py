@@ -76,7 +76,16 @@ def test_a_store_that_answers_with_a_refusal_is_not_said_to_be_silent(
 def test_conditions_of_the_host_are_told_with_the_others(components: Components, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     path = tmp_path / "file/subnet.env"
-    host = HostUpkeep(path, (), str, Supervisor(), keep_forwarding=False, on_write=lambda: None)
+    supervisor = Supervisor()
+    host = HostUpkeep(
+        path,
+        (),
+        str,
+        stop=supervisor.stop,
+        make_loop=supervisor.loop,
+        keep_forwarding=False,
+        on_write=lambda: None,
+    )
     components.host = host
     host.write(SubnetEnv((), (), 1450, ip_masq=True))
     (told,) = found(components)

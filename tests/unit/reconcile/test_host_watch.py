@@ -20,6 +20,7 @@ from flanneld.network.uplink_election import InterfaceChoice
 from flanneld.reconcile.controller import Controller
 from flanneld.reconcile.last_run import Device, device_of
 from flanneld.reconcile.local_node import LocalNode, UplinkManager, find_uplink
+from flanneld.runtime.supervisor import Supervisor
 from flanneld.state.removal_guard import RemovalGuard
 from flanneld.state.resources import ForeignLink, Link, Route, Vxlan
 from tests.unit.simulation.kernel import Kernel
@@ -62,7 +63,7 @@ class Node:
             local,
             RemovalGuard(),
             stop=threading.Event(),
-            heartbeat=lambda *_: None,
+            make_loop=Supervisor().loop,
             on_move=lambda: None,
             on_synced=lambda: None,
             reread=lambda: None,

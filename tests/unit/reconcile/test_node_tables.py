@@ -12,6 +12,7 @@ from flanneld.model import Lease, LeaseAttrs
 from flanneld.reconcile.node_tables import NodeTables
 from flanneld.reconcile.peers import Peers
 from flanneld.reconcile.permits import Permits
+from flanneld.runtime.supervisor import Supervisor
 from flanneld.state.removal_guard import RemovalGuard
 from flanneld.state.resources import ADDRESSES, FDB, LINKS, NEIGHBORS, ROUTES
 from flanneld.state.table import Table
@@ -36,7 +37,7 @@ def test_what_routes_lead_into_is_made_before_them_unless_it_needs_them(needs: s
         peers,
         Permits(peers.known, guard),
         stop=threading.Event(),
-        heartbeat=lambda *_: None,
+        make_loop=Supervisor().loop,
         after=lambda _: None,
         recording=lambda table: table,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterable
 from ipaddress import IPv4Address, IPv4Network
 
 import pytest
@@ -14,6 +15,7 @@ from flanneld.backends.udp.resources import UdpProxy
 from flanneld.model import Secret
 from flanneld.reconcile.permits import Knowledge
 from flanneld.reconcile.worker import Worker
+from flanneld.runtime.loop import StepLoop
 from flanneld.state.desired import Delta
 from flanneld.state.resources import Resource
 from flanneld.state.table import Claim, Put
@@ -22,9 +24,14 @@ from tests.unit.reconcile.simulated_table import SimulatedTable
 
 def test_each_message_of_a_long_queue_is_a_sign_of_life() -> None:
     beats: list[float] = []
-    worker = Worker(
-        "slow", [SimulatedTable()], stop=threading.Event(), heartbeat=beats.append, converged=set()
-    )
+    stop = threading.Event()
+
+    def loop(
+        _name: str, step: Callable[[float], float], sources: Callable[[], Iterable[int]] = tuple
+    ) -> StepLoop:
+        return StepLoop(step, sources, stop=stop, heartbeat=beats.append)
+
+    worker = Worker("slow", [SimulatedTable()], stop=stop, make_loop=loop)
     for _ in range(3):
         worker.send(Delta(), Knowledge())
     worker.step(0.0)
@@ -53,9 +60,7 @@ def test_outage_of_the_store_keeps_no_old_object_of_this_node_and_replaces_none_
     tables = {name: SimulatedTable(name) for name in (place, PEERS)}
     tables[place].hold(was, Claim.OURS)
     tables[PEERS].hold(newer := replace(PEER, data="newer than the cache"), Claim.OURS)
-    worker = Worker(
-        "backend", [*tables.values()], stop=threading.Event(), heartbeat=lambda _: None, converged=set()
-    )
+    worker = Worker("backend", [*tables.values()], stop=threading.Event())
     whole = Delta((Put(needed), Put(PEER)))
     cached = Knowledge(cached="a file", local={needed.key})
     worker.send(whole, cached, whole=True)

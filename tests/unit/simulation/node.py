@@ -28,6 +28,7 @@ from flanneld.reconcile.controller import Controller
 from flanneld.reconcile.local_node import LocalNode, UplinkManager, find_uplink
 from flanneld.reconcile.peers import Peers
 from flanneld.runtime.loop import EventQueue
+from flanneld.runtime.supervisor import Supervisor
 from flanneld.runtime.waits import Backoff
 from flanneld.state.removal_guard import RemovalGuard
 from flanneld.state.resources import ForeignLink, Key, Resource, Route
@@ -299,7 +300,7 @@ class Process:
             node,
             RemovalGuard(),
             stop=self._stop,
-            heartbeat=lambda _name, _within: None,
+            make_loop=Supervisor().loop,
             on_move=moved,
             on_synced=lambda: None,
             reread=self._store.reread,

@@ -36,6 +36,17 @@ def test_a_command_gets_its_input_and_gives_its_output(stub: Stub) -> None:
     assert output.endswith(f"{PROGRAM} --noflush\n*nat\nCOMMIT\n")
 
 
+def test_each_command_is_a_sign_of_life_whatever_its_end(stub: Stub) -> None:
+    stub("cat >/dev/null; exit $1")
+    beats: list[str] = []
+    commands = IptablesRunner(threading.Event(), ran=lambda: beats.append("alive"))
+    commands.run((PROGRAM, "0"))
+    assert beats == ["alive"]
+    with pytest.raises(IptablesFailed):
+        commands.run((PROGRAM, "3"))
+    assert beats == ["alive", "alive"]
+
+
 def test_a_failure_tells_all_there_is_to_know(stub: Stub) -> None:
     stub("cat >/dev/null; echo 'line 2 failed' >&2; exit 3")
     with pytest.raises(
