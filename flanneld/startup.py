@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 from msgspec import Struct, structs
 
 from flanneld.backends import registry
-from flanneld.backends.contract import NO_SERVICES, Backend, Factory, HostServices, claims_of
+from flanneld.backends.contract import NO_SERVICES, Backend, Factory, HostServices
 from flanneld.compat.glog import OneTimeWarnings
 from flanneld.config import Config
 from flanneld.errors import NoAnswer, Retryable, prefixed, shown
@@ -163,7 +163,7 @@ def elect(loaded: Loaded, waiting: Waiting) -> Elected:
 def claims_to(config: Config, backend: Backend) -> tuple[str, ...]:
     """Return a name for each thing that a network needs and that only one network of a host can have."""
     ranges = (f"{_RANGE}{each.network}" for each in config.ranges)
-    return (*ranges, *claims_of(backend), *(["EnableNFTables"] if config.enable_nftables else []))
+    return (*ranges, *backend.claims(), *(["EnableNFTables"] if config.enable_nftables else []))
 
 
 def clash(one: str, other: str) -> bool:

@@ -5,15 +5,15 @@ The lease has the public IP and neither a type nor data, as upstream's backend/a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 
-from flanneld.backends.contract import Host
+from flanneld.backends.contract import Backend, Host
 from flanneld.config import Config
 from flanneld.model import Lease, LeaseAttrs
 from flanneld.state.resources import Resource
 
 
-class Alloc:
+class Alloc(Backend):
     """Backend with a lease, and without devices or routes."""
 
     has_peers = False
@@ -29,12 +29,7 @@ class Alloc:
     def attributes(self) -> LeaseAttrs:
         return LeaseAttrs(self._uplink.public_ip, self._uplink.public_ipv6)
 
-    def local(self, own: Lease) -> Iterator[Resource]:
+    def peer(self, own: Lease, lease: Lease, /) -> Iterable[Resource]:
         """Return no objects: another program routes the packets."""
-        del own
-        return iter(())
-
-    def peer(self, own: Lease, lease: Lease, /) -> Iterator[Resource]:
-        """Return no objects for any peer."""
         del own, lease
-        return iter(())
+        return ()

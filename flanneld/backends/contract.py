@@ -6,17 +6,28 @@ A backend declares the desired state and never acts. It is stateless: a change o
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, Protocol, TypeVar
 
 from msgspec import Struct
 from msgspec.structs import replace
 
+from flanneld.compat.json import Fields, GoJsonError
 from flanneld.config import Config
-from flanneld.errors import Refused, Retryable, shown
-from flanneld.model import Family, IPAddress, IPNetwork, Lease, LeaseAttrs, Uplink, is_a_hosts
+from flanneld.errors import Fatal, Refused, Retryable, shown
+from flanneld.model import (
+    Family,
+    IPAddress,
+    IPNetwork,
+    Lease,
+    LeaseAttrs,
+    Uplink,
+    is_a_hosts,
+    is_same_node,
+)
 from flanneld.state.resources import Resource
 from flanneld.state.table import Table
 
@@ -25,6 +36,9 @@ if TYPE_CHECKING:
     from flanneld.runtime.sockets.http_client import HttpAnswer, HttpRequest
 
 Result = TypeVar("Result")
+
+#: Bytes that every link must carry in one piece (RFC 791, RFC 8200).
+_SMALLEST_MTU: dict[Family, int] = {4: 68, 6: 1280}
 
 
 class ReadSecret(Protocol):
@@ -118,7 +132,7 @@ class Host(HostServices, frozen=True):
     #: Returns the name for a TUN device that leads to this network: that of an earlier run's, else the
     #: first free one.
     tun_for: Callable[[IPNetwork], str] = lambda _: "flannel0"
-    #: Result of ``HasIdentity.identity`` in this run, None before the call.
+    #: Result of ``Backend.identity`` in this run, None before the call.
     identity: Any = None
     #: True if another backend runs beside this one: peers may send by either.
     is_shared: bool = False
@@ -126,114 +140,6 @@ class Host(HostServices, frozen=True):
 
 class OtherBackend(Refused):
     """Error for a valid lease of a node with another backend, which is unreachable from here."""
-
-
-class Backend(Protocol):
-    """Backend: declares the desired objects of the kernel, and never writes them."""
-
-    @property
-    def mtu(self) -> int:
-        """MTU for containers, in bytes."""
-        ...
-
-    def attributes(self) -> LeaseAttrs:
-        """Return the lease attributes, which other nodes need to reach this one."""
-        ...
-
-    def local(self, own: Lease) -> Iterable[Resource]:
-        """Return the devices and addresses that are needed even without peers."""
-        ...
-
-    def peer(self, own: Lease, lease: Lease, /) -> Iterable[Resource]:
-        """Return the objects that lead from this node to one peer.
-
-        Raises ``Refused`` for an invalid lease: the peer's former objects stay. Raises ``Unsafe`` for a
-        lease that would harm this host: the peer's objects are removed.
-        """
-        ...
-
-
-@runtime_checkable
-class HasIdentity(Protocol):
-    """Optional part of a backend: this node's identity, such as MACs, a key or a command's output.
-
-    It is requested once a run, before ``attributes``. Each later backend of this run, also after a move of
-    the uplink, gets it as ``Host.identity``.
-    """
-
-    def identity(self) -> Any:
-        """Return the identity, with ``Host``'s services if needed. Raises ``Retryable`` if it must wait."""
-        ...
-
-
-def has_peers(backend: Backend) -> bool:
-    """Return False for a backend without routes to peers, as its attribute ``has_peers`` declares.
-
-    The daemon then watches only its own lease, and is ready without the peers' leases.
-    """
-    return bool(getattr(backend, "has_peers", True))
-
-
-def encrypts(backend: Backend) -> bool:
-    """Return True for a backend that must never send packets unencrypted, as ``encrypts`` declares.
-
-    An earlier run's routes into the network that bypass the backend's devices are removed at the start.
-    """
-    return bool(getattr(backend, "encrypts", False))
-
-
-def makes_routes(backend: Backend) -> bool:
-    """Return True for a backend whose commands make devices and routes, as ``makes_routes`` declares.
-
-    Then no device or route counts as flannel's for its name.
-    """
-    return bool(getattr(backend, "makes_routes", False))
-
-
-def stands_alone(backend: Backend) -> bool:
-    """Return True for a backend that cannot run beside another, as ``stands_alone`` declares.
-
-    A backend without routes to peers cannot either.
-    """
-    return bool(getattr(backend, "stands_alone", False)) or not has_peers(backend)
-
-
-@runtime_checkable
-class Switches(Protocol):
-    """Optional part of a backend that takes over from another backend.
-
-    Routes of the other backend serve until all peers are known.
-    """
-
-    def clear_devices(self, own: Lease, /) -> frozenset[str]:
-        """Return our devices that send packets unencrypted though the backend encrypts."""
-        ...
-
-
-@runtime_checkable
-class RecognizesItself(Protocol):
-    """Optional part of a backend: recognition of this node's lease.
-
-    Without it a lease belongs to this node if it has our public IP, in the first family of the network.
-    """
-
-    def is_self(self, attrs: LeaseAttrs, /) -> bool:
-        """Return True if these attributes belong to this node's lease, also with a former public IP."""
-        ...
-
-
-@runtime_checkable
-class HasClaims(Protocol):
-    """Optional part of a backend: resources of this host that only one network can use."""
-
-    def claims(self) -> Iterable[str]:
-        """Return a name for each, such as ``VNI 1`` or ``UDP port 8285``. Equal names are one resource."""
-        ...
-
-
-def claims_of(backend: Backend) -> tuple[str, ...]:
-    """Return the resources that only one network can use; none for a backend that declares none."""
-    return tuple(backend.claims()) if isinstance(backend, HasClaims) else ()
 
 
 class ExitPolicy(Enum):
@@ -245,25 +151,192 @@ class ExitPolicy(Enum):
     REMOVE = "remove"
 
 
-def exit_policy(backend: Backend) -> ExitPolicy:
-    """Return the backend's attribute ``exit_policy``; the default is ``KEEP``."""
-    policy: ExitPolicy = getattr(backend, "exit_policy", ExitPolicy.KEEP)
-    return policy
+class Option(Struct, frozen=True):
+    """Option in ``Backend`` of the network config, and the field of a backend's settings that gets it.
+
+    Its type is that of ``default``. ``made`` makes the field of the JSON value, and raises ``Fatal`` for an
+    unusable one. A number is from ``least`` to ``most`` then.
+    """
+
+    name: str
+    field: str
+    default: bool | int | str
+    least: int = 0
+    most: int = 65535
+    made: Callable[[Any], Any] = lambda value: value
 
 
-@runtime_checkable
-class HasTables(Protocol):
-    """Optional part of a backend: tables of its own, for objects outside the kernel's tables."""
+Overhead = Mapping[Family, int]
+
+
+class Flow(Struct, frozen=True):
+    """Packets between two nodes that carry those of containers, or agree on their keys.
+
+    ``protocol`` is a name as in iptables, ``port`` the UDP port of the receiver, unless ``option`` sets
+    another. ``family`` is that of the containers' packets, 0 for both.
+    """
+
+    protocol: str
+    port: int = 0
+    option: str = ""
+    family: Literal[0, 4, 6] = 0
+
+
+class Backend(ABC):
+    """Backend: declares the desired objects of the kernel, and never writes them.
+
+    All but the abstract parts have a default. A backend of another package need not be a subclass:
+    ``complete`` adds the defaults.
+    """
+
+    #: Its options in the network config, for ``read_options``.
+    options: ClassVar[tuple[Option, ...]] = ()
+    #: Bytes of the outer headers at most, by the family of the containers' packets.
+    overhead: ClassVar[Overhead] = {}
+    #: What firewalls between the nodes must accept.
+    flows: ClassVar[tuple[Flow, ...]] = ()
+    #: False without routes to peers. The daemon then watches only its own lease, and is ready without theirs.
+    has_peers: bool = True
+    #: True if packets must never leave unencrypted. An earlier run's routes into the network that bypass the
+    #: backend's devices are removed at the start.
+    encrypts: bool = False
+    #: True if its commands make devices and routes. Then none of them counts as flannel's for its name.
+    makes_routes: bool = False
+    #: True if it cannot run beside another backend. One without routes to peers cannot either.
+    stands_alone: bool = False
+    #: True if it takes over from another backend, whose routes serve until all peers are known.
+    switches: bool = False
+    exit_policy: ExitPolicy = ExitPolicy.KEEP
+
+    @property
+    @abstractmethod
+    def mtu(self) -> int:
+        """MTU for containers, in bytes."""
+
+    @abstractmethod
+    def attributes(self) -> LeaseAttrs:
+        """Return the lease attributes, which other nodes need to reach this one."""
+
+    def local(self, own: Lease, /) -> Iterable[Resource]:
+        """Return the devices and addresses that are needed even without peers."""
+        del own
+        return ()
+
+    @abstractmethod
+    def peer(self, own: Lease, lease: Lease, /) -> Iterable[Resource]:
+        """Return the objects that lead from this node to one peer.
+
+        Raises ``Refused`` for an invalid lease: the peer's former objects stay. Raises ``Unsafe`` for a
+        lease that would harm this host: the peer's objects are removed.
+        """
+
+    def identity(self) -> Any:
+        """Return this node's identity, such as MACs, a key or a command's output; None if it has none.
+
+        It is requested once a run, before ``attributes``. Each later backend of this run, also after a move
+        of the uplink, gets it as ``Host.identity``. ``Host``'s services may be used. Raises ``Retryable`` if
+        it must wait.
+        """
+        return None
+
+    def is_self(self, attrs: LeaseAttrs, /) -> bool:
+        """Return True if these attributes belong to this node's lease, also with a former public IP.
+
+        By default they do if they have our public IP, in the first family of the network.
+        """
+        return is_same_node(attrs, self.attributes())
+
+    def claims(self) -> Iterable[str]:
+        """Return a name for each resource of this host that only one network can use.
+
+        Such as ``VNI 1`` or ``UDP port 8285``: equal names are one resource.
+        """
+        return ()
 
     def tables(self) -> Iterable[Table]:
-        """Return the tables. Called once a run: they outlive a rebuild of the backend for a new uplink.
+        """Return tables of its own, for objects outside the kernel's tables.
 
-        The first item of a resource's key names its table.
+        Called once a run: they outlive a rebuild of the backend for a new uplink. The first item of a
+        resource's key names its table.
         """
-        ...
+        return ()
+
+    def clear_devices(self, own: Lease, /) -> frozenset[str]:
+        """Return our devices that send packets unencrypted though the backend encrypts."""
+        del own
+        return frozenset()
+
+    def gives(self, part: str) -> bool:
+        """Return True if a method of this name is the backend's own, and not the default."""
+        return getattr(type(self), part) is not getattr(Backend, part)
+
+
+def complete(made: Any) -> Backend:
+    """Return a backend with the defaults of ``Backend`` for all that it leaves out."""
+    if isinstance(made, Backend):
+        return made
+
+    def of(name: str) -> property:
+        return property(lambda _: getattr(made, name))
+
+    parts = {name: of(name) for name in vars(Backend) if not name.startswith("_") and hasattr(made, name)}
+    kind: Any = type("Completed", (Backend,), parts)
+    kind.__abstractmethods__ = frozenset()  # a part that it lacks is missed when it is asked for
+    backend: Backend = kind()
+    return backend
+
+
+def exit_policy(backend: Backend) -> ExitPolicy:
+    """Return the exit policy of any backend, for tests of other packages."""
+    return complete(backend).exit_policy
 
 
 Factory = Callable[[Config, Host], Backend]
+
+
+# ---- options and MTU --------------------------------------------------------------------------------
+
+
+def read_options(config: Config, options: Iterable[Option]) -> dict[str, Any]:
+    """Return the fields of a backend's settings. Raises ``Fatal`` for an unusable value."""
+    fields = config.backend
+    try:
+        values = {each: _read(fields, each) for each in options}
+    except GoJsonError as error:
+        raise Fatal(f"the network config is wrong: {error}", "correct Backend in the store") from None
+    return {option.field: _checked(option, option.made(value)) for option, value in values.items()}
+
+
+def _read(fields: Fields, option: Option) -> bool | int | str:
+    match option.default:
+        case bool(default):
+            return fields.boolean(option.name, default)
+        case int(default):
+            return fields.integer(option.name, default)
+        case default:
+            return fields.string(option.name, default)
+
+
+def _checked(option: Option, value: Any) -> Any:
+    if type(value) is int and not option.least <= value <= option.most:
+        remedy = f"set it to a number from {option.least} to {option.most}"
+        raise Fatal(f"Backend.{option.name} is {value}", remedy)
+    return value
+
+
+def inner_mtu(uplink: Uplink, overhead: int, family: Family, inside: str, option: int | None = None) -> int:
+    """Return the MTU inside the outer headers. Raises ``Fatal`` if it is too small for the family.
+
+    ``option`` is Backend.MTU, 0 if it is not set, None for a backend without it.
+    """
+    outer = option or uplink.mtu
+    mtu = outer - overhead
+    if mtu < _SMALLEST_MTU[family]:
+        raise Fatal(
+            f"an uplink MTU of {outer} leaves {mtu} bytes inside {inside}",
+            f"raise the MTU of {uplink.name}{'' if option is None else ' or set Backend.MTU'}",
+        )
+    return mtu
 
 
 # ---- a second backend in a lease ------------------------------------------------------------------

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from flanneld.backends.contract import Host, peers_public_ip, require_type
+from flanneld.backends.contract import Backend, Host, peers_public_ip, require_type
 from flanneld.config import Config
 from flanneld.errors import Fatal
 from flanneld.model import Lease, LeaseAttrs
@@ -16,7 +16,7 @@ from flanneld.state.resources import Resource, Route
 TYPE = "host-gw"
 
 
-class HostGw:
+class HostGw(Backend):
     """Backend for nodes on one link, without address translation between them."""
 
     def __init__(self, config: Config, host: Host) -> None:
@@ -37,12 +37,7 @@ class HostGw:
     def attributes(self) -> LeaseAttrs:
         return LeaseAttrs(self._uplink.public_ip, self._uplink.public_ipv6, TYPE)
 
-    def local(self, own: Lease) -> Iterator[Resource]:
-        """Return no objects: the uplink is sufficient."""
-        del own
-        return iter(())
-
-    def peer(self, _own: Lease, lease: Lease) -> Iterator[Resource]:
+    def peer(self, _own: Lease, lease: Lease, /) -> Iterator[Resource]:
         lease = require_type(lease, TYPE)
         for family in self._families:
             subnet = lease.net(family)

@@ -14,30 +14,25 @@ from msgspec.structs import replace
 
 from flanneld.backends.contract import (
     Backend,
-    ExitPolicy,
     Factory,
-    HasIdentity,
-    HasTables,
     Host,
+    Option,
     OtherBackend,
-    RecognizesItself,
     announced,
-    claims_of,
-    encrypts,
-    exit_policy,
-    stands_alone,
+    complete,
+    read_options,
     with_also,
 )
-from flanneld.compat.json import GoJsonError
 from flanneld.config import Config
 from flanneld.errors import Fatal
-from flanneld.model import Lease, LeaseAttrs, is_same_node
+from flanneld.model import Lease, LeaseAttrs
 from flanneld.network.xfrm.policy import XfrmPolicy
 from flanneld.state.resources import Kind, Link, Resource
 from flanneld.state.table import Table
 
 #: Option in ``Backend.Also``: reach peers without encryption though ``Backend.Type`` encrypts.
 ALLOW_CLEAR = "AllowUnencryptedPeers"
+_OPTIONS = (Option(ALLOW_CLEAR, "allows_clear", False),)
 
 
 def beside(make_first: Factory, make_second: Factory) -> Factory:
@@ -48,13 +43,13 @@ def beside(make_first: Factory, make_second: Factory) -> Factory:
         assert other is not None
         identities = host.identity or (None, None)
         first, second = (
-            factory(each, _host_for(each, host, identity))
+            complete(factory(each, _host_for(each, host, identity)))
             for factory, each, identity in zip(
                 (make_first, make_second), (config, other), identities, strict=True
             )
         )
         _refuse_pair(config, first, other, second)
-        return Switching(config.backend_type, first, second, allows_clear=_allows_clear(other))
+        return Switching(config.backend_type, first, second, **read_options(other, _OPTIONS))
 
     return make
 
@@ -71,80 +66,62 @@ def _refuse_pair(config: Config, first: Backend, other: Config, second: Backend)
     if config.backend_type == other.backend_type:
         raise Fatal(f"Backend.Type and Backend.Also.Type are both {config.backend_type}", remedy)
     for each, backend in ((config, first), (other, second)):
-        if stands_alone(backend):
+        if backend.stands_alone or not backend.has_peers:
             raise Fatal(f"{each.backend_type} cannot run beside another one, as Backend.Also asks", remedy)
-    with_tables = [each for each in (first, second) if isinstance(each, HasTables)]
-    if len({exit_policy(each) for each in with_tables}) > 1:
+    if len({each.exit_policy for each in (first, second) if each.gives("tables")}) > 1:
         pair = f"{config.backend_type} and {other.backend_type}"
         raise Fatal(f"{pair} differ in what is removed when the daemon ends", remedy)
 
 
-def _allows_clear(config: Config) -> bool:
-    try:
-        return config.backend.boolean(ALLOW_CLEAR, False)
-    except GoJsonError as error:
-        raise Fatal(f"the network config is wrong: {error}", "correct Backend in the store") from None
-
-
-class Switching:
+class Switching(Backend):
     """Pair of backends: ``first`` leads to each peer that announces it, ``second`` to the others.
 
     If only ``first`` encrypts, peers that do not announce it are refused, unless ``allows_clear``.
     """
 
+    switches = True
+
     def __init__(self, first_type: str, first: Backend, second: Backend, *, allows_clear: bool) -> None:
         self._type = first_type
         self._first = first
         self._second = second
-        self._refuses_clear = encrypts(first) and not encrypts(second) and not allows_clear
+        self._refuses_clear = first.encrypts and not second.encrypts and not allows_clear
+        self.encrypts = first.encrypts
+        self.exit_policy = (first if first.gives("tables") else second).exit_policy
 
     @property
     def mtu(self) -> int:
         """Smaller MTU of both backends."""
         return min(self._first.mtu, self._second.mtu)
 
-    @property
-    def encrypts(self) -> bool:
-        return encrypts(self._first)
-
-    @property
-    def exit_policy(self) -> ExitPolicy:
-        return exit_policy(self._first if isinstance(self._first, HasTables) else self._second)
-
     def identity(self) -> tuple[Any, Any]:
-        first, second = (
-            each.identity() if isinstance(each, HasIdentity) else None for each in (self._first, self._second)
-        )
-        return first, second
+        return self._first.identity(), self._second.identity()
 
     def claims(self) -> tuple[str, ...]:
-        return (*claims_of(self._first), *claims_of(self._second))
+        return (*self._first.claims(), *self._second.claims())
 
     def attributes(self) -> LeaseAttrs:
         return with_also(self._first.attributes(), self._second.attributes())
 
-    def is_self(self, attrs: LeaseAttrs) -> bool:
+    def is_self(self, attrs: LeaseAttrs, /) -> bool:
         """Return the answer of the backend that recognizes itself by more than the public IP."""
-        for each in (self._first, self._second):
-            if isinstance(each, RecognizesItself):
-                return each.is_self(attrs)
-        return is_same_node(attrs, self._first.attributes())
+        second = self._second.gives("is_self") and not self._first.gives("is_self")
+        return (self._second if second else self._first).is_self(attrs)
 
     def tables(self) -> tuple[Table, ...]:
-        both = (each for each in (self._first, self._second) if isinstance(each, HasTables))
-        return tuple(table for each in both for table in each.tables())
+        return (*self._first.tables(), *self._second.tables())
 
-    def clear_devices(self, own: Lease) -> frozenset[str]:
+    def clear_devices(self, own: Lease, /) -> frozenset[str]:
         """Return the devices that may lead to peers of an encrypted network only during the switch."""
-        if not self.encrypts or encrypts(self._second):
+        if not self.encrypts or self._second.encrypts:
             return frozenset()
         return frozenset(each.name for each in self._second.local(own) if isinstance(each, Link))
 
-    def local(self, own: Lease) -> Iterator[Resource]:
+    def local(self, own: Lease, /) -> Iterator[Resource]:
         yield from self._first.local(own)
         yield from _without_ways(self._second.local(own))
 
-    def peer(self, own: Lease, lease: Lease) -> Iterator[Resource]:
+    def peer(self, own: Lease, lease: Lease, /) -> Iterator[Resource]:
         try:
             yield from self._first.peer(own, lease)
         except OtherBackend:

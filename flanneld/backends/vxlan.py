@@ -14,12 +14,22 @@ import json
 import logging
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from msgspec import Struct
 
-from flanneld.backends.contract import Host, announced, peers_public_ip, require_type
-from flanneld.compat.json import GoJsonError
+from flanneld.backends.contract import (
+    Backend,
+    Flow,
+    Host,
+    Option,
+    Overhead,
+    announced,
+    inner_mtu,
+    peers_public_ip,
+    read_options,
+    require_type,
+)
 from flanneld.config import Config
 from flanneld.errors import Fatal, Refused
 from flanneld.model import Family, Lease, LeaseAttrs
@@ -30,79 +40,22 @@ log = logging.getLogger(__name__)
 
 TYPE = "vxlan"
 
-#: Outer Ethernet, IPv4 and UDP headers and the VXLAN header; IPv6's is 20 bytes longer.
-OVERHEAD: dict[Family, int] = {4: 50, 6: 70}
 #: Default UDP port of Linux (drivers/net/vxlan, module parameter udp_port).
 LINUX_PORT = 8472
 _MAX_VNI = (1 << 24) - 1
 #: linux/if.h IFNAMSIZ, less the terminating zero.
 _LONGEST_NAME = 15
-_SMALLEST_MTU: dict[Family, int] = {4: 68, 6: 1280}
 
 
 class VxlanConfig(Struct, frozen=True, gc=False):
     """Backend object of the network config; ``mtu`` overrides the uplink's, 0 for the real one."""
 
-    vni: int = 1
-    port: int = LINUX_PORT
-    gbp: bool = False
-    learning: bool = False
-    direct_routing: bool = False
-    mtu: int = 0
-
-
-def read_config(config: Config) -> VxlanConfig:
-    """Return the backend's config. Raises ``Fatal`` for a value that no device can have."""
-    fields = config.backend
-    try:
-        settings = VxlanConfig(
-            vni=fields.integer("VNI", 1),
-            port=fields.integer("Port", 0) or LINUX_PORT,
-            gbp=fields.boolean("GBP", False),
-            learning=fields.boolean("Learning", False),
-            direct_routing=fields.boolean("DirectRouting", False),
-            mtu=fields.integer("MTU", 0),
-        )
-    except GoJsonError as error:
-        raise Fatal(f"the network config is wrong: {error}", "correct Backend in the store") from None
-    for name, value, lowest, highest in (
-        ("VNI", settings.vni, 0, _MAX_VNI),
-        ("Port", settings.port, 1, 65535),
-        ("MTU", settings.mtu, 0, 65535),
-    ):
-        if not lowest <= value <= highest:
-            raise Fatal(f"Backend.{name} is {value}", f"set it to a number from {lowest} to {highest}")
-    return settings
-
-
-def build(config: Config, host: Host) -> VxlanBackend:
-    """Return the backend with this node's devices."""
-    settings = read_config(config)
-    if host.identity is None:  # the first backend of this run
-        log.info(
-            "VXLAN config: VNI=%d Port=%d GBP=%s Learning=%s DirectRouting=%s",
-            settings.vni, settings.port,
-            *(str(each).lower() for each in (settings.gbp, settings.learning, settings.direct_routing)),
-        )  # fmt: skip
-    devices: dict[Family, Vxlan] = {}
-    for family in config.families:
-        name = _device_name(family, settings.vni)
-        local = host.uplink.local(family)
-        if local is None:
-            raise Fatal(f"{host.uplink.name} has no IPv{family} address", "give it one or disable the family")
-        devices[family] = Vxlan(
-            name=name,
-            vni=settings.vni,
-            parent=host.uplink.index,
-            local=local,
-            port=settings.port,
-            mac=_mac(host, family, name),
-            mtu=_inner_mtu(family, settings, host),
-            learning=settings.learning,
-            gbp=settings.gbp,
-            cpu_checksums=host.cpu_checksums,
-        )
-    return VxlanBackend(host, devices, direct_routing=settings.direct_routing)
+    vni: int
+    port: int
+    gbp: bool
+    learning: bool
+    direct_routing: bool
+    mtu: int
 
 
 def _device_name(family: Family, vni: int) -> str:
@@ -115,13 +68,51 @@ def _device_name(family: Family, vni: int) -> str:
     return name
 
 
-class VxlanBackend:
+class VxlanBackend(Backend):
     """Backend with one device per family. DirectRouting skips it for peers on the uplink's link."""
 
-    def __init__(self, host: Host, devices: dict[Family, Vxlan], *, direct_routing: bool) -> None:
+    options = (
+        Option("VNI", "vni", 1, most=_MAX_VNI),
+        Option("Port", "port", 0, least=1, made=lambda port: port or LINUX_PORT),
+        Option("GBP", "gbp", False),
+        Option("Learning", "learning", False),
+        Option("DirectRouting", "direct_routing", False),
+        Option("MTU", "mtu", 0),
+    )
+    #: Outer Ethernet, IPv4 and UDP headers and the VXLAN header; IPv6's is 20 bytes longer.
+    overhead: ClassVar[Overhead] = {4: 50, 6: 70}
+    flows = (Flow("udp", LINUX_PORT, "Port"),)
+
+    def __init__(self, config: Config, host: Host) -> None:
+        settings = VxlanConfig(**read_options(config, self.options))
+        if host.identity is None:  # the first backend of this run
+            log.info(
+                "VXLAN config: VNI=%d Port=%d GBP=%s Learning=%s DirectRouting=%s",
+                settings.vni, settings.port,
+                *(str(each).lower() for each in (settings.gbp, settings.learning, settings.direct_routing)),
+            )  # fmt: skip
         self._host = host
-        self._devices = devices
-        self._direct_routing = direct_routing
+        self._direct_routing = settings.direct_routing
+        self._devices = {family: self._device(family, settings) for family in config.families}
+
+    def _device(self, family: Family, settings: VxlanConfig) -> Vxlan:
+        host = self._host
+        name = _device_name(family, settings.vni)
+        local = host.uplink.local(family)
+        if local is None:
+            raise Fatal(f"{host.uplink.name} has no IPv{family} address", "give it one or disable the family")
+        return Vxlan(
+            name=name,
+            vni=settings.vni,
+            parent=host.uplink.index,
+            local=local,
+            port=settings.port,
+            mac=_mac(host, family, name),
+            mtu=inner_mtu(host.uplink, self.overhead[family], family, "VXLAN", settings.mtu),
+            learning=settings.learning,
+            gbp=settings.gbp,
+            cpu_checksums=host.cpu_checksums,
+        )
 
     @property
     def mtu(self) -> int:
@@ -148,7 +139,7 @@ class VxlanBackend:
         """Return the VNI, from which the devices have their names."""
         return tuple({f"VNI {device.vni}" for device in self._devices.values()})
 
-    def local(self, own: Lease) -> Iterator[Resource]:
+    def local(self, own: Lease, /) -> Iterator[Resource]:
         """Yield the device with the base address of our subnet, the source address of this host's packets."""
         for family, device in self._devices.items():
             yield device
@@ -156,7 +147,7 @@ class VxlanBackend:
             if subnet is not None:
                 yield Address(device.name, subnet.network_address)
 
-    def peer(self, _own: Lease, lease: Lease) -> Iterator[Resource]:
+    def peer(self, _own: Lease, lease: Lease, /) -> Iterator[Resource]:
         lease = require_type(lease, TYPE)
         for family, device in self._devices.items():
             subnet = lease.net(family)
@@ -222,13 +213,3 @@ def _announces(family: Family, mac: str, attrs: LeaseAttrs) -> bool:
 def _random_mac(raw: bytes) -> str:
     """Return a locally administered unicast MAC (IEEE 802, the two low bits of the first octet)."""
     return bytes([raw[0] & 0xFE | 0x02, *raw[1:]]).hex(":")
-
-
-def _inner_mtu(family: Family, settings: VxlanConfig, host: Host) -> int:
-    mtu = (settings.mtu or host.uplink.mtu) - OVERHEAD[family]
-    if mtu < _SMALLEST_MTU[family]:
-        raise Fatal(
-            f"an uplink MTU of {settings.mtu or host.uplink.mtu} leaves {mtu} bytes inside VXLAN",
-            f"raise the MTU of {host.uplink.name} or set Backend.MTU",
-        )
-    return mtu

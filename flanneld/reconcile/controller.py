@@ -12,7 +12,6 @@ import math
 import threading
 from collections.abc import Callable, Collection, Iterable
 
-from flanneld.backends.contract import encrypts, makes_routes
 from flanneld.errors import Fatal, Retryable, cause_of
 from flanneld.model import Cached, Event
 from flanneld.network.rtnetlink.domain import Domain
@@ -123,7 +122,7 @@ class Controller:
         self._host.wish_for_ourselves()
         if not self.tables.states():
             self.tables.make(self._node.kernel_tables(self._left_behind.stale_links), backend)
-        if not encrypts(backend):
+        if not backend.encrypts:
             self._prepare(now)
             return
         self._has_failed = False
@@ -151,7 +150,7 @@ class Controller:
         except OSError as failure:
             raise Retryable(f"cannot read the kernel's tables: {cause_of(failure)}") from failure
         # Routes of an earlier run may bypass the encryption, so they go before any peer is known.
-        self.tables.reconciler.adopt = encrypts(backend)
+        self.tables.reconciler.adopt = backend.encrypts
         report = self.tables.converge(now)
         self._host.watch_encryption(now)
         for worker in self.workers:
@@ -273,5 +272,5 @@ def _first_domain(node: LocalNode) -> Domain:
         node.former,
         unmarked=node.adopts,
         adopted=node.adopted,
-        by_name=not makes_routes(node.uplink_manager.backend),
+        by_name=not node.uplink_manager.backend.makes_routes,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Mapping
 
-from flanneld.backends.contract import Backend, Switches, encrypts
+from flanneld.backends.contract import Backend
 from flanneld.compat.glog import OneTimeWarnings
 from flanneld.model import Lease
 from flanneld.network.obstacles import HostRoute
@@ -21,11 +21,11 @@ def leaks(resource: Resource, backend: Backend, own: Lease, links: Collection[st
     ``links`` are our devices. While one backend takes over from another, the routes of the former serve
     until all peers are known. Then they are replaced without packet loss.
     """
-    if not isinstance(resource, Route) or not encrypts(backend):
+    if not isinstance(resource, Route) or not backend.encrypts:
         return False
     if resource.device not in links:
-        return synced or not isinstance(backend, Switches)
-    return synced and isinstance(backend, Switches) and resource.device in backend.clear_devices(own)
+        return synced or not backend.switches
+    return synced and resource.device in backend.clear_devices(own)
 
 
 def bypasses(detours: Iterable[HostRoute], desired: Mapping[Key, Resource]) -> list[HostRoute]:

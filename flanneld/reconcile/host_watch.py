@@ -11,7 +11,6 @@ from contextlib import suppress
 
 from msgspec.structs import replace
 
-from flanneld.backends.contract import encrypts
 from flanneld.compat.glog import OneTimeWarnings, V, counted
 from flanneld.errors import Fatal, cause_of
 from flanneld.model import IPAddress, IPNetwork, single
@@ -147,14 +146,14 @@ class HostWatch:
 
     def watch_encryption(self, now: float) -> None:
         """Check the host's routes again if the backend encrypts: those of an earlier run have gone."""
-        if encrypts(self._manager.backend):
+        if self._manager.backend.encrypts:
             with suppress(OSError):
                 self.look_at_networks(now)
             self.tell_of_bypasses()
 
     def tell_of_bypasses(self) -> None:
         """Update the report of ways past the encryption, as the host and the tables were last read."""
-        if encrypts(self._manager.backend):
+        if self._manager.backend.encrypts:
             detours = self._peers.safety.obstacles.host.detours
             self.encryption.look(detours, self._peers.desired.table(ROUTES), self._tables.bypasses())
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from flanneld.backends.contract import has_peers
 from flanneld.config import Config
 from flanneld.model import Lease, Snapshot
 from flanneld.network.rtnetlink.kernel import Kernel
@@ -134,7 +133,7 @@ class Loops:
     def _watch_leases(self) -> None:
         """Watch the peers' leases. For a backend without peers watch our own node at most."""
         manager, put = self._member.manager, self.reconciler.event_queue.put
-        if has_peers(self._member.uplink_manager.backend):
+        if self._member.uplink_manager.backend.has_peers:
             log.info("Watching for new subnet leases")
             self._watch("lease watch", partial(manager.watch, put))
             return

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
-from flanneld.backends.contract import Backend, ExitPolicy, HasTables, exit_policy
+from flanneld.backends.contract import Backend, ExitPolicy
 from flanneld.reconcile.counters import Work
 from flanneld.reconcile.peers import Peers
 from flanneld.reconcile.permits import Permits
@@ -70,10 +70,10 @@ class NodeTables:
 
         If both have a table of one name, the backend's replaces the kernel's.
         """
-        others = tuple(backend.tables()) if isinstance(backend, HasTables) else ()
+        others = tuple(backend.tables())
         names = {each.name for each in others}
         kernels = [each for each in kernels if each.name not in names]
-        if exit_policy(backend) is ExitPolicy.REMOVE:
+        if backend.exit_policy is ExitPolicy.REMOVE:
             self._removed_at_exit = frozenset(each.name for each in others)
         self._routes = [self._recording(each) for each in kernels if each.name == ROUTES]
         self._with_sessions = tuple(each for each in others if isinstance(each, HasSessions))

@@ -98,7 +98,7 @@ def test_a_vxlan_device_keeps_its_mac_although_another_program_set_one_before_th
 ) -> None:
     kernel = Kernel()
     uplink = find_uplink(kernel, CONFIG, CHOICE)
-    manager = UplinkManager(kernel, CONFIG, CHOICE, vxlan.build, uplink, None)
+    manager = UplinkManager(kernel, CONFIG, CHOICE, vxlan.VxlanBackend, uplink, None)
     (made,) = (each for each in manager.backend.local(OWN) if isinstance(each, Vxlan))
     devices.put(made, None)
     host.ip("link set flannel.1 address 02:00:00:00:00:99")

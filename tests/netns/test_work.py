@@ -18,12 +18,13 @@ from typing import Any, ClassVar
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from flanneld.backends.vxlan import VxlanBackend
 from flanneld.ctl import compare as snapshot
 from flanneld.ctl.compare import Comparison
 from flanneld.diagnostics.describe import peers_of
-from flanneld.model import Added, Event, Lease, LeaseAttrs, Removed, Snapshot
+from flanneld.model import Added, Event, Lease, LeaseAttrs, Removed, Snapshot, Uplink
 from flanneld.network.interfaces import index_of
 from flanneld.network.rtnetlink.domain import Domain
 from flanneld.network.rtnetlink.kernel import Kernel
@@ -31,7 +32,6 @@ from flanneld.network.rtnetlink.tables import tables
 from flanneld.reconcile.peers import Peers
 from flanneld.reconcile.reconciler import Reconciler
 from flanneld.state.removal_guard import RemovalGuard
-from flanneld.state.resources import Vxlan
 from flanneld.subnet.etcd import v2_messages
 from flanneld.subnet.etcd.http import Answer
 from flanneld.subnet.etcd.keys import KeyReply, Position
@@ -41,6 +41,7 @@ from tests.lab import Lab, wait_for
 from tests.lab.etcd import PREFIX
 from tests.lab.namespace import Namespace
 from tests.netns.test_kernel import empty
+from tests.unit.backends.test_vxlan import config as vxlan_config
 from tests.unit.backends.test_vxlan import host as vxlan_host
 from tests.unit.ctl.documents import object_of
 
@@ -93,10 +94,10 @@ class Net:
     """A node with the backend vxlan, in this namespace."""
 
     def __init__(self) -> None:
-        device = Vxlan(
-            "flannel.1", 1, index_of("up0"), IPv4Address("198.18.0.1"), 8472, "02:00:00:00:00:01", 1450
-        )
-        self.backend = VxlanBackend(vxlan_host(), {4: device}, direct_routing=False)
+        address = IPv4Address("198.18.0.1")
+        uplink = Uplink("up0", index_of("up0"), 1500, address, address)
+        host = replace(vxlan_host(), uplink=uplink, identity={4: "02:00:00:00:00:01"})
+        self.backend = VxlanBackend(vxlan_config(), host)
         self.peers = Peers(OWN, [(NETWORK, 24)], RemovalGuard())
         self.peers.wish_locally(self.backend.local(OWN))
         kernel = Kernel(DOMAIN)

@@ -15,7 +15,7 @@ import pytest
 
 from flanneld import fleet as network_module
 from flanneld.backends import registry
-from flanneld.backends.contract import Backend, Host, claims_of
+from flanneld.backends.contract import Backend, Host
 from flanneld.config import Config, parse
 from flanneld.errors import Fatal, Retryable
 from flanneld.fleet import Claims, Network
@@ -55,7 +55,7 @@ def backend(wanted: Config) -> Backend:
 def test_backend_says_what_only_one_network_can_have(
     kind: str, options: dict[str, Any], claims: tuple[str, ...]
 ) -> None:
-    assert claims_of(backend(config("10.5.0.0/16", kind, **options))) == claims
+    assert tuple(backend(config("10.5.0.0/16", kind, **options)).claims()) == claims
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ No objects are created for peers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from msgspec import Struct
 
@@ -14,7 +14,7 @@ from flanneld.backends.cloud.contract import Cloud, CloudRoute, Forwarding
 from flanneld.backends.cloud.options import table_ids
 from flanneld.backends.cloud.record import SUFFIX, Record
 from flanneld.backends.cloud.routes import CloudForwardingTable, CloudRoutes
-from flanneld.backends.contract import Host, HostServices
+from flanneld.backends.contract import Backend, Host, HostServices
 from flanneld.compat.json import Fields, GoJsonError
 from flanneld.config import Config, SubnetRange
 from flanneld.errors import Fatal
@@ -42,7 +42,7 @@ class CloudFactory(Struct, frozen=True):
         return CloudBackend(self, config, host)
 
 
-class CloudBackend:
+class CloudBackend(Backend):
     """Backend that desires one route in each table."""
 
     has_peers = False
@@ -71,17 +71,17 @@ class CloudBackend:
     def attributes(self) -> LeaseAttrs:
         return LeaseAttrs(self._host.uplink.public_ip, self._host.uplink.public_ipv6)
 
-    def local(self, own: Lease) -> Iterator[Resource]:
+    def local(self, own: Lease, /) -> Iterator[Resource]:
         if own.subnet is not None:
             if self._cloud.filters_addresses:
                 yield Forwarding(self._address)
             for table in self._tables or ("",):
                 yield CloudRoute(own.subnet, str(self._address), table)
 
-    def peer(self, own: Lease, lease: Lease, /) -> Iterator[Resource]:
+    def peer(self, own: Lease, lease: Lease, /) -> Iterable[Resource]:
         """Return no objects: each node maintains its own route."""
         del own, lease
-        return iter(())
+        return ()
 
     def tables(self) -> tuple[Table, ...]:
         record = Record(self._host.beside(SUFFIX), self._kind, self._kept)

@@ -16,9 +16,18 @@ from typing import ClassVar
 
 from msgspec import Struct
 
-from flanneld.backends.contract import DryRun, ExitPolicy, Host, RunCommand, peers_public_ip, require_type
+from flanneld.backends.contract import (
+    Backend,
+    DryRun,
+    ExitPolicy,
+    Host,
+    Option,
+    RunCommand,
+    peers_public_ip,
+    read_options,
+    require_type,
+)
 from flanneld.compat.glog import V
-from flanneld.compat.json import GoJsonError
 from flanneld.config import Config
 from flanneld.errors import Fatal, Refused, Retryable
 from flanneld.model import IPNetwork, Lease, LeaseAttrs, name_of
@@ -30,6 +39,7 @@ log = logging.getLogger(__name__)
 TYPE = "extension"
 #: Seconds for one command, default and maximum: several must fit into a heartbeat of 120 s.
 _TIME_LIMIT, _LONGEST_LIMIT = 10, 20
+_COMMANDS = ("PreStartup", "PostStartup", "SubnetAdd", "SubnetRemove", "Check", "Shutdown")
 #: Characters of PreStartupCommand's output: it is part of the lease, and of every node's watch.
 _LONGEST_DATA = 16 << 10
 #: Characters of a command's output in the log.
@@ -199,9 +209,20 @@ def expanded(text: str, variables: Mapping[str, str]) -> list[str]:
     ]
 
 
-class Extension:
+def _command(text: str) -> str:
+    if "\0" in text:
+        raise Fatal("a command in Backend has a zero byte", "remove it from the network config")
+    return text.strip()
+
+
+class Extension(Backend):
     """Backend with the options of ``Backend``: the commands, ``Shell`` and ``TimeLimitSeconds``."""
 
+    options = (
+        Option("Shell", "shell", True),
+        Option("TimeLimitSeconds", "limit", _TIME_LIMIT, least=1, most=_LONGEST_LIMIT),
+        *(Option(f"{name}Command", name, "", made=_command) for name in _COMMANDS),
+    )
     #: Commands make routes of their own, and the data in its lease may be any text.
     stands_alone = makes_routes = True
 
@@ -209,24 +230,9 @@ class Extension:
         self._config = config
         self._host = host
         self._uplink = host.uplink
-        options = config.backend
-        try:
-            shell = options.boolean("Shell", True)
-            limit = options.uint("TimeLimitSeconds", _TIME_LIMIT)
-            texts = {
-                name: options.string(f"{name}Command", "")
-                for name in ("PreStartup", "PostStartup", "SubnetAdd", "SubnetRemove", "Check", "Shutdown")
-            }
-        except GoJsonError as error:
-            raise Fatal(f"the network config is wrong: {error}", "correct it where it is stored") from None
-        if not 1 <= limit <= _LONGEST_LIMIT:
-            raise Fatal(
-                f"Backend.TimeLimitSeconds {limit} cannot be used", f"set it to 1 to {_LONGEST_LIMIT} seconds"
-            )
-        if any("\0" in text for text in texts.values()):
-            raise Fatal("a command in Backend has a zero byte", "remove it from the network config")
+        options = read_options(config, self.options)
         commands = {
-            name: ConfigCommand(f"{name}Command", text.strip(), shell) for name, text in texts.items()
+            name: ConfigCommand(f"{name}Command", options[name], options["shell"]) for name in _COMMANDS
         }
         self._pre, self._post, self._shutdown = (
             commands[name] for name in ("PreStartup", "PostStartup", "Shutdown")
@@ -234,7 +240,7 @@ class Extension:
         self._add, self._remove, self._check = (
             commands[name] for name in ("SubnetAdd", "SubnetRemove", "Check")
         )
-        self._commands = ConfigCommands(host.run, limit)
+        self._commands = ConfigCommands(host.run, options["limit"])
         #: ShutdownCommand is the only cleanup at the daemon's end.
         self.exit_policy = ExitPolicy.REMOVE if self._shutdown else ExitPolicy.KEEP
 
@@ -265,7 +271,7 @@ class Extension:
     def attributes(self) -> LeaseAttrs:
         return LeaseAttrs(self._uplink.public_ip, self._uplink.public_ipv6, TYPE, self._host.identity)
 
-    def local(self, own: Lease) -> Iterator[Resource]:
+    def local(self, own: Lease, /) -> Iterator[Resource]:
         if self._post or self._shutdown:
             networks = {each.family: each.network for each in self._config.ranges}
             yield Startup(
@@ -277,7 +283,7 @@ class Extension:
                 self._uplink.public_ipv6,
             )
 
-    def peer(self, _own: Lease, lease: Lease) -> Iterator[Resource]:
+    def peer(self, _own: Lease, lease: Lease, /) -> Iterator[Resource]:
         require_type(lease, TYPE)
         data = lease.attrs.backend_data
         if not isinstance(data, str | None):

@@ -10,12 +10,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from hashlib import sha256
 from ipaddress import IPv4Address, IPv4Network
+from typing import ClassVar
 
 from msgspec import Struct
 
-from flanneld.backends.contract import Host, peers_public_ip, require_type
+from flanneld.backends.contract import (
+    Backend,
+    Flow,
+    Host,
+    Option,
+    Overhead,
+    inner_mtu,
+    peers_public_ip,
+    read_options,
+    require_type,
+)
 from flanneld.backends.ipsec.resources import Charon, IkeConnection, SharedKey
-from flanneld.compat.json import GoJsonError
 from flanneld.config import Config
 from flanneld.errors import Fatal
 from flanneld.model import Lease, LeaseAttrs, Secret
@@ -25,11 +35,10 @@ from flanneld.state.table import Table
 
 TYPE = "ipsec"
 DEVICE = "flannel-ipsec"
-#: Upstream's: outer IPv4, SPI and sequence number, an IV of 16, at most 15 of padding, two of trailer, an ICV
-#: of 16; and the UDP header.
-OVERHEAD, UDP_OVERHEAD = 77, 8
-#: Bytes that every link must carry in one piece (RFC 791).
-_SMALLEST_MTU = 68
+#: Bytes of the UDP header.
+UDP_OVERHEAD = 8
+#: UDP ports of IKE: the first messages, and all others, with ESP behind NAT (RFC 7296, RFC 4555, RFC 3948).
+IKE_PORTS = (500, 4500)
 #: Minimum bytes of a PSK, as in upstream.
 SHORTEST_PSK = 96
 _ESP_PROPOSAL = "aes128gcm16-sha256-prfsha256-ecp256"
@@ -39,8 +48,8 @@ class IpsecConfig(Struct, frozen=True, gc=False):
     """The Backend object of the network config."""
 
     psk: Secret
-    udp_encap: bool = False
-    esp_proposal: str = _ESP_PROPOSAL
+    udp_encap: bool
+    esp_proposal: str
 
     @property
     def digest(self) -> str:
@@ -49,26 +58,24 @@ class IpsecConfig(Struct, frozen=True, gc=False):
         return sha256(text + self.psk.value).hexdigest()
 
 
-def read_config(config: Config) -> IpsecConfig:
-    """Read the options. Raises ``Fatal`` for an unusable value; the message does not contain the PSK."""
-    fields = config.backend
-    try:
-        udp_encap = fields.boolean("UDPEncap", False)
-        proposal, psk = fields.string("ESPProposal", _ESP_PROPOSAL), fields.string("PSK", "")
-    except GoJsonError as error:
-        raise Fatal(f"error decoding IPSEC backend config: {error}", "correct Backend in the store") from None
-    key = psk.encode("utf-8", "replace")
+def _psk(text: str) -> Secret:
+    """Return the PSK. Raises ``Fatal`` for a short one; the message does not contain it."""
+    key = text.encode("utf-8", "replace")
     if len(key) < SHORTEST_PSK:
         raise Fatal(
             f"config error, password should be at least {SHORTEST_PSK} characters long",
             "set Backend.PSK, as from: openssl rand -hex 48",
         )
-    if not proposal.isascii() or not proposal.isprintable():
+    return Secret(key)
+
+
+def _esp_proposal(text: str) -> str:
+    if not text.isascii() or not text.isprintable():
         raise Fatal("Backend.ESPProposal is no proposal", "write it as in strongSwan's documentation")
-    return IpsecConfig(Secret(key), udp_encap, proposal)
+    return text
 
 
-class Ipsec:
+class Ipsec(Backend):
     """Backend with XFRM policies of the kernel, and charon.
 
     Policies apply only to packets that have a route. So the routes to peers lead into a device that drops
@@ -76,10 +83,19 @@ class Ipsec:
     inside the policies.
     """
 
+    options = (
+        Option("PSK", "psk", "", made=_psk),
+        Option("UDPEncap", "udp_encap", False),
+        Option("ESPProposal", "esp_proposal", _ESP_PROPOSAL, made=_esp_proposal),
+    )
+    #: Upstream's: outer IPv4, SPI and sequence number, an IV of 16, at most 15 of padding, two of trailer, an
+    #: ICV of 16. UDPEncap adds the UDP header.
+    overhead: ClassVar[Overhead] = {4: 77}
+    flows = (*(Flow("udp", port) for port in IKE_PORTS), Flow("esp"))
     encrypts = True
 
     def __init__(self, config: Config, host: Host) -> None:
-        self._settings = settings = read_config(config)
+        self._settings = settings = IpsecConfig(**read_options(config, self.options))
         self._uplink = uplink = host.uplink
         self._is_shared = host.is_shared
         self._call = host.call
@@ -92,12 +108,8 @@ class Ipsec:
         self._network = pool.network
         self._local = uplink.address
         self._public = uplink.public_ip
-        self._mtu = uplink.mtu - OVERHEAD - (UDP_OVERHEAD if settings.udp_encap else 0)
-        if self._mtu < _SMALLEST_MTU:
-            raise Fatal(
-                f"an uplink MTU of {uplink.mtu} leaves {self._mtu} bytes inside ESP",
-                f"raise the MTU of {uplink.name}",
-            )
+        overhead = self.overhead[4] + (UDP_OVERHEAD if settings.udp_encap else 0)
+        self._mtu = inner_mtu(uplink, overhead, 4, "ESP")
 
     @property
     def mtu(self) -> int:
@@ -116,7 +128,7 @@ class Ipsec:
         charon = CharonTable(connections.note, self._settings.digest, self._call)
         return XfrmPolicyTable(self._network), charon, connections
 
-    def local(self, own: Lease) -> Iterator[Resource]:
+    def local(self, own: Lease, /) -> Iterator[Resource]:
         """Yield the guards first, which block packets to no peer. Then charon, and our own key.
 
         The policies among the guards would also block the packets of another backend beside this one.

@@ -9,84 +9,76 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from ipaddress import IPv4Address, IPv4Network
+from typing import ClassVar
 
 from msgspec import Struct
 
-from flanneld.backends.contract import Host, peers_public_ip
+from flanneld.backends.contract import (
+    Backend,
+    Flow,
+    Host,
+    Option,
+    Overhead,
+    inner_mtu,
+    peers_public_ip,
+    read_options,
+)
 from flanneld.backends.udp.resources import DATA_PLANES, ProxyPeer, UdpProxy
 from flanneld.compat.flags import quoted
-from flanneld.compat.json import GoJsonError
 from flanneld.config import Config
 from flanneld.errors import Fatal
 from flanneld.model import Lease, LeaseAttrs
 from flanneld.state.resources import Address, Resource, Route, Tun
 from flanneld.state.table import Table
 
-#: Bytes of the outer IPv4 and UDP headers.
-OVERHEAD = 28
-#: Bytes that every link must carry (RFC 791), and Linux's minimum for a TUN.
-_SMALLEST_MTU = 68
 _PORT = 8285
 
 
 class UdpConfig(Struct, frozen=True, gc=False):
     """The Backend object of the network config."""
 
-    port: int = _PORT
-    plane: str = "auto"
-    accept_any: bool = False
+    port: int
+    plane: str
+    accept_any: bool
 
 
-def read_config(config: Config) -> UdpConfig:
-    """Return the backend's config. Raises ``Fatal`` for an unusable value."""
-    fields = config.backend
-    try:
-        settings = UdpConfig(
-            port=fields.integer("Port", _PORT),
-            plane=fields.string("DataPlane", "auto").lower(),
-            accept_any=fields.boolean("AcceptAnySource", False),
-        )
-    except GoJsonError as error:
-        raise Fatal(f"the network config is wrong: {error}", "correct Backend in the store") from None
-    if not 1 <= settings.port <= 65535:
-        raise Fatal(f"Backend.Port is {settings.port}", "set it to a number from 1 to 65535")
-    if settings.plane not in DATA_PLANES:
-        raise Fatal(
-            f"Backend.DataPlane is {quoted(settings.plane)}", f"set it to one of: {', '.join(DATA_PLANES)}"
-        )
-    if settings.plane == "native":
-        _require_native()
-    return settings
+def _data_plane(text: str) -> str:
+    plane = text.lower()
+    if plane not in DATA_PLANES:
+        raise Fatal(f"Backend.DataPlane is {quoted(plane)}", f"set it to one of: {', '.join(DATA_PLANES)}")
+    if plane == "native":
+        from flanneld.backends.udp.proxy import native  # imported only if the config insists on it
+
+        missing = native.available()
+        if missing is not None:
+            raise Fatal(f"there is no native data plane: {missing}", "or set Backend.DataPlane to auto")
+    return plane
 
 
-def _require_native() -> None:
-    from flanneld.backends.udp.proxy import native  # imported only if the config insists on it
-
-    missing = native.available()
-    if missing is not None:
-        raise Fatal(f"there is no native data plane: {missing}", "or set Backend.DataPlane to auto")
-
-
-class Udp:
+class Udp(Backend):
     """Backend with one TUN device that leads to all peers.
 
     It carries IPv4 only, as upstream; IPv6 networks are ignored.
     """
 
+    options = (
+        Option("Port", "port", _PORT, least=1),
+        Option("DataPlane", "plane", "auto", made=_data_plane),
+        Option("AcceptAnySource", "accept_any", False),
+    )
+    #: The outer IPv4 and UDP headers.
+    overhead: ClassVar[Overhead] = {4: 28}
+    flows = (Flow("udp", _PORT, "Port"),)
     #: Its leases name no type, and every lease leads to a peer.
     stands_alone = True
 
     def __init__(self, config: Config, host: Host) -> None:
-        settings, uplink = read_config(config), host.uplink
+        settings, uplink = UdpConfig(**read_options(config, self.options)), host.uplink
         pool = config.range(4)
         if pool is None or uplink.address is None:
             raise Fatal("the udp backend carries IPv4 only", "set EnableIPv4, or use the vxlan backend")
         assert isinstance(pool.network, IPv4Network)
-        if uplink.mtu - OVERHEAD < _SMALLEST_MTU:
-            raise Fatal(
-                f"an uplink MTU of {uplink.mtu} leaves {uplink.mtu - OVERHEAD} bytes inside UDP",
-                f"raise the MTU of {uplink.name}",
-            )
+        self._mtu = inner_mtu(uplink, self.overhead[4], 4, "UDP")
         self._uplink = uplink
         self._local = uplink.address
         self._network = pool.network
@@ -95,7 +87,7 @@ class Udp:
 
     @property
     def mtu(self) -> int:
-        return self._uplink.mtu - OVERHEAD
+        return self._mtu
 
     def attributes(self) -> LeaseAttrs:
         return LeaseAttrs(self._uplink.public_ip)
@@ -103,7 +95,7 @@ class Udp:
     def claims(self) -> tuple[str, ...]:
         return (f"UDP port {self._config.port}",)
 
-    def local(self, own: Lease) -> Iterator[Resource]:
+    def local(self, own: Lease, /) -> Iterator[Resource]:
         """Yield the device, its address, the route to the whole network, and the udp proxy."""
         yield Tun(self._tun, self.mtu)
         if own.subnet is None:
@@ -121,7 +113,7 @@ class Udp:
             data_plane=self._config.plane,
         )
 
-    def peer(self, _own: Lease, lease: Lease) -> Iterator[Resource]:
+    def peer(self, _own: Lease, lease: Lease, /) -> Iterator[Resource]:
         if lease.subnet is None:
             return
         public_ip = peers_public_ip(lease, 4, self._uplink)

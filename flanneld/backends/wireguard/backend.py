@@ -11,11 +11,22 @@ from collections.abc import Iterable, Iterator
 from enum import Enum
 from functools import cached_property
 from ipaddress import IPv6Network, ip_network
-from typing import Any
+from typing import Any, ClassVar
 
 from msgspec import Struct
 
-from flanneld.backends.contract import Host, announced, peers_public_ip, require_type
+from flanneld.backends.contract import (
+    Backend,
+    Flow,
+    Host,
+    Option,
+    Overhead,
+    announced,
+    inner_mtu,
+    peers_public_ip,
+    read_options,
+    require_type,
+)
 from flanneld.backends.wireguard import keys
 from flanneld.backends.wireguard.keys import NO_PRESHARED_KEY
 from flanneld.backends.wireguard.resources import AllowedIp, DeviceKey, WgPeer
@@ -23,7 +34,7 @@ from flanneld.compat.flags import quoted
 from flanneld.compat.json import Fields, GoJsonError
 from flanneld.config import Config
 from flanneld.errors import Fatal, Refused
-from flanneld.model import Family, IPAddress, IPNetwork, Lease, LeaseAttrs, Secret, Uplink
+from flanneld.model import Family, IPAddress, IPNetwork, Lease, LeaseAttrs, Secret
 from flanneld.state.resources import Address, Blackhole, Resource, Route, WireGuard
 from flanneld.state.table import Table
 
@@ -34,9 +45,6 @@ KEY_FILE = "wgkey"
 #: Variable that names another key file, as in upstream.
 KEY_FILE_VARIABLE = "WIREGUARD_KEY_FILE"
 
-#: Outer IPv6 and UDP headers, and WireGuard's type, index, counter and tag. Upstream uses it for IPv4, too.
-OVERHEAD = 80
-_SMALLEST_MTU: dict[Family, int] = {4: 68, 6: 1280}
 _PORT, _PORT_V6 = 51820, 51821
 #: RFC 1918 and RFC 4193.
 _PRIVATE: dict[Family, tuple[IPNetwork, ...]] = {
@@ -64,40 +72,12 @@ class ClonedKey(Refused):
 class WireGuardConfig(Struct, frozen=True, gc=False):
     """Backend object of the network config; ``mtu`` overrides the uplink's, 0 for the real one."""
 
-    listen_port: int = _PORT
-    listen_port_v6: int = _PORT_V6
-    mtu: int = 0
-    preshared_key: Secret = NO_PRESHARED_KEY
-    keepalive: int = 0
-    mode: WireGuardMode = WireGuardMode.SEPARATE
-
-
-def read_config(config: Config) -> WireGuardConfig:
-    """Return the backend's config. Raises ``Fatal`` for an unusable value."""
-    fields = config.backend
-    try:
-        port = fields.integer("ListenPort", _PORT)
-        port_v6 = fields.integer("ListenPortV6", _PORT_V6)
-        mtu = fields.integer("MTU", 0)
-        keepalive = fields.integer("PersistentKeepaliveInterval", 0)
-        preshared_key, mode = fields.string("PSK", ""), fields.string("Mode", WireGuardMode.SEPARATE.value)
-    except GoJsonError as error:
-        raise Fatal(f"the network config is wrong: {error}", "correct Backend in the store") from None
-    for name, value, lowest in (
-        ("ListenPort", port, 1),
-        ("ListenPortV6", port_v6, 1),
-        ("MTU", mtu, 0),
-        ("PersistentKeepaliveInterval", keepalive, 0),
-    ):
-        if not lowest <= value <= 65535:
-            raise Fatal(f"Backend.{name} is {value}", f"set it to a number from {lowest} to 65535")
-    settings = WireGuardConfig(port, port_v6, mtu, _preshared_key(preshared_key), keepalive, _mode(mode))
-    if settings.mode is WireGuardMode.SEPARATE and port == port_v6 and config.families == (4, 6):
-        raise Fatal(
-            f"Backend.ListenPort and Backend.ListenPortV6 are both {port}, but either family has a device",
-            'set two ports, or set Backend.Mode to "auto"',
-        )
-    return settings
+    listen_port: int
+    listen_port_v6: int
+    mtu: int
+    preshared_key: Secret
+    keepalive: int
+    mode: WireGuardMode
 
 
 def _preshared_key(text: str) -> Secret:
@@ -117,6 +97,29 @@ def _mode(text: str) -> WireGuardMode:
         raise Fatal(f"Backend.Mode is {quoted(text)}, no valid Mode", f"set it to one of: {modes}") from None
 
 
+OPTIONS = (
+    Option("ListenPort", "listen_port", _PORT, least=1),
+    Option("ListenPortV6", "listen_port_v6", _PORT_V6, least=1),
+    Option("MTU", "mtu", 0),
+    Option("PersistentKeepaliveInterval", "keepalive", 0),
+    Option("PSK", "preshared_key", "", made=_preshared_key),
+    Option("Mode", "mode", WireGuardMode.SEPARATE.value, made=_mode),
+)
+
+
+def read_config(config: Config) -> WireGuardConfig:
+    """Return the backend's config. Raises ``Fatal`` for an unusable value."""
+    settings = WireGuardConfig(**read_options(config, OPTIONS))
+    port = settings.listen_port
+    is_double = settings.mode is WireGuardMode.SEPARATE and config.families == (4, 6)
+    if is_double and port == settings.listen_port_v6:
+        raise Fatal(
+            f"Backend.ListenPort and Backend.ListenPortV6 are both {port}, but either family has a device",
+            'set two ports, or set Backend.Mode to "auto"',
+        )
+    return settings
+
+
 def private_key_of(text: bytes) -> Secret:
     """Parse the contents of a key file. Raises ``Fatal``; the message does not contain the text."""
     try:
@@ -129,12 +132,19 @@ def private_key_of(text: bytes) -> Secret:
         raise Fatal(f"could not parse private key from file: {reason.problem}", remedy) from None
 
 
-class WireGuardBackend:
+class WireGuardBackend(Backend):
     """Backend with one device per family in mode ``separate``, else one for both.
 
     This node's identity is its private key, as a ``Secret``.
     """
 
+    options = OPTIONS
+    #: Outer IPv6 and UDP headers, and WireGuard's type, index, counter and tag. Upstream's for IPv4, too.
+    overhead: ClassVar[Overhead] = {4: 80, 6: 80}
+    flows = (
+        Flow("udp", _PORT, "ListenPort", family=4),
+        Flow("udp", _PORT_V6, "ListenPortV6", family=6),
+    )
     encrypts = True
 
     def __init__(self, config: Config, host: Host) -> None:
@@ -144,7 +154,10 @@ class WireGuardBackend:
         uplink = host.uplink
         self._ranges = {each.family: each.network for each in config.ranges}
         self._uplink = uplink
-        self._mtu = _inner_mtu(settings, uplink, config.families)
+        self._mtu = min(
+            inner_mtu(uplink, self.overhead[family], family, "WireGuard", settings.mtu)
+            for family in config.families
+        )
         self._devices: dict[Family, str] = {
             family: DEVICE_V6 if family == 6 and settings.mode is WireGuardMode.SEPARATE else DEVICE
             for family in config.families
@@ -196,7 +209,7 @@ class WireGuardBackend:
             return None
         return {"PublicKey": keys.text_of(self._public_key), "Port": port}
 
-    def is_self(self, attrs: LeaseAttrs) -> bool:
+    def is_self(self, attrs: LeaseAttrs, /) -> bool:
         """Return True for a lease with our public key, or with our public IP unless that is a NAT's.
 
         Several nodes behind one NAT have one public IP. A node whose key file was lost has another key.
@@ -219,7 +232,7 @@ class WireGuardBackend:
 
         return (WireGuardTable(tuple(dict.fromkeys(self._devices.values()))),)
 
-    def local(self, own: Lease) -> Iterator[Resource]:
+    def local(self, own: Lease, /) -> Iterator[Resource]:
         """Yield the guards first: addresses without a peer are unreachable. Then devices, keys, addresses."""
         for network in self._ranges.values():
             yield Blackhole(network, unreachable=True)
@@ -357,14 +370,3 @@ def _called(mode: WireGuardMode, families: tuple[Family, ...]) -> tuple[Family, 
         case WireGuardMode.IPV6:
             return (6,)
     return families if mode is WireGuardMode.SEPARATE else ()
-
-
-def _inner_mtu(settings: WireGuardConfig, uplink: Uplink, families: tuple[Family, ...]) -> int:
-    outer = settings.mtu or uplink.mtu
-    mtu = outer - OVERHEAD
-    if mtu < max(_SMALLEST_MTU[family] for family in families):
-        raise Fatal(
-            f"an uplink MTU of {outer} leaves {mtu} bytes inside WireGuard",
-            f"raise the MTU of {uplink.name} or set Backend.MTU",
-        )
-    return mtu

@@ -9,7 +9,7 @@ import pytest
 
 from flanneld.backends import registry
 from flanneld.backends.alloc import Alloc
-from flanneld.backends.contract import Host, has_peers
+from flanneld.backends.contract import Host
 from flanneld.backends.host_gw import HostGw
 from flanneld.config import parse
 from flanneld.model import Lease, LeaseAttrs, Uplink
@@ -59,5 +59,5 @@ def test_the_type_is_known_in_any_case(name: str) -> None:
 def test_only_alloc_has_no_peers() -> None:
     address = IPv4Address("192.168.0.5")
     host = Host(Uplink("eth0", 2, 1500, address, address), None, nothing, nothing, bytes)
-    assert not has_peers(made())
-    assert has_peers(HostGw(CONFIG, host))
+    assert not made().has_peers
+    assert HostGw(CONFIG, host).has_peers

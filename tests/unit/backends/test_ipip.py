@@ -11,7 +11,7 @@ import pytest
 
 from flanneld.backends import registry
 from flanneld.backends.contract import Host, OtherBackend
-from flanneld.backends.ipip import IpipBackend, build
+from flanneld.backends.ipip import IpipBackend
 from flanneld.config import parse
 from flanneld.errors import Fatal, Refused
 from flanneld.model import IPAddress, Lease, LeaseAttrs, Uplink
@@ -37,7 +37,7 @@ def made(
     network = {"Network": "10.1.0.0/16", "IPv6Network": "fd00::/48", **(config or {})}
     uplink = Uplink("eth0", 2, mtu, local, PUBLIC, IPv6Address("fd77::5"), IPv6Address("fd77::5"))
     host = Host(uplink, None, nothing, link_to, bytes)
-    return build(parse(json.dumps({**network, "Backend": {"Type": "ipip", **options}})), host)
+    return IpipBackend(parse(json.dumps({**network, "Backend": {"Type": "ipip", **options}})), host)
 
 
 def peer(**attrs: Any) -> Lease:
@@ -142,4 +142,4 @@ def test_direct_routing_that_is_no_boolean_is_fatal() -> None:
 
 
 def test_the_backend_is_found_by_name() -> None:
-    assert registry.load("IPIP") is build
+    assert registry.load("IPIP") is IpipBackend

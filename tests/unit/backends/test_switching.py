@@ -14,9 +14,7 @@ from flanneld.backends.contract import (
     Backend,
     Host,
     OtherBackend,
-    Switches,
     announced,
-    encrypts,
     require_type,
     with_also,
 )
@@ -208,8 +206,8 @@ def test_a_packet_fits_either_way() -> None:
 
 
 def test_the_network_is_encrypted_if_the_first_one_encrypts() -> None:
-    assert encrypts(made("wireguard", "vxlan"))
-    assert not encrypts(made("vxlan", "wireguard"))
+    assert made("wireguard", "vxlan").encrypts
+    assert not made("vxlan", "wireguard").encrypts
 
 
 @pytest.mark.parametrize(("first", "second"), [("vxlan", "wireguard"), ("wireguard", "vxlan")])
@@ -276,7 +274,7 @@ LINKS = frozenset({"flannel.1", "flannel-wg"})
 @pytest.mark.parametrize("route", [PAST, FORMER])
 def test_routes_of_the_former_backend_serve_until_all_peers_are_known(route: Route) -> None:
     backend = made("wireguard", "vxlan")
-    assert isinstance(backend, Switches)
+    assert backend.switches
     assert not leaks(route, backend, OWN, LINKS, synced=False)
     assert leaks(route, backend, OWN, LINKS, synced=True)
     assert not leaks(THROUGH, backend, OWN, LINKS, synced=True)

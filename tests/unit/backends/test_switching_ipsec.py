@@ -15,9 +15,6 @@ from flanneld.backends.contract import (
     Host,
     OtherBackend,
     announced,
-    claims_of,
-    encrypts,
-    exit_policy,
     with_also,
 )
 from flanneld.backends.ipsec.resources import Charon, IkeConnection
@@ -83,7 +80,7 @@ def test_no_policy_blocks_what_the_other_backend_carries() -> None:
 def test_as_the_first_it_has_the_guards_that_are_routes(second: str) -> None:
     backend = made("ipsec", second)
     local = list(backend.local(OWN))
-    assert encrypts(backend)
+    assert backend.encrypts
     assert Blackhole(NETWORK, unreachable=True) in local
     assert Dummy("flannel-ipsec", 1423) in local
 
@@ -123,11 +120,11 @@ def test_peers_in_the_clear_are_refused_unless_that_is_allowed() -> None:
 
 
 def test_the_exit_policy_is_that_of_the_backend_with_tables() -> None:
-    assert exit_policy(made("ipsec", "vxlan")) is exit_policy(made("vxlan", "ipsec")) is ExitPolicy.KEEP
+    assert made("ipsec", "vxlan").exit_policy is made("vxlan", "ipsec").exit_policy is ExitPolicy.KEEP
 
 
 def test_resources_of_both_are_claimed() -> None:
-    assert claims_of(made("vxlan", "wireguard")) == (*claims_of(made("vxlan")), "device flannel-wg")
+    assert made("vxlan", "wireguard").claims() == (*made("vxlan").claims(), "device flannel-wg")
 
 
 def test_both_announcements_are_read_back_from_the_lease() -> None:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from flanneld.backends import registry
-from flanneld.backends.contract import Backend, Host, OtherBackend
-from flanneld.backends.vxlan import VxlanConfig, build, read_config, vtep_mac
+from flanneld.backends.contract import Backend, Host, OtherBackend, read_options
+from flanneld.backends.vxlan import VxlanBackend, VxlanConfig, vtep_mac
 from flanneld.config import Config, parse
 from flanneld.errors import Fatal, Refused
 from flanneld.model import IPAddress, Lease, LeaseAttrs, Uplink
@@ -121,17 +121,17 @@ TO_PEER_V6: list[Resource] = [
 def test_neighbour_forwarding_entry_and_onlink_route_lead_to_a_peer(
     ours: Families, theirs: Families, desired: list[Any]
 ) -> None:
-    assert list(build(config(ours), host()).peer(OWN, peer(theirs))) == desired
+    assert list(VxlanBackend(config(ours), host()).peer(OWN, peer(theirs))) == desired
 
 
 def test_the_vni_names_the_devices() -> None:
-    made = build(config(DUAL, VNI=42), host())
+    made = VxlanBackend(config(DUAL, VNI=42), host())
     assert {resource.device for resource in made.peer(OWN, peer())} == {"flannel.42", "flannel-v6.42"}  # type: ignore[attr-defined]
 
 
 def test_a_peer_on_our_link_is_routed_to_directly() -> None:
     links: dict[IPAddress, str] = {PUBLIC: "eth0", PUBLIC_V6: "eth1"}
-    made = build(config(DUAL, DirectRouting=True), host(link_to=links.get))
+    made = VxlanBackend(config(DUAL, DirectRouting=True), host(link_to=links.get))
     assert list(made.peer(OWN, peer())) == [
         Route(SUBNET, "eth0", PUBLIC),
         Route(SUBNET_V6, "eth1", PUBLIC_V6),
@@ -140,7 +140,7 @@ def test_a_peer_on_our_link_is_routed_to_directly() -> None:
 
 def test_each_family_is_routed_to_directly_by_itself() -> None:
     links: dict[IPAddress, str] = {PUBLIC_V6: "eth1"}
-    made = build(config(DUAL, DirectRouting=True), host(link_to=links.get))
+    made = VxlanBackend(config(DUAL, DirectRouting=True), host(link_to=links.get))
     assert list(made.peer(OWN, peer())) == [*TO_PEER_V4, Route(SUBNET_V6, "eth1", PUBLIC_V6)]
 
 
@@ -148,12 +148,12 @@ def test_without_direct_routing_nobody_asks_for_links() -> None:
     def refuse(target: IPAddress) -> str | None:
         raise AssertionError(f"asked for the link to {target}")
 
-    assert list(build(config(), host(link_to=refuse)).peer(OWN, peer(V4))) == TO_PEER_V4
+    assert list(VxlanBackend(config(), host(link_to=refuse)).peer(OWN, peer(V4))) == TO_PEER_V4
 
 
 def test_direct_routing_is_decided_anew_each_time() -> None:
     links: dict[IPAddress, str] = {}
-    made = build(config(DirectRouting=True), host(link_to=links.get))
+    made = VxlanBackend(config(DirectRouting=True), host(link_to=links.get))
     assert list(made.peer(OWN, peer(V4))) == TO_PEER_V4
     links[PUBLIC] = "eth0"
     assert list(made.peer(OWN, peer(V4))) == [Route(SUBNET, "eth0", PUBLIC)]
@@ -162,7 +162,7 @@ def test_direct_routing_is_decided_anew_each_time() -> None:
 @pytest.mark.parametrize("backend_type", ["host-gw", ""])
 def test_the_lease_of_another_backend_leads_nowhere(backend_type: str) -> None:
     with pytest.raises(OtherBackend):
-        list(build(config(), host()).peer(OWN, peer(backend_type=backend_type)))
+        list(VxlanBackend(config(), host()).peer(OWN, peer(backend_type=backend_type)))
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_the_lease_of_another_backend_leads_nowhere(backend_type: str) -> None:
 )
 def test_a_lease_without_a_possible_mac_is_refused(data: Any) -> None:
     with pytest.raises(Refused):
-        list(build(config(), host()).peer(OWN, peer(V4, backend_data=data)))
+        list(VxlanBackend(config(), host()).peer(OWN, peer(V4, backend_data=data)))
 
 
 @pytest.mark.parametrize(
@@ -201,20 +201,20 @@ def test_a_mac_is_understood_as_go_understands_it(data: dict[str, Any]) -> None:
 
 def test_a_lease_without_public_ip_is_refused() -> None:
     with pytest.raises(Refused, match="IPv4"):
-        list(build(config(), host()).peer(OWN, peer(V4, public_ip=None)))
+        list(VxlanBackend(config(), host()).peer(OWN, peer(V4, public_ip=None)))
     with pytest.raises(Refused, match="IPv6"):
-        list(build(config(V6), host()).peer(OWN, peer(V6, public_ipv6=None)))
+        list(VxlanBackend(config(V6), host()).peer(OWN, peer(V6, public_ipv6=None)))
 
 
 def test_a_lease_whose_public_ip_is_no_hosts_is_refused() -> None:
     with pytest.raises(Refused, match="no host's"):
-        list(build(config(), host()).peer(OWN, peer(V4, public_ip=IPv4Address("127.0.0.1"))))
+        list(VxlanBackend(config(), host()).peer(OWN, peer(V4, public_ip=IPv4Address("127.0.0.1"))))
     with pytest.raises(Refused, match="no host's"):
-        list(build(config(V6), host()).peer(OWN, peer(V6, public_ipv6=IPv6Address("ff02::1"))))
+        list(VxlanBackend(config(V6), host()).peer(OWN, peer(V6, public_ipv6=IPv6Address("ff02::1"))))
 
 
 def test_a_lease_with_our_own_public_ip_is_refused() -> None:
-    made = build(config(), host(public_ip="203.0.113.5"))
+    made = VxlanBackend(config(), host(public_ip="203.0.113.5"))
     with pytest.raises(Refused, match="our own public IP"):
         list(made.peer(OWN, peer(V4, public_ip=IPv4Address("203.0.113.5"))))
 
@@ -226,7 +226,7 @@ def test_a_lease_with_our_own_public_ip_is_refused() -> None:
     | st.dictionaries(st.text(max_size=8), st.text(max_size=20))
 )
 def test_any_announcement_is_parsed_or_refused(data: Any) -> None:
-    made = build(config(), host())
+    made = VxlanBackend(config(), host())
     try:
         resources = list(made.peer(OWN, peer(V4, backend_data=data)))
     except Refused:
@@ -243,11 +243,11 @@ def test_any_announcement_is_parsed_or_refused(data: Any) -> None:
     ids=["IPv4", "IPv6", "dual"],
 )
 def test_there_is_a_device_for_each_family(families: Families, names: list[str]) -> None:
-    assert [device.name for device in devices(build(config(families), host()))] == names
+    assert [device.name for device in devices(VxlanBackend(config(families), host()))] == names
 
 
 def test_a_device_carries_what_the_config_says() -> None:
-    made = build(config(VNI=7, Port=4789, GBP=True, Learning=True), host(random=b"\xff" * 6))
+    made = VxlanBackend(config(VNI=7, Port=4789, GBP=True, Learning=True), host(random=b"\xff" * 6))
     assert devices(made) == [
         Vxlan(
             "flannel.7",
@@ -264,12 +264,16 @@ def test_a_device_carries_what_the_config_says() -> None:
 
 
 def test_a_device_sends_from_the_local_address_and_not_from_the_public_one() -> None:
-    assert devices(build(config(), host(public_ip="203.0.113.5")))[0].local == ip_address("192.168.0.5")
+    assert devices(VxlanBackend(config(), host(public_ip="203.0.113.5")))[0].local == ip_address(
+        "192.168.0.5"
+    )
 
 
 def test_a_device_has_the_base_address_of_our_subnet() -> None:
     assert [
-        resource for resource in build(config(DUAL), host()).local(OWN) if isinstance(resource, Address)
+        resource
+        for resource in VxlanBackend(config(DUAL), host()).local(OWN)
+        if isinstance(resource, Address)
     ] == [
         Address("flannel.1", ip_address("10.1.5.0")),
         Address("flannel-v6.1", ip_address("fd00:0:0:5::")),
@@ -277,14 +281,14 @@ def test_a_device_has_the_base_address_of_our_subnet() -> None:
 
 
 def test_without_peers_a_device_and_its_address_are_all() -> None:
-    kinds: list[type] = [type(resource) for resource in build(config(), host()).local(OWN)]
+    kinds: list[type] = [type(resource) for resource in VxlanBackend(config(), host()).local(OWN)]
     assert kinds == [Vxlan, Address]
 
 
 def test_an_uplink_without_address_of_a_family_is_fatal() -> None:
     lone = Host(Uplink("eth0", 2, 1500, IPv4Address("192.168.0.5")), None, nothing, nothing, bytes)
     with pytest.raises(Fatal, match="IPv6"):
-        build(config(DUAL), lone)
+        VxlanBackend(config(DUAL), lone)
 
 
 @pytest.mark.parametrize(
@@ -302,7 +306,7 @@ def test_an_uplink_without_address_of_a_family_is_fatal() -> None:
 def test_the_headers_are_taken_off_the_mtu(
     families: Families, mtu: int, backend: dict[str, int], inner: list[int]
 ) -> None:
-    made = build(config(families, **backend), host(mtu=mtu))
+    made = VxlanBackend(config(families, **backend), host(mtu=mtu))
     assert [device.mtu for device in devices(made)] == inner
     assert made.mtu == min(inner)
 
@@ -311,7 +315,7 @@ def test_the_headers_are_taken_off_the_mtu(
 def test_an_uplink_too_narrow_for_the_headers_is_fatal(families: Families, mtu: int) -> None:
     inner = mtu - (50 if families == V4 else 70)
     with pytest.raises(Fatal, match=f"MTU of {mtu} leaves {inner} bytes inside VXLAN; raise the MTU of eth0"):
-        build(config(families), host(mtu=mtu))
+        VxlanBackend(config(families), host(mtu=mtu))
 
 
 # ---- the MAC -------------------------------------------------------------------------------------
@@ -340,7 +344,7 @@ def announced(mac: str, mac_v6: str = "", backend_type: str = "vxlan") -> LeaseA
 def test_the_mac_is_the_devices_else_the_stored_one_else_random(
     existing: str | None, stored: LeaseAttrs | None, mac: str
 ) -> None:
-    made = build(config(), host(mac_of={"flannel.1": existing}.get, stored=stored))
+    made = VxlanBackend(config(), host(mac_of={"flannel.1": existing}.get, stored=stored))
     assert devices(made)[0].mac == mac
 
 
@@ -361,36 +365,36 @@ def test_mac_of_another_nodes_lease_is_left_to_it(others: list[LeaseAttrs], mac:
         host(mac_of={"flannel.1": EXISTING}.get, stored=announced(STORED)),
         is_others=lambda announces: any(map(announces, others)),
     )
-    assert devices(build(config(), made))[0].mac == mac
+    assert devices(VxlanBackend(config(), made))[0].mac == mac
 
 
 def test_each_family_keeps_its_own_mac() -> None:
-    made = build(config(DUAL), host(stored=announced(STORED, PEER_MAC_V6)))
+    made = VxlanBackend(config(DUAL), host(stored=announced(STORED, PEER_MAC_V6)))
     assert [device.mac for device in devices(made)] == [STORED, PEER_MAC_V6]
 
 
 def test_macs_decided_in_this_run_precede_those_of_devices_and_the_lease() -> None:
-    first = build(config(DUAL), host(random=bytes([2, 0, 0, 0, 0, 9])))
+    first = VxlanBackend(config(DUAL), host(random=bytes([2, 0, 0, 0, 0, 9])))
     assert first.identity() == {4: "02:00:00:00:00:09", 6: "02:00:00:00:00:09"}
     kept = replace(host(mac_of=lambda _: PEER_MAC, stored=peer().attrs), identity={4: "a", 6: "b"})
-    assert [device.mac for device in devices(build(config(DUAL), kept))] == ["a", "b"]
+    assert [device.mac for device in devices(VxlanBackend(config(DUAL), kept))] == ["a", "b"]
 
 
 def test_a_family_that_is_new_gets_a_new_mac() -> None:
-    made = build(config(DUAL), host(stored=announced(STORED)))
+    made = VxlanBackend(config(DUAL), host(stored=announced(STORED)))
     assert [device.mac for device in devices(made)] == [STORED, RANDOM]
 
 
 @given(st.binary(min_size=6, max_size=6))
 def test_a_random_mac_is_local_and_one_devices_own(random: bytes) -> None:
-    (device,) = devices(build(config(), host(random=random)))
+    (device,) = devices(VxlanBackend(config(), host(random=random)))
     assert parse_mac(device.mac) == device.mac
     assert int(device.mac[:2], 16) & 0b11 == 0b10
 
 
 def test_rebuilt_backend_announces_the_same() -> None:
-    first = build(config(DUAL), host(random=b"\x02abcde"))
-    second = build(config(DUAL), host(random=b"\x02fghij", stored=first.attributes()))
+    first = VxlanBackend(config(DUAL), host(random=b"\x02abcde"))
+    second = VxlanBackend(config(DUAL), host(random=b"\x02fghij", stored=first.attributes()))
     assert second.attributes() == first.attributes()
 
 
@@ -407,14 +411,14 @@ def test_rebuilt_backend_announces_the_same() -> None:
     ids=["IPv4", "IPv6", "dual"],
 )
 def test_the_vteps_are_announced(families: Families, data: Any, data_v6: Any) -> None:
-    attrs = build(config(families), host(public_ip="203.0.113.5")).attributes()
+    attrs = VxlanBackend(config(families), host(public_ip="203.0.113.5")).attributes()
     assert (attrs.backend_type, attrs.public_ip) == ("vxlan", IPv4Address("203.0.113.5"))
     assert (attrs.backend_data, attrs.backend_v6_data) == (data, data_v6)
 
 
 def test_a_node_finds_the_way_to_what_another_announces() -> None:
-    attrs = build(config(DUAL), host(random=b"\x0aabcde")).attributes()
-    resources = list(build(config(DUAL), host(node=9)).peer(OWN, Lease(attrs, SUBNET, SUBNET_V6)))
+    attrs = VxlanBackend(config(DUAL), host(random=b"\x0aabcde")).attributes()
+    resources = list(VxlanBackend(config(DUAL), host(node=9)).peer(OWN, Lease(attrs, SUBNET, SUBNET_V6)))
     assert FdbEntry("flannel.1", "0a:61:62:63:64:65", IPv4Address("192.168.0.5")) in resources
     assert FdbEntry("flannel-v6.1", "0a:61:62:63:64:65", IPv6Address("fd77::5")) in resources
 
@@ -422,8 +426,15 @@ def test_a_node_finds_the_way_to_what_another_announces() -> None:
 # ---- the config ----------------------------------------------------------------------------------
 
 
+DEFAULTS = VxlanConfig(1, 8472, gbp=False, learning=False, direct_routing=False, mtu=0)
+
+
+def read_config(config: Config) -> VxlanConfig:
+    return VxlanConfig(**read_options(config, VxlanBackend.options))
+
+
 def test_an_empty_config_means_vni_1_and_the_port_of_linux() -> None:
-    assert read_config(config()) == VxlanConfig(vni=1, port=8472)
+    assert read_config(config()) == DEFAULTS
 
 
 def test_keys_are_found_in_any_case() -> None:
@@ -449,18 +460,18 @@ def test_keys_are_found_in_any_case() -> None:
 )
 def test_a_value_that_no_device_can_have_is_fatal_and_named(key: str, value: Any) -> None:
     with pytest.raises(Fatal, match=key):
-        build(config(**{key: value}), host())
+        VxlanBackend(config(**{key: value}), host())
 
 
 @pytest.mark.parametrize(
     ("key", "value", "read"),
     [
-        ("VNI", 0, VxlanConfig(vni=0)),
-        ("VNI", (1 << 24) - 1, VxlanConfig(vni=(1 << 24) - 1)),
-        ("Port", 0, VxlanConfig(port=8472)),
-        ("Port", 1, VxlanConfig(port=1)),
-        ("Port", 65535, VxlanConfig(port=65535)),
-        ("MTU", 65535, VxlanConfig(mtu=65535)),
+        ("VNI", 0, replace(DEFAULTS, vni=0)),
+        ("VNI", (1 << 24) - 1, replace(DEFAULTS, vni=(1 << 24) - 1)),
+        ("Port", 0, replace(DEFAULTS, port=8472)),
+        ("Port", 1, replace(DEFAULTS, port=1)),
+        ("Port", 65535, replace(DEFAULTS, port=65535)),
+        ("MTU", 65535, replace(DEFAULTS, mtu=65535)),
     ],
 )
 def test_least_and_greatest_value_that_a_device_can_have_are_taken(
@@ -487,12 +498,12 @@ def test_error_names_the_value_and_its_range(key: str, value: int, limits: str) 
 )
 def test_a_vni_too_long_for_a_devices_name_is_fatal(families: Families, vni: int, fits: bool) -> None:
     if fits:
-        assert len(devices(build(config(families, VNI=vni), host()))[0].name) == 15
+        assert len(devices(VxlanBackend(config(families, VNI=vni), host()))[0].name) == 15
     else:
         with pytest.raises(Fatal, match="VNI"):
-            build(config(families, VNI=vni), host())
+            VxlanBackend(config(families, VNI=vni), host())
 
 
 @pytest.mark.parametrize("name", ["vxlan", "VXLAN"])
 def test_the_backend_is_found_by_name(name: str) -> None:
-    assert registry.load(name) is build
+    assert registry.load(name) is VxlanBackend

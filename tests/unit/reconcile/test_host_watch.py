@@ -133,7 +133,7 @@ def test_routes_of_cached_leases_stay_until_the_store_confirms_that_they_are_uns
 
 
 def test_device_that_another_program_removed_is_recorded_as_it_is_made_again(world: World) -> None:
-    node = Node(world, vxlan.build)
+    node = Node(world, vxlan.VxlanBackend)
     first = node.device("flannel.1")
     assert first in node.record["devices"]
     node.kernel.delete_link("flannel.1")

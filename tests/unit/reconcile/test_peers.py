@@ -226,7 +226,7 @@ def test_two_leases_that_claim_one_mac_are_named_in_the_log(caplog: pytest.LogCa
     clone = replace(
         first, attrs=replace(first.attrs, public_ip=NEW.attrs.public_ip), subnet=IPv4Network("10.1.7.0/24")
     )
-    peers.take([Added(first), Added(clone)], vxlan.build(vxlan_config(), vxlan_host()))
+    peers.take([Added(first), Added(clone)], vxlan.VxlanBackend(vxlan_config(), vxlan_host()))
     assert "10.1.6.0/24 and 10.1.7.0/24 both claim " in caplog.text
     assert "; 10.1.6.0/24 has it: are these cloned machines" in caplog.text
 

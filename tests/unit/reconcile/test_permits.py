@@ -5,7 +5,7 @@ from __future__ import annotations
 from ipaddress import IPv4Address, IPv4Network
 
 from flanneld.backends.contract import Host
-from flanneld.backends.vxlan import build
+from flanneld.backends.vxlan import VxlanBackend
 from flanneld.config import parse
 from flanneld.model import Added, Cached, Event, IPNetwork, Lease, LeaseAttrs, Snapshot, Uplink
 from flanneld.reconcile.peers import Peers
@@ -34,7 +34,7 @@ CLEAR: list[Resource] = [
 ]
 TUNNELLED: list[Resource] = [Route(IPv4Network("10.1.9.0/24"), "flannel-wg")]
 DEVICES: list[Resource] = [WireGuard("flannel.1", 1450)]
-BACKEND = build(
+BACKEND = VxlanBackend(
     parse('{"Network": "10.1.0.0/16"}'),
     Host(
         uplink=Uplink("eth0", 2, 1500, OWN.attrs.public_ip, OWN.attrs.public_ip),

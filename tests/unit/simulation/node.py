@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from flanneld.backends.contract import Factory
 from flanneld.backends.host_gw import HostGw
-from flanneld.backends.vxlan import build as build_vxlan
+from flanneld.backends.vxlan import VxlanBackend
 from flanneld.config import Config
 from flanneld.errors import Cancelled, Fatal, Retryable
 from flanneld.model import Event, IPAddress, Lease, LeaseKey, network_around, single
@@ -45,7 +45,7 @@ BRIDGE = "cni0"
 RESTART = 5.0
 MARGIN = 3600.0
 _BOOT = "this boot"
-_FACTORIES: Mapping[str, Factory] = {"vxlan": build_vxlan, "host-gw": HostGw}
+_FACTORIES: Mapping[str, Factory] = {"vxlan": VxlanBackend, "host-gw": HostGw}
 #: Of each family: the length of the network on the uplink, its gateway, and a network behind another one.
 _SURROUNDINGS: Mapping[int, tuple[int, str, str, str]] = {
     4: (16, "172.16.255.254", "203.0.113.0/24", "172.16.255.253"),

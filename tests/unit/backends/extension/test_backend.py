@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import asdict
 
 from flanneld.backends import registry
-from flanneld.backends.contract import ExitPolicy, Host, HostServices, OtherBackend, exit_policy
+from flanneld.backends.contract import ExitPolicy, Host, HostServices, OtherBackend
 from flanneld.backends.extension.backend import (
     ConfigCommand,
     ConfigCommandFailed,
@@ -165,8 +165,8 @@ def test_startup_has_the_network_and_our_lease() -> None:
 
 
 def test_only_a_shutdowncommand_undoes_something_at_the_end() -> None:
-    assert exit_policy(made()) is ExitPolicy.KEEP
-    assert exit_policy(made({"ShutdownCommand": "true"})) is ExitPolicy.REMOVE
+    assert made().exit_policy is ExitPolicy.KEEP
+    assert made({"ShutdownCommand": "true"}).exit_policy is ExitPolicy.REMOVE
 
 
 @pytest.mark.parametrize(
@@ -174,8 +174,8 @@ def test_only_a_shutdowncommand_undoes_something_at_the_end() -> None:
     [
         ({"SubnetAddCommand": ["ip", "route"]}, "Backend.SubnetAddCommand must be a string"),
         ({"Shell": "no"}, "Backend.Shell must be true or false"),
-        ({"TimeLimitSeconds": 0}, "TimeLimitSeconds 0 cannot be used; set it to 1 to 20 seconds"),
-        ({"TimeLimitSeconds": 21}, "TimeLimitSeconds 21 cannot be used"),
+        ({"TimeLimitSeconds": 0}, "Backend.TimeLimitSeconds is 0; set it to a number from 1 to 20"),
+        ({"TimeLimitSeconds": 21}, "Backend.TimeLimitSeconds is 21"),
         ({"CheckCommand": "a\0b"}, "zero byte"),
     ],
 )

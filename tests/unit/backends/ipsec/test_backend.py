@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flanneld.backends import registry
-from flanneld.backends.contract import Host, OtherBackend, encrypts
+from flanneld.backends.contract import Host, OtherBackend
 from flanneld.backends.ipsec.backend import DEVICE, Ipsec
 from flanneld.backends.ipsec.resources import (
     CHARON,
@@ -55,7 +55,7 @@ def made(uplink: Uplink | None = None, network: dict[str, Any] | None = None, **
 
 def test_ipsec_backend_is_registered_and_encrypts() -> None:
     assert registry.load("IPsec") is Ipsec
-    assert encrypts(made())
+    assert made().encrypts
 
 
 def test_lease_data_are_upstreams() -> None:
