@@ -19,8 +19,6 @@ from flanneld.ctl.checks.encryption import CharonState, backends_of
 from flanneld.ctl.checks.packets import Drop
 from flanneld.ctl.checks.stale_objects import CniConf, LeftRules
 from flanneld.ctl.compare import ActualState, Comparison, ShadowingRoute
-from flanneld.ctl.evidence import other_api
-from flanneld.ctl.evidence.other_api import OtherApi
 from flanneld.ctl.lookups import Lost
 from flanneld.ctl.path_mtu import PathToPeer, sample
 from flanneld.ctl.source import DataSource, Unknown, ranges_of
@@ -118,7 +116,6 @@ class Facts(Struct, frozen=True, gc=False):
     refusing: frozenset[str] = frozenset()
     #: Peers, each with a family, that answer no echo and pass packets on to their containers or refuse TCP.
     passing: frozenset[tuple[str, int]] = frozenset()
-    other_api: OtherApi | None = None
 
     def link(self, name: str) -> SeenLink | None:
         return next((each for each in self.links if each.name == name), None)
@@ -221,7 +218,6 @@ def gather(source: DataSource) -> Facts:
         pinned=tuple(lookups.pinned(document, {link.name: link.index for link in found.links})),
         refusing=frozenset(_refusing(document, paths)),
         passing=frozenset(_passing(document, paths)),
-        other_api=other_api.read(source),
     )
 
 

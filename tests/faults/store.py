@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 from flanneld.errors import LEASES_END
 from tests.faults.fault import Fault, configured, restart, start, start_in_vain, stop
 from tests.faults.world import FULL, VXLAN_V3, World
@@ -46,25 +44,6 @@ def full(world: World) -> None:
 
 def not_full(world: World) -> None:
     world.lab.etcd.delete_lease(world.words["own"])
-
-
-def in_the_other_api(world: World) -> None:
-    """Have the peer use v3, with a config of its own."""
-    node = world.peer
-    node.stop()
-    world.lab.etcd.delete_lease(node.subnet())
-    config = json.dumps({"Network": "10.5.0.0/16", "Backend": {"Type": "vxlan"}})
-    world.lab.etcd.v3.put("/coreos.com/network/config", config, None)
-    node.start("--etcd-api=v3")
-    node.wait_ready()
-
-
-def in_the_same_api(world: World) -> None:
-    node = world.peer
-    node.stop()
-    world.lab.etcd.v3.delete("/coreos.com/network")
-    node.start("--etcd-api=v2")
-    node.wait_ready()
 
 
 FAULTS = {
@@ -144,14 +123,5 @@ FAULTS = {
         FULL,
         heal=(not_full,),
         advice=LEASES_END,
-    ),
-    "nodes in both APIs of etcd": Fault(
-        "other api",
-        "1 node in etcd's v3 API, this one in v2",
-        (in_the_other_api,),
-        heal=(in_the_same_api,),
-        advice="-etcd-api",
-        peer_sees="other api",
-        peer_says="2 nodes in etcd's v2 API, this one in v3",
     ),
 }

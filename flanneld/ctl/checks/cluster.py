@@ -430,19 +430,5 @@ def segment(facts: Facts) -> Iterator[Finding]:
             )
 
 
-@check("I", "other api", "all nodes use the same API of etcd")
-def other_api(facts: Facts) -> Iterator[Finding]:
-    found = facts.other_api
-    if found:
-        yield Finding(
-            f"{counted(len(found.leases), 'node')} in etcd's {found.other} API, this one in {found.used}",
-            few(found.leases),
-            "these nodes and this one know nothing of each other",
-            Advice(
-                "start flanneld on all nodes with the same -etcd-api; while they move, with -etcd-api=both"
-            ),
-        )
-
-
 def _listed(numbers: set[int]) -> str:
     return ", ".join(map(str, sorted(numbers)))

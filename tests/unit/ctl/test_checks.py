@@ -24,7 +24,6 @@ from flanneld.ctl.checks.packets import Drop
 from flanneld.ctl.checks.stale_objects import CniConf, LeftRules
 from flanneld.ctl.compare import Comparison, Difference, Outside, ShadowingRoute
 from flanneld.ctl.doctor import CHECKS, as_json, examine, report, verdict
-from flanneld.ctl.evidence.other_api import OtherApi
 from flanneld.ctl.facts import Dropped, Facts, LackingFeature
 from flanneld.ctl.findings import THEMES, Advice, Fix, Severity
 from flanneld.ctl.lookups import TO_CONTAINERS, Lost
@@ -343,7 +342,6 @@ CASES: dict[str, list[Facts]] = {
     "segment": [
         told(lambda d: (d.update(local=[object_of(VXLAN)]), d["peers"][0].update(vnis=[7]))),
     ],
-    "other api": [replace(WELL, other_api=OtherApi("v2", "v3", ("10.5.3.0/24 of 192.0.2.3",)))],
     "off link": [
         replace(
             told(
