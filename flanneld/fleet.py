@@ -28,7 +28,6 @@ from flanneld.runtime.complaints import Outage
 from flanneld.runtime.instance_lock import DRAIN, HostClaims, InstanceLock
 from flanneld.runtime.loop import Loop, MakeLoop
 from flanneld.runtime.process import Notifier
-from flanneld.runtime.shared_loop import SharedLoop
 from flanneld.runtime.supervisor import Supervisor
 from flanneld.runtime.waits import Backoff
 from flanneld.startup import Admit, claims_to, clash
@@ -282,8 +281,8 @@ class Fleet:
         self._make = make
         self._events = logs.remember()
         self.claims = Claims()
-        #: Thread for all reads and writes of the kernel.
-        self._kernel = SharedLoop()
+        #: Held by the network whose controller steps.
+        self._turn = threading.Lock()
         self._choice = Choice(wanted.networks)
         #: Replaced, never changed in place: other threads read it.
         self._networks: dict[str, Network] = {}
@@ -327,7 +326,6 @@ class Fleet:
             )
             health = HealthServer(self._options.healthz_ip, self._options.healthz_port, checks)
             self._supervisor.start("health server", health.serve, health.close)
-        self._supervisor.start("reconciler", self._kernel.run, may_end=True)
         if self._options.watch_networks:
             names = self._open_names()
             self._supervisor.start("network names", partial(self._follow, names), names.close)
@@ -339,7 +337,6 @@ class Fleet:
         for network in self._networks.values():
             network.stop()
         waits.until(lambda: all(each.has_ended for each in self._networks.values()), within=_END, every=0.02)
-        self._kernel.close()
 
     def _open_names(self) -> NetworkNames:
         if self._options.remote:
@@ -451,8 +448,14 @@ class Fleet:
         step: Callable[[float], float],
         sources: Callable[[], Iterable[int]] = tuple,
     ) -> Loop:
-        """Return the loop of a network's task. The controllers share a thread, since none of them blocks."""
-        if name != controller.NAME:
-            return supervisor.loop(name, step, sources)
-        heartbeat = partial(supervisor.heartbeat, name)
-        return self._kernel.member(step, sources, stop=supervisor.stop, heartbeat=heartbeat)
+        """Return the loop of a network's task. The controllers take turns, since none of them blocks.
+
+        At a start their threads would compete for the interpreter: 26 s of CPU time instead of 5 s for fifty
+        networks.
+        """
+
+        def step_in_turn(now: float) -> float:
+            with self._turn:
+                return step(now)
+
+        return supervisor.loop(name, step_in_turn if name == controller.NAME else step, sources)

@@ -121,3 +121,19 @@ def test_named_networks_are_served_from_a_file_in_the_same_process() -> None:
         assert "flannel_server_connections 0" in metrics
         assert node.stop().status == 0
         assert (directory(node) / "blue.env").exists()
+
+
+def test_fifty_networks_are_served_by_one_daemon() -> None:
+    names = [f"net{number}" for number in range(50)]
+    with Lab(api="v3") as lab:
+        for number, name in enumerate(names):
+            backend = {"Type": "vxlan", "VNI": number + 1}
+            put(lab, name, {"Network": f"10.{100 + number}.0.0/16", "Backend": backend})
+        one, other = nodes = lab.add_nodes(2)
+        for node in nodes:
+            start(node, f"--networks={','.join(names)}")
+        for node in nodes:
+            wait_for(node.service_manager.ready, 120, f"READY=1 of {node.name}; its log:\n{node.log()}")
+        for name in names:
+            wait_for(partial(leads_to, one, subnet(other, name)), 60, f"a route of {name}")
+        assert one.stop().status == 0
