@@ -17,10 +17,11 @@ IPNetwork = IPv4Network | IPv6Network
 
 FAMILIES: tuple[Family, ...] = (4, 6)
 
-#: Addresses that belong to no host, as numbers: unspecified, broadcast, IPv6 loopback. Then the first octets
-#: of loopback and multicast addresses.
-_NO_HOST: dict[Family, frozenset[int]] = {4: frozenset({0, 0xFFFF_FFFF}), 6: frozenset({0, 1})}
-_OF_NO_HOST: dict[Family, frozenset[int]] = {4: frozenset({127, *range(224, 240)}), 6: frozenset({0xFF})}
+#: Addresses that belong to no host, as numbers: broadcast, unspecified, IPv6 loopback. Then the first octets
+#: of "this network" (RFC 1122), loopback and multicast addresses, and the first 96 bits of IPv4 within IPv6.
+_NO_HOST: dict[Family, frozenset[int]] = {4: frozenset({0xFFFF_FFFF}), 6: frozenset({0, 1})}
+_OF_NO_HOST: dict[Family, frozenset[int]] = {4: frozenset({0, 127, *range(224, 240)}), 6: frozenset({0xFF})}
+_MAPPED = 0xFFFF
 
 
 def family_of(of: IPAddress | IPNetwork) -> Family:
@@ -35,7 +36,9 @@ def is_a_hosts(address: IPAddress) -> bool:
     """
     family, number = family_of(address), int(address)
     octet = number >> (address.max_prefixlen - 8)
-    return number not in _NO_HOST[family] and octet not in _OF_NO_HOST[family]
+    if number in _NO_HOST[family] or octet in _OF_NO_HOST[family]:
+        return False
+    return family == 4 or number >> 32 != _MAPPED
 
 
 class Secret(Struct, frozen=True, gc=False):

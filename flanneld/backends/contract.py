@@ -406,7 +406,12 @@ def peers_public_ip(lease: Lease, family: Family, uplink: Uplink) -> IPAddress:
         raise Refused(f"{lease} announces no public IPv{family} address", "check the peer's --public-ip")
     if not is_a_hosts(public_ip):
         raise Refused(f"{lease} announces {public_ip}, which is no host's", "check the peer's --public-ip")
-    if public_ip == uplink.public(family):
+    own = uplink.public(family)
+    if public_ip.is_link_local and not (own and own.is_link_local):
+        raise Refused(
+            f"{lease} announces {public_ip}, which leads nowhere from here", "check the peer's --public-ip"
+        )
+    if public_ip == own:
         raise Refused(
             f"{lease} announces our own public IP {public_ip}",
             "if it is no former lease of this node, give each node its own --public-ip",

@@ -43,6 +43,8 @@ TYPE = "vxlan"
 #: Default UDP port of Linux (drivers/net/vxlan, module parameter udp_port).
 LINUX_PORT = 8472
 _MAX_VNI = (1 << 24) - 1
+#: flannel 0.14 to 0.23 reads the VNI of a lease as uint16 (backend/vxlan/vxlan.go, vxlanLeaseAttrs).
+_LARGEST_OF_GO = 0xFFFF
 #: linux/if.h IFNAMSIZ, less the terminating zero.
 _LONGEST_NAME = 15
 
@@ -91,6 +93,12 @@ class VxlanBackend(Backend):
                 settings.vni, settings.port,
                 *(str(each).lower() for each in (settings.gbp, settings.learning, settings.direct_routing)),
             )  # fmt: skip
+            if settings.vni > _LARGEST_OF_GO:
+                log.warning(
+                    "flannel 0.14 to 0.23 cannot read leases with VNI %d; where such nodes take part, set "
+                    "Backend.VNI to at most %d",
+                    settings.vni, _LARGEST_OF_GO,
+                )  # fmt: skip
         self._host = host
         self._direct_routing = settings.direct_routing
         self._devices = {family: self._device(family, settings) for family in config.families}

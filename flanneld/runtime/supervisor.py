@@ -129,10 +129,15 @@ class Supervisor:
         return [task.thread.name for task in tasks if task.thread.is_alive()]
 
     def handle_signals(self) -> None:
-        """Make the first SIGINT or SIGTERM request a stop and the second one kill. Main thread only."""
+        """Make the first SIGINT or SIGTERM request a stop and the second one kill. Main thread only.
+
+        SIGUSR1 and SIGUSR2 do nothing, as in a program of Go.
+        """
         log.info("Installing signal handlers")
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, lambda _number, _frame: None)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         for handled in (signal.SIGINT, signal.SIGTERM):

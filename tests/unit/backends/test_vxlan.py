@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from flanneld.backends import registry
-from flanneld.backends.contract import Backend, Host, OtherBackend, read_options
+from flanneld.backends.contract import Backend, Host, OtherBackend, peers_public_ip, read_options
 from flanneld.backends.vxlan import VxlanBackend, VxlanConfig, vtep_mac
 from flanneld.config import Config, parse
 from flanneld.errors import Fatal, Refused
-from flanneld.model import IPAddress, Lease, LeaseAttrs, Uplink
+from flanneld.model import Family, IPAddress, Lease, LeaseAttrs, Uplink, is_a_hosts
 from flanneld.state.resources import Address, FdbEntry, Neighbor, Resource, Route, Vxlan
 from flanneld.subnet.codec import parse_mac
 
@@ -211,6 +211,29 @@ def test_a_lease_whose_public_ip_is_no_hosts_is_refused() -> None:
         list(VxlanBackend(config(), host()).peer(OWN, peer(V4, public_ip=IPv4Address("127.0.0.1"))))
     with pytest.raises(Refused, match="no host's"):
         list(VxlanBackend(config(V6), host()).peer(OWN, peer(V6, public_ipv6=IPv6Address("ff02::1"))))
+
+
+@pytest.mark.parametrize("text", ["0.0.0.5", "::ffff:192.0.2.7"])
+def test_a_public_ip_that_no_host_can_have_is_refused(text: str) -> None:
+    assert not is_a_hosts(ip_address(text))
+
+
+@pytest.mark.parametrize(
+    ("family", "theirs", "ours"), [(4, "169.254.9.9", "169.254.1.1"), (6, "fe80::9", "fe80::1")]
+)
+def test_a_link_local_public_ip_is_refused_unless_ours_is_one(family: Family, theirs: str, ours: str) -> None:
+    net, name = (V4, "public_ip") if family == 4 else (V6, "public_ipv6")
+    lease = peer(net, **{name: ip_address(theirs)})
+    with pytest.raises(Refused, match="leads nowhere from here"):
+        peers_public_ip(lease, family, host().uplink)
+    neighbour = replace(host().uplink, **{name: ip_address(ours)})
+    assert peers_public_ip(lease, family, neighbour) == ip_address(theirs)
+
+
+@pytest.mark.parametrize(("vni", "told"), [(65535, 0), (65536, 1)])
+def test_a_vni_that_gos_cannot_read_is_told(caplog: pytest.LogCaptureFixture, vni: int, told: int) -> None:
+    VxlanBackend(config(VNI=vni), host())
+    assert len([line for line in caplog.messages if "cannot read leases with VNI" in line]) == told
 
 
 def test_a_lease_with_our_own_public_ip_is_refused() -> None:

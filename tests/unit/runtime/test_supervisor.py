@@ -294,6 +294,8 @@ def test_the_first_signal_stops_and_the_second_one_kills(
 ) -> None:
     with running(PROGRAM + WAIT) as process:
         lines_until(process, "up")
+        for harmless in (signal.SIGUSR1, signal.SIGUSR2):
+            process.send_signal(harmless)
         process.send_signal(first)
         said = f"shutdownHandler sent cancel signal... stopping: got {first.name}"
         assert lines_until(process, "stopped") == [said, "stopped"]
