@@ -11,11 +11,9 @@ from typing import Any, ClassVar
 from msgspec import Struct
 from msgspec.structs import replace
 
-from flanneld.ctl.source import knows_peers, ranges_of
+from flanneld.diagnostics.status import ObjectStatus, PeerStatus, Status, known, resources
 from flanneld.model import FAMILIES, IPAddress, IPNetwork
-from flanneld.network import resource_json
 from flanneld.network.host import HostView
-from flanneld.network.resource_json import parse_network
 from flanneld.network.rtnetlink import links
 from flanneld.network.rtnetlink.domain import Domain
 from flanneld.network.rtnetlink.kernel import Kernel
@@ -113,27 +111,26 @@ class Comparison(Struct, frozen=True, gc=False):
         return "; ".join((str(self.value), *map(str, self.differences)))
 
 
-def read(document: Mapping[str, Any], desired: Sequence[DesiredObject]) -> ActualState:
+def read(told: Status, desired: Sequence[DesiredObject]) -> ActualState:
     """Return the kernel's objects. Raises ``OSError``."""
     kernel = Kernel()
-    should = {value.name: value for value in values(document.get("local")) if isinstance(value, Link)}
+    should = {value.name: value for value in resources(told.local) if isinstance(value, Link)}
     present = tuple(_completed(link, should.get(link.name)) for link in kernel.links())
-    devices = document.get("devices") or [
+    devices = known(told.devices) or [
         link.name
         for link in present
         # With the backend extension its commands make the devices, whatever their names.
-        if is_flannels(link) and (document.get("network") or {}).get("backend") != "extension"
+        if is_flannels(link) and told.backend != "extension"
     ]
     ours = {link.name: link.make for link in present if link.name in devices}
-    uplink = (document.get("uplink") or {}).get("name", "")
     bridging = frozenset(name for name, make in ours.items() if isinstance(make, Vxlan))
-    kernel.domain = Domain(uplink, frozenset(devices), ranges_of(document), bridging=bridging)
+    kernel.domain = Domain(told.uplink_name, frozenset(devices), tuple(told.ranges), bridging=bridging)
     by_table: dict[object, dict[Key, Resource]] = defaultdict(dict)
     for item in desired:
         if item.value is not None and not isinstance(item.value, Link):
             by_table[item.value.key[0]][item.value.key] = item.value
     # With known peers, an administrator's route must not count as left over.
-    adopt = not knows_peers(document)
+    adopt = not told.knows_peers
     objects: dict[Resource, bool] = dict.fromkeys(ours.values(), True)
     for table in tables(kernel):
         for seen in table.read(Scope(by_table[table.name], adopt=adopt)):
@@ -178,39 +175,23 @@ def lookups() -> Callable[[IPAddress], RouteTaken]:
     return look_up
 
 
-def values(items: Any) -> Iterator[Resource]:
-    """Yield the values of described objects, except those of backends' own tables."""
-    for item in items or ():
-        if item["value"]:
-            yield resource_json.decode(item["value"])
-
-
-def desired_objects(document: Mapping[str, Any]) -> list[DesiredObject]:
+def desired_objects(told: Status) -> list[DesiredObject]:
     """Return each object that should be there."""
-    return [
-        DesiredObject(owner, resource_json.decode(item["value"]) if item["value"] else None)
-        for owner, item in _items(document)
-    ]
+    return [DesiredObject(owner, item.resource) for owner, item in _items(told)]
 
 
-def _items(document: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _items(told: Status) -> Iterator[tuple[str, ObjectStatus]]:
     """Yield each described object with its owner."""
-    owners = [("this node", document.get("local"))]
-    owners += [(",".join(peer["subnets"]), peer["objects"]) for peer in document.get("peers") or ()]
-    for owner, items in owners:
-        yield from ((owner, item) for item in items or ())
+    yield from (("this node", item) for item in known(told.local) or ())
+    yield from ((peer.name, item) for peer in told.each_peer for item in peer.objects)
 
 
-def compare(
-    document: Mapping[str, Any], desired: Sequence[DesiredObject], found: ActualState
-) -> list[Comparison]:
+def compare(told: Status, desired: Sequence[DesiredObject], found: ActualState) -> list[Comparison]:
     """Return all desired objects, then our surplus ones (pure)."""
     ours = [value for value, is_ours in found.objects.items() if is_ours]
-    if not knows_peers(document):
+    if not told.knows_peers:
         return [Comparison(value, "found") for value in ours]
-    contested = {
-        value for peer in document["peers"] if peer["conflicts"] for value in values(peer["objects"])
-    }
+    contested = {value for peer in told.each_peer if peer.conflicts for value in resources(peer.objects)}
     at_key = {value.key: value for value in ours}
     known: set[Resource] = set()
     replaced: set[Key] = set()
@@ -249,12 +230,12 @@ class Outside(Struct, frozen=True, gc=False):
         return self.text
 
 
-def outside(document: Mapping[str, Any]) -> Iterator[Comparison]:
+def outside(told: Status) -> Iterator[Comparison]:
     """Yield the desired objects outside the kernel. Only the daemon knows their actual state (pure)."""
-    for owner, item in _items(document):
-        if item["value"] is None:
-            found = Outside(item["text"], item.get("table", ""))
-            yield Comparison(found, "ok" if item["in_kernel"] else "missing", owner)
+    for owner, item in _items(told):
+        if item.value is None:
+            found = Outside(item.text, known(item.table) or "")
+            yield Comparison(found, "ok" if item.in_kernel else "missing", owner)
 
 
 def described(entry: Comparison) -> dict[str, Any]:
@@ -302,13 +283,13 @@ NOWHERE = {6: "blackhole", 7: "unreachable", 8: "prohibit", 9: "throw"}
 
 
 def shadowing_routes(
-    document: Mapping[str, Any], found: ActualState, look_up_route: Callable[[IPAddress], RouteTaken]
+    told: Status, found: ActualState, look_up_route: Callable[[IPAddress], RouteTaken]
 ) -> list[ShadowingRoute]:
     """Return the shadowing routes on this host. Raises ``OSError``."""
     kernel = Kernel()
     routes = [each for family in FAMILIES for each in kernel.route_keys(family)]
     names = {link.index: link.name for link in found.links}
-    subnets = subnets_of(document)
+    subnets = subnets_of(told)
     lengths = _lengths(subnets)
     shortest = {(version, min(each for other, each in lengths if other == version)) for version, _ in lengths}
     longer = (
@@ -317,7 +298,7 @@ def shadowing_routes(
         if (key[1], key[3]) not in shortest and (destination := destination_of(key)) is not None
     )
     certain = _certain(kernel, (key for key, _, _ in routes), lengths)
-    return [*by_lookup(document, found, look_up_route, certain), *by_length(subnets, longer)]
+    return [*by_lookup(told, found, look_up_route, certain), *by_length(subnets, longer)]
 
 
 def _certain(
@@ -341,7 +322,7 @@ def _certain(
 
 
 def by_lookup(
-    document: Mapping[str, Any],
+    told: Status,
     found: ActualState,
     look_up_route: Callable[[IPAddress], RouteTaken],
     certain: AbstractSet[Key] = frozenset(),
@@ -350,13 +331,12 @@ def by_lookup(
 
     Destinations with a key in ``certain`` are known not to be.
     """
-    for peer in document.get("peers", ()):
-        for text in peer["subnets"]:
-            subnet = parse_network(text)
+    for peer in told.each_peer:
+        for text, subnet in zip(peer.subnets, peer.networks, strict=True):
             if route_key(subnet) in certain:
                 continue
             target = subnet[1 % subnet.num_addresses]
-            route = wanted_route(target, peer, document)
+            route = wanted_route(target, peer, told)
             if route is not None and route in found.objects:
                 way = look_up_route(target)
                 if not follows(way, route):
@@ -381,9 +361,9 @@ def by_length(
                     yield ShadowingRoute(str(around), f"route {text}", removal)
 
 
-def subnets_of(document: Mapping[str, Any]) -> AbstractSet[Key]:
+def subnets_of(told: Status) -> AbstractSet[Key]:
     """Return the peers' subnets, as keys of the routes to them."""
-    return {route_key(parse_network(text)) for peer in document.get("peers", ()) for text in peer["subnets"]}
+    return {route_key(subnet) for peer in told.each_peer for subnet in peer.networks}
 
 
 def _lengths(subnets: Iterable[Key]) -> AbstractSet[tuple[int, int]]:
@@ -391,9 +371,9 @@ def _lengths(subnets: Iterable[Key]) -> AbstractSet[tuple[int, int]]:
     return {(int(version), int(length)) for _, version, _, length in subnets}
 
 
-def wanted_route(target: IPAddress, peer: Mapping[str, Any], document: Mapping[str, Any]) -> Route | None:
+def wanted_route(target: IPAddress, peer: PeerStatus, told: Status) -> Route | None:
     """Return the daemon's route for an address: the peer's own, else the one to all peers."""
-    routes = (each for items in (peer["objects"], document.get("local")) for each in values(items))
+    routes = (each for items in (peer.objects, told.local) for each in resources(items))
     return next((each for each in routes if isinstance(each, Route) and target in each.destination), None)
 
 

@@ -6,28 +6,26 @@ import errno
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from ipaddress import ip_network
 from pathlib import Path
-from typing import Any
 
 from msgspec import Struct, field
 
 from flanneld.ctl import compare, lookups
 from flanneld.ctl.checks import containers, encryption, packets, stale_objects
 from flanneld.ctl.checks.containers import Container
-from flanneld.ctl.checks.encryption import CharonState, backends_of
+from flanneld.ctl.checks.encryption import CharonState
 from flanneld.ctl.checks.packets import Drop
 from flanneld.ctl.checks.stale_objects import CniConf, LeftRules
 from flanneld.ctl.compare import ActualState, Comparison, ShadowingRoute
 from flanneld.ctl.lookups import Lost
 from flanneld.ctl.path_mtu import PathToPeer, sample
-from flanneld.ctl.source import DataSource, Unknown, ranges_of
+from flanneld.ctl.source import DataSource, Unknown
+from flanneld.diagnostics.status import PeerStatus, Status, known, resources
 from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork
 from flanneld.network import host_settings, interfaces, processes, survey
 from flanneld.network.firewall import forward_drops
 from flanneld.network.firewall.forward_drops import accepting, dropping, in_the_way
 from flanneld.network.host_settings import WrongSetting as HostFinding
-from flanneld.network.resource_json import parse_address
 from flanneld.network.rtnetlink import devices, links
 from flanneld.network.rtnetlink.kernel import Kernel
 from flanneld.network.rtnetlink.links import SeenLink, is_flannels
@@ -68,7 +66,7 @@ class Facts(Struct, frozen=True, gc=False):
     Counters are in packets, times since the epoch.
     """
 
-    document: Mapping[str, Any] = field(default_factory=dict)
+    status: Status = Status()
     origin: str = "host"
     unknown: tuple[Unknown, ...] = ()
     now: float = 0.0
@@ -131,37 +129,30 @@ class Facts(Struct, frozen=True, gc=False):
             return link is not None
         return any(each.master == link.index for each in self.links)
 
-    def section(self, name: str) -> Mapping[str, Any]:
-        """Return a part of the document; empty if it is unknown."""
-        return self.document.get(name) or {}
-
     @property
     def networks(self) -> list[IPNetwork]:
-        return [network for network, _ in ranges_of(self.document)]
-
-    @property
-    def own_subnets(self) -> list[IPNetwork]:
-        return [ip_network(text) for text in self.section("lease").get("subnets", ())]
+        return [network for network, _ in self.status.ranges]
 
     @property
     def own_macs(self) -> set[str]:
         """The MAC addresses in our lease, in lower case."""
-        return {mac.lower() for mac in self.section("lease").get("macs", ())}
+        lease = known(self.status.lease)
+        return {mac.lower() for mac in known(lease.macs) or ()} if lease else set()
 
     @property
     def vnis(self) -> set[int]:
         """The VNIs of our VXLAN devices."""
-        return {link.vni for link in compare.values(self.document.get("local")) if isinstance(link, Vxlan)}
+        return {link.vni for link in resources(self.status.local) if isinstance(link, Vxlan)}
 
     @property
-    def peers(self) -> list[dict[str, Any]]:
-        return list(self.document.get("peers", ()))
+    def peers(self) -> tuple[PeerStatus, ...]:
+        return self.status.each_peer
 
     @property
     def devices(self) -> tuple[str, ...]:
         """Flannel's devices: the desired ones, else the existing ones."""
-        wanted = self.document.get("devices")
-        return tuple(wanted) if wanted else tuple(link.name for link in self.links if is_flannels(link))
+        wanted = known(self.status.devices)
+        return wanted or tuple(link.name for link in self.links if is_flannels(link))
 
 
 def gather(source: DataSource) -> Facts:
@@ -169,22 +160,21 @@ def gather(source: DataSource) -> Facts:
 
     Unreadable ones are left out. Raises ``OSError`` if the kernel cannot be read at all.
     """
-    document = source.document
+    told = source.status
     path = Path(source.options.subnet_file)
-    desired = compare.desired_objects(document)
-    found = compare.read(document, desired)
-    families = _families(document)
-    uplink = (document.get("uplink") or {}).get("name", "")
+    desired = compare.desired_objects(told)
+    found = compare.read(told, desired)
+    families = _families(told)
     ours = [link for link in found.links if is_flannels(link)]
     addresses = tuple(_addresses(found))
-    devices = document.get("devices") or [link.name for link in ours]
-    own = [ip_network(text) for text in (document.get("lease") or {}).get("subnets", ())]
-    ways = containers.container_devices(addresses, devices, own)
-    paths, now = tuple(_paths(document)), clock.wall()
-    document = encryption.with_sessions(document, paths, now)
-    services = bool(document.get("kube_subnet_mgr", source.options.kube_subnet_mgr))
+    devices = known(told.devices) or [link.name for link in ours]
+    ways = containers.container_devices(addresses, devices, told.own_subnets)
+    paths, now = tuple(_paths(told)), clock.wall()
+    told = encryption.with_sessions(told, paths, now)
+    services = known(told.kube_subnet_mgr)
+    services = source.options.kube_subnet_mgr if services is None else services
     return Facts(
-        document=document,
+        status=told,
         origin=source.origin,
         unknown=source.unknown,
         now=now,
@@ -193,42 +183,42 @@ def gather(source: DataSource) -> Facts:
         previous=subnet_file.read(path),
         links=found.links,
         addresses=addresses,
-        entries=(*compare.compare(document, desired, found), *_outside(source)),
-        detours=tuple(compare.shadowing_routes(document, found, compare.lookups())),
-        host=host_settings.findings(host_settings.read_facts(families, uplink, services=services)),
-        dropping=tuple(_dropping(document)),
+        entries=(*compare.compare(told, desired, found), *_outside(source)),
+        detours=tuple(compare.shadowing_routes(told, found, compare.lookups())),
+        host=host_settings.findings(host_settings.read_facts(families, told.uplink_name, services=services)),
+        dropping=tuple(_dropping(told)),
         managed=tuple(_managed(ours)),
         firewalls=tuple(_firewalls()),
-        left_rules=tuple(stale_objects.read_left_rules(document)),
+        left_rules=tuple(stale_objects.read_left_rules(told)),
         cni=tuple(stale_objects.cni_confs(Path(stale_objects.CNI_DIRECTORY))),
         traffic={link.name: _traffic(link.name) for link in ours},
-        port_owners=dict(_port_owners(document, found.links)),
+        port_owners=dict(_port_owners(told, found.links)),
         offload=dict(_offload(ours)),
         kernel=_kernel(),
-        lacking=tuple(lacking_features(document, found)),
-        charon=encryption.charon_of(document),
+        lacking=tuple(lacking_features(told, found)),
+        charon=encryption.charon_of(told),
         gc_thresh=_number(Path(_GC_THRESH)),
         clock_is_synchronised=_clock_is_synchronised(),
         paths=paths,
-        filtered=tuple(packets.read_drops(document, ways)),
-        lost=tuple(lookups.lost_packets(document, {link.index: link.name for link in found.links}, ways)),
+        filtered=tuple(packets.read_drops(told, ways)),
+        lost=tuple(lookups.lost_packets(told, {link.index: link.name for link in found.links}, ways)),
         containers=tuple(
-            containers.read_containers(document, found.links, {address for _, address in addresses})
+            containers.read_containers(told, found.links, {address for _, address in addresses})
         ),
-        pinned=tuple(lookups.pinned(document, {link.name: link.index for link in found.links})),
-        refusing=frozenset(_refusing(document, paths)),
-        passing=frozenset(_passing(document, paths)),
+        pinned=tuple(lookups.pinned(told, {link.name: link.index for link in found.links})),
+        refusing=frozenset(_refusing(told, paths)),
+        passing=frozenset(_passing(told, paths)),
     )
 
 
-def lacking_features(document: Mapping[str, Any], found: ActualState) -> Iterator[LackingFeature]:
+def lacking_features(told: Status, found: ActualState) -> Iterator[LackingFeature]:
     """Yield the missing features. Only for a missing device the kernel is asked whether it can make it."""
-    wanted = [link for link in compare.values(document.get("local")) if isinstance(link, Link)]
+    wanted = [link for link in resources(told.local) if isinstance(link, Link)]
     missing = {link.make: link for link in wanted if found.link(link.name) is None}
     for kind, link in missing.items():
         if kind != Tun.make and devices.lacks(kind):
             yield LackingFeature(kind, f"it cannot make a device of this kind; wanted: {link}", kind)
-    if "ipsec" in backends_of(document) and _lacks_xfrm():
+    if "ipsec" in told.backends and _lacks_xfrm():
         yield LackingFeature("XFRM", "it does not know the netlink protocol for it", "xfrm_user esp4")
 
 
@@ -242,27 +232,27 @@ def _lacks_xfrm() -> bool:
 
 def _outside(source: DataSource) -> Iterator[Comparison]:
     """Yield what the kernel lacks for encryption. A daemon that runs puts that back, or names a refusal."""
-    for each in compare.outside(source.document) if source.origin == "store" else ():
+    for each in compare.outside(source.status) if source.origin == "store" else ():
         if each.state == "missing" and each.value.key[0] in encryption.KERNEL_TABLES:
             yield each
 
 
-def _refusing(document: Mapping[str, Any], paths: Collection[PathToPeer]) -> Iterator[str]:
+def _refusing(told: Status, paths: Collection[PathToPeer]) -> Iterator[str]:
     """Yield the public IPs of the nodes behind a silent tunnel that refuse its UDP port."""
     silent = {path.peer for path in paths if path.name == "tunnel" and path.carried is None}
     asked = [
         (node, each.peer_port)
-        for peer in (document.get("peers", ()) if silent else ())
-        if peer["subnets"][0] in silent
-        for each in lookups.carriers(document, peer)
+        for peer in (told.each_peer if silent else ())
+        if peer.subnets[0] in silent
+        for each in lookups.carriers(told, peer)
         if each.protocol == "udp" and each.peer_port
-        for node in map(parse_address, peer["public_ips"])
+        for node in peer.addresses
         if node.version == each.family
     ]
     yield from map(str, survey.refused(dict.fromkeys(asked), _BRIEFLY))
 
 
-def _passing(document: Mapping[str, Any], paths: Collection[PathToPeer]) -> Iterator[tuple[str, int]]:
+def _passing(told: Status, paths: Collection[PathToPeer]) -> Iterator[tuple[str, int]]:
     """Yield the silent peers that pass packets on, or refuse TCP: a filter here or there drops ICMP."""
     silent = {path.peer for path in paths if path.carried is None}
     tunnels = {(path.peer, path.target.version) for path in paths if path.name == "tunnel"}
@@ -273,19 +263,19 @@ def _passing(document: Mapping[str, Any], paths: Collection[PathToPeer]) -> Iter
     }
     yield from map(ends.__getitem__, survey.reached(ends, _BRIEFLY))
     asked = {
-        lookups.container_of(net): (peer["subnets"][0], net.version)
-        for peer in (document.get("peers", ()) if silent else ())
-        if peer["subnets"][0] in silent
-        for net in map(ip_network, peer["subnets"])
+        lookups.container_of(net): (peer.subnets[0], net.version)
+        for peer in (told.each_peer if silent else ())
+        if peer.subnets[0] in silent
+        for net in peer.networks
     }
-    is_udp = (document.get("network") or {}).get("backend") == "udp"
+    is_udp = told.backend == "udp"
     with suppress(OSError):
         for target in survey.passing(asked, _HOPS_UDP if is_udp else _HOPS, _BRIEFLY):
             yield asked[target]
 
 
-def _families(document: Mapping[str, Any]) -> tuple[Family, ...]:
-    return tuple(network.version for network, _ in ranges_of(document)) or FAMILIES[:1]
+def _families(told: Status) -> tuple[Family, ...]:
+    return tuple(network.version for network, _ in told.ranges) or FAMILIES[:1]
 
 
 def _addresses(found: ActualState) -> Iterator[tuple[str, IPAddress]]:
@@ -296,12 +286,12 @@ def _addresses(found: ActualState) -> Iterator[tuple[str, IPAddress]]:
             yield names.get(seen.index, ""), seen.address
 
 
-def _dropping(document: Mapping[str, Any]) -> Iterator[Dropped]:
+def _dropping(told: Status) -> Iterator[Dropped]:
     """Yield the chains that drop the network's packets, without a rule that accepts them."""
-    firewall = document.get("firewall")
-    for network, _ in ranges_of(document):
+    firewall = known(told.firewall)
+    for network, _ in told.ranges:
         ours = accepting(network.version)
-        if firewall and (firewall["not_in_place"] or not firewall["forward"]):
+        if firewall and (firewall.not_in_place or not firewall.forward):
             ours = None
         for chain in dropping(network.version):
             if in_the_way(chain, network, ours):
@@ -337,17 +327,17 @@ def _offload(ours: list[SeenLink]) -> Iterator[tuple[str, bool]]:
             yield link.name, interfaces.offloads_checksums(link.name)
 
 
-def _paths(document: Mapping[str, Any]) -> Iterator[PathToPeer]:
+def _paths(told: Status) -> Iterator[PathToPeer]:
     """Yield the paths to a few peers; none if this process may not send ICMP."""
-    if "uplink" in document and "mtu" in document:
+    if known(told.uplink) and known(told.mtu):
         with suppress(OSError):
-            yield from sample(document, survey.glance_at_mtu)
+            yield from sample(told, survey.glance_at_mtu)
 
 
-def _port_owners(document: Mapping[str, Any], present: Sequence[SeenLink]) -> Iterator[tuple[str, str]]:
+def _port_owners(told: Status, present: Sequence[SeenLink]) -> Iterator[tuple[str, str]]:
     """Yield the VXLAN devices that are not up because something else has their port."""
     up = {link.name for link in present if link.up}
-    for link in compare.values(document.get("local")):
+    for link in resources(told.local):
         if isinstance(link, Vxlan) and link.name not in up:
             owner = processes.find_owner(link.port, devices=links.at_port_of(link, present))
             if owner:

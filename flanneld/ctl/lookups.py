@@ -5,21 +5,18 @@ from __future__ import annotations
 import errno
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from ipaddress import ip_address, ip_network
 from pathlib import Path
-from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from flanneld.ctl.compare import NOWHERE, RouteTaken, follows, values, wanted_route
-from flanneld.ctl.source import ranges_of
+from flanneld.ctl.compare import NOWHERE, RouteTaken, follows, wanted_route
+from flanneld.diagnostics.status import PeerStatus, Status, addresses, known, resources
 from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork, family_of
 from flanneld.network.firewall.fate import Packet
 from flanneld.network.firewall.foreign import Opening
 from flanneld.network.host import HostView
 from flanneld.network.lookups import RTN_LOCAL, PolicyRule
-from flanneld.network.resource_json import parse_address, parse_network
 from flanneld.network.rtnetlink.messages import RTM_GETNEIGH, decode_neighbor, neighbors_request
 from flanneld.runtime.shell import Command, command
 from flanneld.state.resources import Ipip, Neighbor, Tun, Vxlan
@@ -54,7 +51,7 @@ class ParsedPeer(Struct, frozen=True, gc=False):
 
     subnets: tuple[IPNetwork, ...]
     public: tuple[IPAddress, ...]
-    document: Mapping[str, Any]
+    status: PeerStatus
 
     def is_in(self, network: IPNetwork) -> bool:
         return any(ip in network for ip in self.public) or any(
@@ -62,26 +59,22 @@ class ParsedPeer(Struct, frozen=True, gc=False):
         )
 
 
-def reached_peers(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the peers that packets are sent to, as the document has them."""
-    return [peer for peer in document.get("peers", ()) if peer["state"] not in ("refused", "unsafe")]
+def reached_peers(told: Status) -> list[PeerStatus]:
+    """Return the peers that packets are sent to."""
+    return [peer for peer in told.each_peer if peer.state not in ("refused", "unsafe")]
 
 
-def parsed(peer: Mapping[str, Any]) -> ParsedPeer:
-    return ParsedPeer(
-        tuple(map(parse_network, peer["subnets"])), tuple(map(parse_address, peer["public_ips"])), peer
-    )
+def parsed(peer: PeerStatus) -> ParsedPeer:
+    return ParsedPeer(tuple(peer.networks), tuple(peer.addresses), peer)
 
 
-def some(
-    known: Sequence[Mapping[str, Any]], networks: Sequence[IPNetwork] = (), few: int = 4
-) -> list[ParsedPeer]:
+def some(peers: Sequence[PeerStatus], networks: Sequence[IPNetwork] = (), few: int = 4) -> list[ParsedPeer]:
     """Return a few peers, and one inside each network, which a rule may be about.
 
     Parsing thousands of peers takes a tenth of a second, so without networks only those few are parsed.
     """
-    chosen = list(map(parsed, known[:few]))
-    candidates = list(map(parsed, known)) if networks else []
+    chosen = list(map(parsed, peers[:few]))
+    candidates = list(map(parsed, peers)) if networks else []
     for network in networks:
         found = next((peer for peer in candidates if peer.is_in(network)), None)
         if found is not None and found not in chosen:
@@ -90,20 +83,20 @@ def some(
 
 
 def flows(
-    document: Mapping[str, Any], chosen: Iterable[ParsedPeer], container_devices: Mapping[Family, str]
+    told: Status, chosen: Iterable[ParsedPeer], container_devices: Mapping[Family, str]
 ) -> Iterator[Flow]:
     """Yield the flows from and to some peers.
 
     ``container_devices`` lead to this node's containers; without one their packets have an unknown interface.
     """
-    own = [ip_network(text) for text in (document.get("lease") or {}).get("subnets", ())]
+    own = told.own_subnets
     for peer in chosen:
-        yield from _between_nodes(document, peer)
+        yield from _between_nodes(told, peer)
         for subnet in own:
             theirs = next((each for each in peer.subnets if each.version == subnet.version), None)
             if theirs is not None:
                 device = container_devices.get(subnet.version)
-                yield from _between_containers(document, peer, subnet, theirs, device)
+                yield from _between_containers(told, peer, subnet, theirs, device)
 
 
 def container_of(subnet: IPNetwork) -> IPAddress:
@@ -132,35 +125,37 @@ def named(protocol: str, port: int | None) -> str:
     return f"{protocol.upper()} {port}" if port else f"IP protocol {_NUMBERS.get(protocol, protocol)}"
 
 
-def carriers(document: Mapping[str, Any], peer: Mapping[str, Any]) -> Iterator[TunnelPackets]:
+def carriers(told: Status, peer: PeerStatus) -> Iterator[TunnelPackets]:
     """Yield the carriers to a peer.
 
     A backend without packets of its own has none, and neither has one whose port is not known here.
     """
-    for value in values(document.get("local")):
+    network = known(told.network)
+    for value in resources(told.local):
         match value:
             case Vxlan(local=local, port=port):
                 yield TunnelPackets(local.version, "udp", port, port)
             case Ipip():
                 yield TunnelPackets(4, "ipencap")
             case Tun():
-                port = (document.get("network") or {}).get("port") or _UDP_PORT
+                port = (known(network.port) if network else None) or _UDP_PORT
                 yield TunnelPackets(4, "udp", port, port)
-    is_ipsec = peer.get("backend") == "ipsec"
+    is_ipsec = peer.backend == "ipsec"
     yield from (TunnelPackets(4, "udp", port, port) for port in _IKE_PORTS if is_ipsec)
-    for session in peer.get("sessions", ()):
-        address, _, port = session["endpoint"].rpartition(":")
-        if session.get("port") and address:
-            yield TunnelPackets(parse_address(address.strip("[]")).version, "udp", session["port"], int(port))
-        elif is_ipsec and session["state"] == "established" and not session.get("encapsulated"):
+    for session in known(peer.sessions) or ():
+        address, _, theirs = session.endpoint.rpartition(":")
+        ours = known(session.port)
+        if ours and address:
+            yield TunnelPackets(addresses([address.strip("[]")])[0].version, "udp", ours, int(theirs))
+        elif is_ipsec and session.state == "established" and not session.encapsulated:
             yield TunnelPackets(4, "esp")
 
 
-def _between_nodes(document: Mapping[str, Any], peer: ParsedPeer) -> Iterator[Flow]:
-    uplink = document.get("uplink") or {}
-    name = uplink.get("name")
-    ours = [ip_address(text) for text in uplink.get("addresses", ())]
-    for each in dict.fromkeys(carriers(document, peer.document)):
+def _between_nodes(told: Status, peer: ParsedPeer) -> Iterator[Flow]:
+    uplink = known(told.uplink)
+    name = uplink.name if uplink else None
+    ours = addresses(uplink.addresses) if uplink else []
+    for each in dict.fromkeys(carriers(told, peer.status)):
         protocol = each.protocol
         here = next((ip for ip in ours if ip.version == each.family), None)
         there = next((ip for ip in peer.public if ip.version == each.family), None)
@@ -175,12 +170,12 @@ def _between_nodes(document: Mapping[str, Any], peer: ParsedPeer) -> Iterator[Fl
 
 
 def _between_containers(
-    document: Mapping[str, Any], peer: ParsedPeer, own: IPNetwork, theirs: IPNetwork, device: str | None
+    told: Status, peer: ParsedPeer, own: IPNetwork, theirs: IPNetwork, device: str | None
 ) -> Iterator[Flow]:
-    route = wanted_route(container_of(theirs), peer.document, document)
+    route = wanted_route(container_of(theirs), peer.status, told)
     if route is None:
         return
-    network = next((each for each, _ in ranges_of(document) if each.version == own.version), own)
+    network = next((each for each, _ in told.ranges if each.version == own.version), own)
     openings = (Opening(side="saddr", network=network), Opening(side="daddr", network=network))
     here, there = container_of(own), container_of(theirs)
     out, back = Packet(device, route.device, here, there), Packet(route.device, device, there, here)
@@ -231,16 +226,16 @@ class Question(Struct, frozen=True, gc=False):
 
 
 def lost_packets(
-    document: Mapping[str, Any], names: Mapping[int, str], container_devices: Mapping[Family, str]
+    told: Status, names: Mapping[int, str], container_devices: Mapping[Family, str]
 ) -> list[Lost]:
     """Return each cause of a loss once. Raises ``OSError``."""
     host = _Host(HostView(), names)
-    asked = list(questions(document, chosen_of(document), container_devices))
+    asked = list(questions(told, chosen_of(told), container_devices))
     found: dict[tuple[str, str], Lost] = {}
     for question in asked:
         wrong = host.ask(question)
         if wrong is not None:
-            lost = host.explain(question, wrong, document)
+            lost = host.explain(question, wrong, told)
             alike = found.get((lost.cause, lost.about))
             number = alike.number + 1 if alike else 1
             found[lost.cause, lost.about] = replace(alike or lost, number=number)
@@ -248,35 +243,33 @@ def lost_packets(
     return [replace(lost, asked=total[lost.packets]) for lost in found.values()]
 
 
-def chosen_of(document: Mapping[str, Any]) -> list[ParsedPeer]:
+def chosen_of(told: Status) -> list[ParsedPeer]:
     """Return a bounded number of peers, spread over all (pure)."""
-    known = reached_peers(document)
-    step = max(1, len(known) // _PEERS)
-    return list(map(parsed, known[::step][:_PEERS]))
+    reached = reached_peers(told)
+    step = max(1, len(reached) // _PEERS)
+    return list(map(parsed, reached[::step][:_PEERS]))
 
 
 def questions(
-    document: Mapping[str, Any], chosen: Iterable[ParsedPeer], container_devices: Mapping[Family, str]
+    told: Status, chosen: Iterable[ParsedPeer], container_devices: Mapping[Family, str]
 ) -> Iterator[Question]:
     """Yield what to look up (pure)."""
-    own = [ip_network(text) for text in (document.get("lease") or {}).get("subnets", ())]
-    uplink = document.get("uplink") or {}
-    local = {ip.version: ip for ip in map(ip_address, uplink.get("addresses", ()))}
+    own, name = told.own_subnets, told.uplink_name
+    uplink = known(told.uplink)
+    local = {ip.version: ip for ip in (addresses(uplink.addresses) if uplink else ())}
     for peer in chosen:
         for public in peer.public:
             here = local.get(public.version)
             if here is not None:
-                yield Question(
-                    TO_NODES, public, here, "", lambda way: way.is_here or way.device == uplink["name"]
-                )
-                yield Question(FROM_NODES, here, public, uplink["name"], lambda way: way.is_here)
+                yield Question(TO_NODES, public, here, "", lambda way: way.is_here or way.device == name)
+                yield Question(FROM_NODES, here, public, name, lambda way: way.is_here)
         for subnet in own:
             device = container_devices.get(subnet.version)
             theirs = next((each for each in peer.subnets if each.version == subnet.version), None)
             if device is None or theirs is None:
                 continue
             here, there = container_of(subnet), container_of(theirs)
-            route = wanted_route(there, peer.document, document)
+            route = wanted_route(there, peer.status, told)
             if route is None:
                 continue
             yield Question(
@@ -316,7 +309,7 @@ class _Host:
             return failure
         return None if question.is_right(way) else way
 
-    def explain(self, question: Question, wrong: RouteTaken | OSError, document: Mapping[str, Any]) -> Lost:
+    def explain(self, question: Question, wrong: RouteTaken | OSError, told: Status) -> Lost:
         """Return the cause, as far as it is found."""
         reason = (
             f"the route is {wrong}"
@@ -339,7 +332,7 @@ class _Host:
                 "rule",
                 f"{rule.priority}: {rule.text}",
                 evidence,
-                tuple(_before(rule, question, document)),
+                tuple(_before(rule, question, told)),
             )
         if isinstance(wrong, RouteTaken) and question.packets == TO_NODES and wrong.device:
             return Lost(question.packets, "uplink", wrong.device, evidence)
@@ -391,19 +384,19 @@ class _Host:
         return next(matching, None)
 
 
-def _before(rule: PolicyRule, question: Question, document: Mapping[str, Any]) -> Iterator[Command]:
+def _before(rule: PolicyRule, question: Question, told: Status) -> Iterator[Command]:
     """Yield the rule that has packets for the cluster network use the main table before a foreign rule."""
-    for network, _ in ranges_of(document):
+    for network, _ in told.ranges:
         if network.version == rule.family and question.target in network and rule.priority > 0:
             family = ("-6",) if rule.family == 6 else ()
             add = ("rule", "add", "to", str(network), "lookup", "main")
             yield command("ip", *family, *add, "priority", rule.priority - 1)
 
 
-def pinned(document: Mapping[str, Any], indexes: Mapping[str, int]) -> Iterator[tuple[str, str, str]]:
+def pinned(told: Status, indexes: Mapping[str, int]) -> Iterator[tuple[str, str, str]]:
     """Yield address, MAC and device of permanent neighbours on the uplink that are other nodes."""
-    device = (document.get("uplink") or {}).get("name", "")
-    nodes = {ip for peer in document.get("peers", ()) for ip in peer["public_ips"]}
+    device = told.uplink_name
+    nodes = {ip for peer in told.each_peer for ip in peer.public_ips}
     if device not in indexes or not nodes:
         return
     view = HostView()

@@ -9,8 +9,10 @@ import logging
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from ipaddress import ip_address
 from itertools import pairwise, zip_longest
 from pathlib import Path
@@ -24,6 +26,7 @@ from flanneld.compat.flags import quoted
 from flanneld.ctl import output, store_commands, views
 from flanneld.ctl.output import TextTable
 from flanneld.ctl.source import DataSource, find_source
+from flanneld.diagnostics.status import NotUnderstood, known
 from flanneld.errors import FlannelError, cause_of
 from flanneld.runtime import clock
 
@@ -36,8 +39,8 @@ _GARBAGE = 1_000_000
 _WATCH_EVERY = 2.0
 FINE, PROBLEMS, USAGE, NO_DAEMON = 0, 1, 2, 3
 
-#: Tables for people, a value for JSON, and True if something is wrong.
-CommandAnswer = tuple[list[TextTable], Any, bool]
+#: Tables for people, a function that returns the value for JSON, and True if something is wrong.
+CommandAnswer = tuple[list[TextTable], Callable[[], Any], bool]
 
 
 def main() -> None:
@@ -73,23 +76,32 @@ def _attempt(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         return _run(arguments, lambda: _ask(arguments, flags, environ), as_json=as_json)
     except (options.HelpWanted, options.VersionWanted):
         return FINE
-    except options.UsageError as error:
-        return _complain(error.reason, USAGE, as_json=as_json)
-    except FlannelError as error:
-        return _complain(str(error), USAGE, as_json=as_json)
-    except OSError as error:
-        return _complain(f"cannot read the kernel: {cause_of(error)}; run as root", PROBLEMS, as_json=as_json)
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        said = f"what the daemon says is not understood ({reason}); use the flannelctl of its version"
-        return _complain(said, PROBLEMS, as_json=as_json)
+    except Exception as error:
+        return _complain(*_problem_of(error), as_json=as_json)
+
+
+def _problem_of(error: Exception) -> tuple[str, int]:
+    """Return an error as text with its exit status; programs get that as JSON whatever happens."""
+    match error:
+        case options.UsageError():
+            return error.reason, USAGE
+        case FlannelError():
+            return str(error), USAGE
+        case OSError():
+            return f"cannot read the kernel: {cause_of(error)}; run as root", PROBLEMS
+        case NotUnderstood():
+            said = f"what the daemon says is not understood ({error}); use the flannelctl of its version"
+            return said, PROBLEMS
+    at = traceback.extract_tb(error.__traceback__)[-1]
+    where = f"{Path(at.filename).name}, line {at.lineno}"
+    return f"a bug of flannelctl ({type(error).__name__}: {error}; {where}); please report it", PROBLEMS
 
 
 class Answered(Struct, frozen=True):
     """A command's answer, and whether it came from the daemon."""
 
     shown: list[TextTable]
-    plain: Any
+    plain: Callable[[], Any]
     wrong: bool
     by_daemon: bool
 
@@ -101,7 +113,8 @@ class Answered(Struct, frozen=True):
 
 def _ask(arguments: argparse.Namespace, flags: Sequence[str], environ: Mapping[str, str]) -> Answered:
     source = find_source(flags, environ, arguments.socket)
-    return Answered(*COMMANDS[arguments.command](source, arguments), source.origin == "daemon")
+    shown, plain, wrong = COMMANDS[arguments.command](source, arguments)
+    return Answered(shown, plain, wrong or not source.is_understood, source.origin == "daemon")
 
 
 def _run(arguments: argparse.Namespace, ask: Callable[[], Answered], *, as_json: bool) -> int:
@@ -126,11 +139,11 @@ def _watch(ask: Callable[[], Answered], every: float, *, as_json: bool) -> int:
     return status
 
 
-def _say(shown: list[TextTable], plain: Any, *, as_json: bool, indent: int | None = 2) -> bool:
+def _say(shown: list[TextTable], plain: Callable[[], Any], *, as_json: bool, indent: int | None = 2) -> bool:
     """Print an answer. Return False if the output is closed."""
     try:
         if as_json:
-            print(json.dumps(plain, indent=indent))  # noqa: T201 - what we are for
+            print(json.dumps(plain(), indent=indent))  # noqa: T201 - what we are for
         else:
             output.show(shown)
         sys.stdout.flush()
@@ -247,14 +260,14 @@ def _act(arguments: argparse.Namespace, wanted: options.Options, *, as_json: boo
         return _complain(said, PROBLEMS, as_json=as_json)
     finally:
         root.setLevel(level)
-    _say(shown, plain, as_json=as_json)
+    _say(shown, lambda: plain, as_json=as_json)
     return PROBLEMS if wrong else FINE
 
 
 def _complain(text: str, status: int, *, as_json: bool) -> int:
     sys.stderr.write(f"flannelctl: {text}\n")
     if as_json:
-        _say([], {"error": text}, as_json=True)
+        _say([], lambda: {"error": text}, as_json=True)
     return status
 
 
@@ -262,51 +275,52 @@ def _complain(text: str, status: int, *, as_json: bool) -> int:
 
 
 def _status(source: DataSource, _arguments: argparse.Namespace) -> CommandAnswer:
-    health = source.document.get("health") or {}
-    wrong = any(health.get(name) for name in ("missing", "late", "conditions"))
-    return views.status(source), _plain(source), wrong
+    health = known(source.status.health)
+    wrong = health is not None and bool(health.missing or health.late or known(health.conditions))
+    return views.status(source), partial(_plain, source), wrong
 
 
 def _peers(source: DataSource, _arguments: argparse.Namespace) -> CommandAnswer:
-    known = source.document.get("peers", [])
-    wrong = any(peer["state"] not in ("in the kernel", "pending") for peer in known)
-    return views.peers(source), {"peers": known, "not_known": _not_known(source)}, wrong
+    wrong = any(peer.state not in ("in the kernel", "pending") for peer in source.status.each_peer)
+    return views.peers(source), partial(_part, source, "peers"), wrong
 
 
 def _routes(source: DataSource, _arguments: argparse.Namespace) -> CommandAnswer:
     from flanneld.ctl import compare
 
-    desired = compare.desired_objects(source.document)
-    found = compare.read(source.document, desired)
-    entries = [*compare.compare(source.document, desired, found), *compare.outside(source.document)]
+    desired = compare.desired_objects(source.status)
+    found = compare.read(source.status, desired)
+    entries = [*compare.compare(source.status, desired, found), *compare.outside(source.status)]
     wrong = any(entry.state in ("missing", "different", "not wanted") for entry in entries)
-    plain = {"objects": [compare.described(entry) for entry in entries], "not_known": _not_known(source)}
-    return views.routes(source, entries), plain, wrong
+    return (
+        views.routes(source, entries),
+        lambda: {"objects": [compare.described(entry) for entry in entries], "not_known": _not_known(source)},
+        wrong,
+    )
 
 
 def _events(source: DataSource, _arguments: argparse.Namespace) -> CommandAnswer:
-    plain = {"events": source.document.get("events", []), "not_known": _not_known(source)}
-    return views.events(source), plain, False
+    return views.events(source), partial(_part, source, "events"), False
 
 
 def _trace(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
     from flanneld.ctl import compare
     from flanneld.ctl.trace import trace
 
-    found = compare.read(source.document, compare.desired_objects(source.document))
-    hops = trace(arguments.address, source.document, found, compare.route_taken)
+    found = compare.read(source.status, compare.desired_objects(source.status))
+    hops = trace(arguments.address, source.status, found, compare.route_taken)
     rows = [(hop.hop, hop.state, hop.found, hop.note) for hop in hops]
     table = TextTable(("hop", "state", "found", "note"), rows)
     plain = {"hops": [asdict(hop) for hop in hops], "not_known": _not_known(source)}
-    return [table, *views.notes(source)], plain, any(hop.state == "PROBLEM" for hop in hops)
+    return [table, *views.notes(source)], lambda: plain, any(hop.state == "PROBLEM" for hop in hops)
 
 
 def _mtu(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
     from flanneld.ctl.path_mtu import paths, peer_named
     from flanneld.network import survey
 
-    peer = peer_named(arguments.peer, source.document)
-    found = list(paths(peer, source.document, survey.path_mtu))
+    peer = peer_named(arguments.peer, source.status)
+    found = list(paths(peer, source.status, survey.path_mtu))
     rows = [
         (each.name, each.state, str(each.target), str(each.required), str(each.carried or "-"), each.note)
         for each in found
@@ -317,7 +331,7 @@ def _mtu(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
         for each in found
     ]
     wrong = any(each.state == "PROBLEM" for each in found)
-    return [table, *views.notes(source)], {"paths": plain, "not_known": _not_known(source)}, wrong
+    return [table, *views.notes(source)], lambda: {"paths": plain, "not_known": _not_known(source)}, wrong
 
 
 def _doctor(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
@@ -336,7 +350,8 @@ def _doctor(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
         findings += cluster_findings(found)
         more = CLUSTER_CHECKS
         unknown += nodes.unanswered(cluster, source)
-    return report(findings, unknown, more), as_json(findings, unknown, more), has_problem(findings)
+    plain = partial(as_json, findings, unknown, more)
+    return report(findings, unknown, more), plain, has_problem(findings)
 
 
 def _nodes(source: DataSource, _arguments: argparse.Namespace) -> CommandAnswer:
@@ -347,7 +362,7 @@ def _nodes(source: DataSource, _arguments: argparse.Namespace) -> CommandAnswer:
     wrong = any(each["state"] == "PROBLEM" for each in plain)
     unanswered = nodes.unanswered(cluster, source)
     shown = [nodes.table(cluster, found), *views.notes(source, unanswered)]
-    return shown, {"nodes": plain, "not_known": [*_not_known(source), *unanswered]}, wrong
+    return shown, lambda: {"nodes": plain, "not_known": [*_not_known(source), *unanswered]}, wrong
 
 
 def _graph(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
@@ -367,7 +382,7 @@ def _graph(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
     else:
         lines = {"text": graph.text, "dot": graph.dot}[arguments.format](made)
     shown = [TextTable((), [(part,) for line in lines for part in line.split("\n")])]
-    return shown, plain, any(each.state == "PROBLEM" for each in made)
+    return shown, lambda: plain, any(each.state == "PROBLEM" for each in made)
 
 
 def _ping(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
@@ -377,7 +392,8 @@ def _ping(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
     said = netcheck.verdict(found)
     unanswered = netcheck.unanswered(found, source)
     plain = netcheck.stages_plain(found, said) | {"not_known": [*_not_known(source), *unanswered]}
-    return [*netcheck.stages_table(found, said), *views.notes(source, unanswered)], plain, said.at is not None
+    shown = [*netcheck.stages_table(found, said), *views.notes(source, unanswered)]
+    return shown, lambda: plain, said.at is not None
 
 
 def _netcheck(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
@@ -387,7 +403,7 @@ def _netcheck(source: DataSource, arguments: argparse.Namespace) -> CommandAnswe
     rows = [(each.check, each.about, each.state, each.found, each.note) for each in found]
     table = TextTable(("check", "of", "state", "found", "note"), rows)
     plain = {"checks": [asdict(each) for each in found], "not_known": _not_known(source)}
-    return [table, *views.notes(source)], plain, any(each.state == "PROBLEM" for each in found)
+    return [table, *views.notes(source)], lambda: plain, any(each.state == "PROBLEM" for each in found)
 
 
 def _bundle(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
@@ -395,11 +411,11 @@ def _bundle(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
 
     path = Path(arguments.file or bundle.default_name())
     reads = ("status", "peers", "routes", "events", "doctor")
-    answers = {name: COMMANDS[name](source, arguments)[1] for name in reads}
+    answers = {name: COMMANDS[name](source, arguments)[1]() for name in reads}
     bundle.write(path, bundle.gather(answers, source.options), bundle.known_secrets(source.options))
     return (
         [TextTable((), [(f"Wrote {path}; look through it before you pass it on",)])],
-        {"file": str(path)},
+        lambda: {"file": str(path)},
         False,
     )
 
@@ -408,9 +424,14 @@ def _not_known(source: DataSource) -> list[str]:
     return list(map(str, source.unknown))
 
 
+def _part(source: DataSource, name: str) -> dict[str, Any]:
+    """Return a list of the document, as it is."""
+    return {name: source.document().get(name, []), "not_known": _not_known(source)}
+
+
 def _plain(source: DataSource) -> dict[str, Any]:
     """Return the document without peers and events, which have commands of their own."""
-    rest = {name: value for name, value in source.document.items() if name not in ("peers", "events")}
+    rest = {name: value for name, value in source.document().items() if name not in ("peers", "events")}
     return {"origin": source.origin, **rest, "not_known": _not_known(source)}
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing
 from enum import StrEnum
-from ipaddress import ip_address, ip_network
+from ipaddress import ip_network
 from typing import Any
 
 from msgspec import Struct
@@ -16,6 +16,7 @@ from flanneld.ctl.nodes import answer_remedy, our_addresses, port_of, target_of,
 from flanneld.ctl.output import TextTable
 from flanneld.ctl.path_mtu import at_a_glance, peer_named
 from flanneld.ctl.source import DataSource
+from flanneld.diagnostics.status import PeerStatus, Status, UplinkStatus, known
 from flanneld.model import IPAddress, family_of
 from flanneld.network.query import ORDINARY
 from flanneld.network.survey import Channel, EchoChannel, QueryChannel, Reply, ask, glance_at_mtu, survey
@@ -174,29 +175,30 @@ def stages(name: str, source: DataSource, count: int) -> Iterator[Series]:
 
     Raises ``FlannelError`` for an unknown name, ``OSError`` if this process may not send ICMP.
     """
-    document = source.document
-    peer = peer_named(name, document)
-    place = target_of(peer["subnets"], peer["public_ips"], our_addresses(document))
-    if peer["public_ips"]:
-        public = ip_address(peer["public_ips"][0])
-        yield from _echo(Stage.UNDERLAY, public, (document.get("uplink") or {}).get("mtu"), count)
-        yield from _port_stage(public, document)
+    told = source.status
+    uplink, mtu = known(told.uplink), known(told.mtu)
+    uplink_mtu = uplink.mtu if uplink else None
+    peer = peer_named(name, told)
+    place = target_of(peer, our_addresses(told))
+    for public in peer.addresses[:1]:
+        yield from _echo(Stage.UNDERLAY, public, uplink_mtu, count)
+        yield from _port_stage(public, told)
     if place is not None:
-        target = ip_address(place[0])
-        size = document.get("mtu") if place[1] else (document.get("uplink") or {}).get("mtu")
+        target = place[0]
+        size = mtu if place[1] else uplink_mtu
         if place[1]:
             yield from _echo(Stage.TUNNEL, target, size, count)
-        yield from _queries(target, port_of(document, source.options), size, count)
+        yield from _queries(target, port_of(source), size, count)
     container = _container(name, peer, place)
     if container is not None:
-        yield from _echo(Stage.CONTAINER, container, document.get("mtu"), count)
+        yield from _echo(Stage.CONTAINER, container, mtu, count)
 
 
-def _container(name: str, peer: Mapping[str, Any], place: tuple[str, bool] | None) -> IPAddress | None:
+def _container(name: str, peer: PeerStatus, place: tuple[IPAddress, bool] | None) -> IPAddress | None:
     """Return the container's address, None if a subnet or a node's own address is named."""
     net = ip_network(name, strict=False)
     address = net.network_address
-    if net.prefixlen != net.max_prefixlen or str(address) in (*peer["public_ips"], *(place or ())[:1]):
+    if net.prefixlen != net.max_prefixlen or address in (*peer.addresses, *(place or ())[:1]):
         return None
     return address
 
@@ -212,9 +214,9 @@ def _echo(stage: Stage, target: IPAddress, size: int | None, count: int) -> Iter
         yield Series(stage, str(target), size, *found, is_full=True)
 
 
-def _port_stage(public: IPAddress, document: Mapping[str, Any]) -> Iterator[Series]:
+def _port_stage(public: IPAddress, told: Status) -> Iterator[Series]:
     """Yield a datagram to the VXLAN port. No answer is the good case: the kernel drops it as no VXLAN."""
-    device = vxlan_of(document)
+    device = vxlan_of(told)
     if device is not None and device.local.version == public.version:
         channel = QueryChannel(family_of(public), device.port)
         yield Series(Stage.PORT, str(public), ORDINARY, *series(channel, public, 1))
@@ -260,7 +262,7 @@ def unanswered(found: list[Series], source: DataSource) -> list[str]:
     """Return one line about stages that are left out for want of answers to queries, with the remedy."""
     if not any(each.stage is Stage.UDP and each.is_refused for each in found):
         return []
-    remedy = answer_remedy(port_of(source.document, source.options))
+    remedy = answer_remedy(port_of(source))
     return [f"which direction loses large packets (there, back); {remedy}"]
 
 
@@ -336,32 +338,32 @@ def measure(source: DataSource, name: str | None) -> Iterator[Result]:
 
     Raises ``FlannelError`` for an unknown name, ``OSError`` if this process may not send ICMP.
     """
-    document = source.document
-    yield from translated(document.get("uplink") or {})
+    status = source.status
+    yield from translated(known(status.uplink))
     if name:
-        some = [peer_named(name, document)]
+        some = [peer_named(name, status)]
     else:
-        some = [each for each in document.get("peers", ()) if each["state"] == "in the kernel"][:_FEW]
+        some = [each for each in status.each_peer if each.state == "in the kernel"][:_FEW]
     for peer in some:
         yield from _of_peer(peer, source)
 
 
-def _of_peer(peer: Mapping[str, Any], source: DataSource) -> Iterator[Result]:
-    document, about = source.document, ",".join(peer["subnets"])
+def _of_peer(peer: PeerStatus, source: DataSource) -> Iterator[Result]:
+    status, about = source.status, peer.name
     through: set[IPAddress] = set()
-    if "mtu" in document and document.get("uplink"):
-        for path in at_a_glance([peer], document, glance_at_mtu):
+    if known(status.mtu) and known(status.uplink):
+        for path in at_a_glance([peer], status, glance_at_mtu):
             carried = f"{path.carried or '-'} of {path.required} bytes"
             yield Result(f"path MTU, {path.name}", about, path.state, carried, path.note)
             if path.name == "tunnel" and path.carried is not None:
                 through.add(path.target)
-    own = our_addresses(document)
-    if peer["public_ips"]:
-        yield from _port(ip_address(peer["public_ips"][0]), peer, document, through)
-    place = target_of(peer["subnets"], peer["public_ips"], own)
+    own = our_addresses(status)
+    for public in peer.addresses[:1]:
+        yield from _port(public, peer, status, through)
+    place = target_of(peer, own)
     if place is None:
         return
-    target, port = ip_address(place[0]), port_of(document, source.options)
+    target, port = place[0], port_of(source)
     replies = Sums(
         _ask(QueryChannel(family_of(target), port), target),
         *(
@@ -372,7 +374,7 @@ def _of_peer(peer: Mapping[str, Any], source: DataSource) -> Iterator[Result]:
         ),
     )
     echo = _ask(EchoChannel(family_of(target)), target)
-    yield checksums(about, replies, answers_icmp=echo.rtt is not None, device=vxlan_of(document))
+    yield checksums(about, replies, answers_icmp=echo.rtt is not None, device=vxlan_of(status))
     seen = told(replies.both.facts).seen
     if seen and place[1]:
         yield masqueraded(about, seen, frozenset(map(str, own)))
@@ -384,28 +386,27 @@ def _ask(channel: Any, target: IPAddress) -> Reply:
 
 
 def _port(
-    public: IPAddress, peer: Mapping[str, Any], document: Mapping[str, Any], through: Collection[IPAddress]
+    public: IPAddress, peer: PeerStatus, told: Status, through: Collection[IPAddress]
 ) -> Iterator[Result]:
     """Yield the state of the peer's VXLAN port; ``through`` are its addresses that answered in the overlay.
 
     The kernel answers nothing at an open port.
     """
-    device = vxlan_of(document)
+    device = vxlan_of(told)
     if device is None or device.local.version != public.version:
         return
     reply = _ask(QueryChannel(family_of(public), device.port), public)
-    routes = [wanted_route(target, peer, document) for target in through]
+    routes = [wanted_route(target, peer, told) for target in through]
     is_open = any(route is not None and route.device == device.name for route in routes)
-    yield port_state(",".join(peer["subnets"]), f"UDP port {device.port} of {public}", reply, is_open=is_open)
+    yield port_state(peer.name, f"UDP port {device.port} of {public}", reply, is_open=is_open)
 
 
 # ---- judgements (pure) --------------------------------------------------------------------------
 
 
-def translated(uplink: Mapping[str, Any]) -> Iterator[Result]:
+def translated(uplink: UplinkStatus | None) -> Iterator[Result]:
     """Yield a result for each of our addresses that other nodes know under another one."""
-    addresses = uplink.get("addresses", ())
-    for local, public in zip(addresses, uplink.get("public_ips", ()), strict=False):
+    for local, public in zip(uplink.addresses, uplink.public_ips, strict=False) if uplink else ():
         if local == public:
             yield Result("NAT, underlay", "this node", "ok", f"{local}, announced as it is")
         else:

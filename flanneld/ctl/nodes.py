@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import errno
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from ipaddress import ip_address, ip_network
 from typing import TYPE_CHECKING, Any
 
-from msgspec import Struct
+from msgspec import UNSET, Struct
 
 from flanneld.compat.glog import counted
-from flanneld.ctl.compare import values
 from flanneld.ctl.findings import Severity
 from flanneld.ctl.output import TextTable
 from flanneld.ctl.source import DataSource
 from flanneld.diagnostics.responder import device, store_kind
+from flanneld.diagnostics.status import PeerStatus, Status, addresses, known, resources
 from flanneld.model import IPAddress
 from flanneld.network import survey
 from flanneld.network.query import DEFAULT_PORT
 from flanneld.network.survey import SILENCE, Reply
-from flanneld.options import Options
 from flanneld.runtime import clock
 from flanneld.state.resources import Address, Vxlan
 
@@ -111,23 +109,23 @@ class Probes(Struct, frozen=True):
     echo: Ask
 
 
-def gather(document: Mapping[str, Any], probes: Probes, now: float) -> Cluster:
-    """Ask all nodes of a status document. Raises ``OSError`` if this process may not send ICMP."""
-    own = our_addresses(document)
-    peers = [_of_peer(each, own) for each in document.get("peers", ())]
+def gather(told: Status, probes: Probes, now: float) -> Cluster:
+    """Ask all nodes of a status. Raises ``OSError`` if this process may not send ICMP."""
+    own = our_addresses(told)
+    peers = [_of_peer(each, own) for each in told.each_peer]
     queried = probes.query(_targets(peers))
     silent = [each for each in peers if each.target and _told(queried[each.target]) is None]
     # In one survey, because a second one would wait for all silent hosts again.
-    hosts = [ip_address(ip) for each in silent if each.in_overlay for ip in each.public_ips[:1]]
+    hosts = [ip for each in silent if each.in_overlay for ip in addresses(each.public_ips[:1])]
     echoed = probes.echo([*_targets(silent), *hosts])
     asked = [_with_replies(each, queried, echoed) for each in peers]
-    ours = [own_node(document)] if "lease" in document else []
+    ours = [own_node(told)] if told.lease is not UNSET else []
     return Cluster((*ours, *asked), frozenset(map(str, own)), now)
 
 
-def port_of(document: Mapping[str, Any], options: Options) -> int:
+def port_of(source: DataSource) -> int:
     """Return the port to ask: that of our own daemon, else that of the flags, else the usual one."""
-    return document.get("answer_port") or options.answer_port or DEFAULT_PORT
+    return known(source.status.answer_port) or source.options.answer_port or DEFAULT_PORT
 
 
 def answer_remedy(port: int) -> str:
@@ -136,29 +134,26 @@ def answer_remedy(port: int) -> str:
     return f"{remedy} (Go's daemon answers no queries)"
 
 
-def vxlan_of(document: Mapping[str, Any]) -> Vxlan | None:
+def vxlan_of(told: Status) -> Vxlan | None:
     """Return this node's VXLAN device, None without one."""
-    return next((each for each in values(document.get("local")) if isinstance(each, Vxlan)), None)
+    return next((each for each in resources(told.local) if isinstance(each, Vxlan)), None)
 
 
-def our_addresses(document: Mapping[str, Any]) -> set[IPAddress]:
+def our_addresses(told: Status) -> set[IPAddress]:
     """Return the addresses of this node in the overlay; empty for a backend without one."""
-    return {each.address for each in values(document.get("local")) if isinstance(each, Address)}
+    return {each.address for each in resources(told.local) if isinstance(each, Address)}
 
 
-def target_of(
-    subnets: Iterable[str], public_ips: Sequence[str], own: set[IPAddress]
-) -> tuple[str, bool] | None:
+def target_of(peer: PeerStatus, own: set[IPAddress]) -> tuple[IPAddress, bool] | None:
     """Return the address at which a node answers, and True if that is in the overlay.
 
     Nodes of one network are alike: where we have our subnet's first address, they have theirs.
     """
     families = {each.version for each in own}
-    for text in subnets:
-        net = ip_network(text)
+    for net in peer.networks:
         if net.version in families:
-            return str(net.network_address), True
-    return None if own or not public_ips else (public_ips[0], False)
+            return net.network_address, True
+    return None if own or not peer.public_ips else (peer.addresses[0], False)
 
 
 def told(facts: Mapping[str, Any]) -> Told:
@@ -191,48 +186,52 @@ def told(facts: Mapping[str, Any]) -> Told:
     )
 
 
-def own_node(document: Mapping[str, Any]) -> ClusterNode:
-    """Return this node, by its own document."""
-    lease, uplink = document.get("lease") or {}, document.get("uplink") or {}
-    network, health = document.get("network") or {}, document.get("health") or {}
-    of_device = device(values(document.get("local")))
+def own_node(status: Status) -> ClusterNode:
+    """Return this node, by its own status."""
+    lease, uplink = known(status.lease), known(status.uplink)
+    network, health, store = known(status.network), known(status.health), known(status.store)
+    of_device = device(resources(status.local))
     return ClusterNode(
-        subnets=tuple(lease.get("subnets", ())),
-        public_ips=tuple(uplink.get("public_ips", ())),
-        macs=tuple(lease.get("macs", ())),
-        backend=network.get("backend"),
+        subnets=lease.subnets if lease else (),
+        public_ips=uplink.public_ips if uplink else (),
+        macs=(known(lease.macs) or ()) if lease else (),
+        backend=status.backend,
         vni=of_device["vni"],
-        expires=lease.get("expires"),
+        expires=known(lease.expires) if lease else None,
         state="in the kernel",
         is_own=True,
-        is_running="pid" in document,  # the only document with it is the daemon's
+        is_running=status.pid is not UNSET,  # only the daemon tells it
         told=Told(
-            version=document.get("version"),
-            network=tuple(f"{each['network']} /{each['subnet_len']}" for each in network.get("ranges") or ()),
-            backend=network.get("backend"),
+            version=known(status.version),
+            network=tuple(
+                f"{each.network} /{each.subnet_len}" for each in (network.ranges if network else ())
+            ),
+            backend=status.backend,
             vni=of_device["vni"],
             port=of_device["port"],
-            mtu=document.get("mtu"),
-            uplink_mtu=uplink.get("mtu"),
-            store=store_kind(name) if (name := (document.get("store") or {}).get("name")) else None,
-            ready=health.get("ready", True),
-            conditions=tuple(sorted({each["part"] for each in health.get("conditions") or ()})),
+            mtu=known(status.mtu),
+            uplink_mtu=uplink.mtu if uplink else None,
+            store=store_kind(store.name) if store else None,
+            ready=health.ready if health else True,
+            conditions=tuple(
+                sorted({each.part for each in (known(health.conditions) or ())} if health else ())
+            ),
         ),
     )
 
 
-def _of_peer(peer: Mapping[str, Any], own: set[IPAddress]) -> ClusterNode:
-    target = target_of(peer["subnets"], peer["public_ips"], own)
+def _of_peer(peer: PeerStatus, own: set[IPAddress]) -> ClusterNode:
+    target = target_of(peer, own)
     return ClusterNode(
-        subnets=tuple(peer["subnets"]),
-        public_ips=tuple(peer["public_ips"]),
-        macs=tuple(mac.lower() for mac in peer.get("macs", ())),
-        backend=peer["backend"],
-        vni=next(iter(peer.get("vnis") or ()), None),
-        expires=peer.get("expires"),
-        state=peer["state"],
-        reason=peer["reason"] or ", ".join(peer["conflicts"]),
-        target=ip_address(target[0]) if target else None,
+        subnets=peer.subnets,
+        public_ips=peer.public_ips,
+        macs=tuple(mac.lower() for mac in peer.macs),
+        backend=peer.backend,
+        vni=min(peer.segments, default=None),
+        expires=peer.expires,
+        state=peer.state,
+        reason=peer.reason or ", ".join(peer.conflicts),
+        target=target[0] if target else None,
         in_overlay=target is not None and target[1],
     )
 
@@ -255,7 +254,7 @@ def _with_replies(
     from msgspec.structs import replace
 
     query = queried[node.target]
-    public = ip_address(node.public_ips[0]) if node.public_ips else None
+    public = next(iter(addresses(node.public_ips[:1])), None)
     return replace(
         node,
         query=query,
@@ -273,8 +272,8 @@ _MUTE = "does not answer queries"
 
 def read(source: DataSource) -> Cluster:
     """Ask all nodes. Raises ``OSError`` if this process may not send ICMP."""
-    query = partial(survey.queries, port=port_of(source.document, source.options), within=_WITHIN)
-    return gather(source.document, Probes(query, _echo), clock.wall())
+    query = partial(survey.queries, port=port_of(source), within=_WITHIN)
+    return gather(source.status, Probes(query, _echo), clock.wall())
 
 
 def _echo(targets: Iterable[IPAddress]) -> dict[IPAddress, Reply]:
@@ -328,7 +327,7 @@ def unanswered(cluster: Cluster, source: DataSource) -> list[str]:
     if not mute:
         return []
     missing = f"port, MTU, version and store of {counted(mute, 'node')}"
-    return [f"{missing}; {answer_remedy(port_of(source.document, source.options))}"]
+    return [f"{missing}; {answer_remedy(port_of(source))}"]
 
 
 def plain(cluster: Cluster, found: list[Remark]) -> list[dict[str, Any]]:

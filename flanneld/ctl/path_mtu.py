@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from ipaddress import ip_address, ip_network
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from ipaddress import ip_network
 
 from msgspec import Struct
 
 from flanneld.compat.flags import quoted
-from flanneld.ctl.compare import values
+from flanneld.diagnostics.status import PeerStatus, Status, known, resources
 from flanneld.errors import FlannelError
 from flanneld.model import IPAddress
 from flanneld.state.resources import Address
@@ -55,42 +54,37 @@ Find = Callable[[IPAddress, int], int | None]
 Glance = Callable[[Sequence[tuple[IPAddress, int]]], Sequence[int | None]]
 
 
-def peer_named(name: str, document: Mapping[str, Any]) -> Mapping[str, Any]:
+def peer_named(name: str, told: Status) -> PeerStatus:
     """Return the peer with this subnet, public IP or container's address. Raises ``FlannelError``."""
     try:
         net = ip_network(name, strict=False)
     except ValueError:
         raise FlannelError(f"{quoted(name)} is no address and no subnet", "give one of a peer") from None
-    for peer in document.get("peers", ()):
-        subnets = map(ip_network, peer["subnets"])
-        if str(net.network_address) in peer["public_ips"] or any(
-            each.version == net.version and net.network_address in each for each in subnets
+    for peer in told.each_peer:
+        if str(net.network_address) in peer.public_ips or any(
+            each.version == net.version and net.network_address in each for each in peer.networks
         ):
-            return dict(peer)
+            return peer
     raise FlannelError(f"no peer is known at {name}", "flannelctl peers lists them")
 
 
-def paths(peer: Mapping[str, Any], document: Mapping[str, Any], find: Find) -> Iterator[PathToPeer]:
+def paths(peer: PeerStatus, told: Status, find: Find) -> Iterator[PathToPeer]:
     """Yield the path between the nodes and, if the peer's end of the tunnel answers, that through it."""
-    for name, target, required in _ends(peer, document):
-        yield PathToPeer(
-            name, target, required, find(target, required), peer["subnets"][0], _setting(document)
-        )
+    for name, target, required in _ends(peer, told):
+        yield PathToPeer(name, target, required, find(target, required), peer.subnets[0], _setting(told))
 
 
-def sample(document: Mapping[str, Any], glance: Glance) -> list[PathToPeer]:
+def sample(told: Status, glance: Glance) -> list[PathToPeer]:
     """Return the paths to a few peers, first to those that did not answer the last probe."""
-    reached = [peer for peer in document.get("peers", ()) if peer["state"] == "in the kernel"]
-    reached.sort(key=lambda peer: bool(not peer.get("probe") or peer["probe"]["rtt"] is not None))
-    return at_a_glance(reached[:_FEW], document, glance)
+    reached = [peer for peer in told.each_peer if peer.state == "in the kernel"]
+    reached.sort(key=lambda peer: (probe := known(peer.probe)) is None or probe.rtt is not None)
+    return at_a_glance(reached[:_FEW], told, glance)
 
 
-def at_a_glance(
-    peers: Iterable[Mapping[str, Any]], document: Mapping[str, Any], glance: Glance
-) -> list[PathToPeer]:
+def at_a_glance(peers: Iterable[PeerStatus], told: Status, glance: Glance) -> list[PathToPeer]:
     """Return the paths to some peers, all probed at once."""
-    ends = [(*end, peer["subnets"][0]) for peer in peers for end in _ends(peer, document)]
-    setting = _setting(document)
+    ends = [(*end, peer.subnets[0]) for peer in peers for end in _ends(peer, told)]
+    setting = _setting(told)
     carried = glance([(target, required) for _, target, required, _ in ends])
     return [
         PathToPeer(name, target, required, size, peer, setting)
@@ -98,23 +92,19 @@ def at_a_glance(
     ]
 
 
-def _setting(document: Mapping[str, Any]) -> str:
-    if (document.get("network") or {}).get("backend") in WITH_OPTION:
+def _setting(told: Status) -> str:
+    if told.backend in WITH_OPTION:
         return "Backend.MTU"
-    return f"the MTU of {(document.get('uplink') or {}).get('name', 'the external interface')} on all nodes"
+    return f"the MTU of {told.uplink_name or 'the external interface'} on all nodes"
 
 
-def _ends(peer: Mapping[str, Any], document: Mapping[str, Any]) -> Iterator[tuple[str, IPAddress, int]]:
+def _ends(peer: PeerStatus, told: Status) -> Iterator[tuple[str, IPAddress, int]]:
     """Yield name, target and wanted size of each path to a peer."""
-    uplink = document.get("uplink") or {}
-    for text in peer["public_ips"] if uplink else ():
-        yield "underlay", ip_address(text), uplink["mtu"]
-    ours = {each.address for each in values(document.get("local")) if isinstance(each, Address)}
-    own = {
-        net.version
-        for text in (document.get("lease") or {}).get("subnets", ())
-        if (net := ip_network(text)).network_address in ours
-    }
-    for net in map(ip_network, peer["subnets"]):
-        if net.version in own:
-            yield "tunnel", net.network_address, document["mtu"]
+    uplink, mtu = known(told.uplink), known(told.mtu)
+    if uplink:
+        yield from (("underlay", address, uplink.mtu) for address in peer.addresses)
+    ours = {each.address for each in resources(told.local) if isinstance(each, Address)}
+    own = {net.version for net in told.own_subnets if net.network_address in ours}
+    for net in peer.networks:
+        if mtu and net.version in own:
+            yield "tunnel", net.network_address, mtu

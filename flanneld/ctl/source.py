@@ -1,24 +1,32 @@
 """Sources of answers: the running daemon, else the store, else this host alone.
 
-Each returns a document in the format of ``flanneld.diagnostics.status``; the later ones contain less.
+Each returns a status; the later ones contain less.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from ipaddress import ip_network
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from msgspec import Struct, field
 
 from flanneld import options
 from flanneld.diagnostics import status_socket
-from flanneld.diagnostics.status import Status, StoreStatus
+from flanneld.diagnostics.status import (
+    EventStatus,
+    LeaseStatus,
+    NetworkStatus,
+    RangeStatus,
+    Status,
+    StoreStatus,
+    decoded,
+    encoded,
+    known,
+    plain,
+)
 from flanneld.errors import Fatal, FlannelError
 from flanneld.options import Options
 from flanneld.runtime import clock, logs
@@ -35,6 +43,8 @@ class SourcePart(StrEnum):
     STORE = "store"
     #: The dry run of a start: the store answered, and the daemon would exit.
     START = "start"
+    #: A part of what the daemon says, which another version says otherwise.
+    STATUS = "status"
 
 
 class Unknown(Struct, frozen=True, gc=False):
@@ -54,12 +64,25 @@ class Unknown(Struct, frozen=True, gc=False):
 
 
 class DataSource(Struct, frozen=True, gc=False):
-    """A document with its origin, ``daemon``, ``store`` or ``host``; ``unknown`` are the missing sources."""
+    """A status with its origin, ``daemon``, ``store`` or ``host``; ``unknown`` are the missing sources.
+
+    ``said`` is the daemon's answer as it came.
+    """
 
     origin: str
-    document: Mapping[str, Any]
+    status: Status
     unknown: tuple[Unknown, ...] = ()
     options: Options = field(default_factory=Options)
+    said: bytes = b""
+
+    @property
+    def is_understood(self) -> bool:
+        """True unless another version's daemon says something otherwise."""
+        return all(each.part is not SourcePart.STATUS for each in self.unknown)
+
+    def document(self) -> dict[str, Any]:
+        """Return the status as JSON; that of a daemon with all keys of its version."""
+        return plain(self.said or encoded(self.status))
 
 
 def find_source(words: Sequence[str], environ: Mapping[str, str], socket_path: str = "") -> DataSource:
@@ -70,7 +93,7 @@ def find_source(words: Sequence[str], environ: Mapping[str, str], socket_path: s
     wanted = options.read(words, environ, program="flannelctl COMMAND")
     path = Path(socket_path) if socket_path else status_socket.path_beside(Path(wanted.subnet_file))
     try:
-        return DataSource("daemon", _document(status_socket.ask(path, DAEMON_TIME)), options=wanted)
+        return _of_the_daemon(status_socket.ask(path, DAEMON_TIME), wanted)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         hangs = isinstance(error, TimeoutError)
@@ -89,34 +112,33 @@ def find_source(words: Sequence[str], environ: Mapping[str, str], socket_path: s
         return DataSource("host", _of_the_host(wanted), (silent, lost), wanted)
 
 
-def _document(said: bytes) -> dict[str, Any]:
-    """Parse the daemon's answer. Raises ``ValueError`` for anything else."""
-    try:
-        document = msgspec.json.decode(said)
-    except msgspec.DecodeError as error:
-        try:
-            document = json.loads(said)  # takes half a surrogate pair, as in a path that is no UTF-8
-        except ValueError:
-            raise ValueError(f"what answers is no daemon: {error}") from None
-    if not isinstance(document, dict):
-        raise ValueError("what answers is no daemon")  # noqa: TRY004 - it is the value that is wrong
-    return document
+def _of_the_daemon(said: bytes, wanted: Options) -> DataSource:
+    """Return the daemon's answer. Raises ``ValueError`` for anything else."""
+    told, problems = decoded(said)
+    strange = (
+        Unknown(
+            SourcePart.STATUS,
+            f"the daemon's status is not understood ({problem}); use the flannelctl of its version",
+        )
+        for problem in problems
+    )
+    return DataSource("daemon", told, tuple(strange), wanted, said)
 
 
-def _of_the_store(wanted: Options, environ: Mapping[str, str]) -> dict[str, Any]:
+def _of_the_store(wanted: Options, environ: Mapping[str, str]) -> Status:
     from flanneld.diagnostics import describe
     from flanneld.diagnostics.plan import dry_run
     from flanneld.state.desired import LOCAL
     from flanneld.state.table import Failure
     from flanneld.subnet.opening import open_store
 
-    manager = open_store(wanted, environ)
-    outcome = dry_run(wanted, manager)
+    store = open_store(wanted, environ)
+    outcome = dry_run(wanted, store)
     local = outcome.view.desired.get(LOCAL, ())
     to_make = [*outcome.notes.puts.values(), *(link for link, _ in outcome.notes.devices.values())]
     lacking = {item.key: Failure(item, "the kernel lacks it") for item in to_make}
-    told = Status(
-        store=StoreStatus(manager.name, outcome.view.synced, cache=outcome.view.cached or None),
+    return Status(
+        store=StoreStatus(store.name, outcome.view.synced, cache=outcome.view.cached or None),
         synced=outcome.view.synced,
         network=describe.network(outcome.config),
         lease=describe.lease(outcome.own) if outcome.has_lease else None,
@@ -125,45 +147,32 @@ def _of_the_store(wanted: Options, environ: Mapping[str, str]) -> dict[str, Any]
         devices=tuple(sorted(outcome.domain.links)),
         local=tuple(describe.described(wish, lacking) for wish in local),
         peers=tuple(describe.peers_of(outcome.view, lacking)),
+        events=_history(wanted),
     )
-    return {**msgspec.to_builtins(told), "events": _history(wanted)}
 
 
-def _of_the_host(wanted: Options) -> dict[str, Any]:
+def _of_the_host(wanted: Options) -> Status:
     previous = subnet_file.read(Path(wanted.subnet_file))
-    subnets = [net for net in previous.subnets if net is not None]
-    return {
-        "network": {
-            "ranges": [{"network": str(net), "subnet_len": length} for net, length in previous.ranges],
-            "backend": None,
-        },
-        "lease": {"subnets": [str(net) for net in subnets]} if subnets else None,
-        "events": _history(wanted),
-    }
+    subnets = tuple(str(net) for net in previous.subnets if net is not None)
+    return Status(
+        network=NetworkStatus(tuple(RangeStatus(str(net), length) for net, length in previous.ranges)),
+        lease=LeaseStatus(subnets) if subnets else None,
+        events=_history(wanted),
+    )
 
 
-def _history(wanted: Options) -> list[dict[str, Any]]:
+def _history(wanted: Options) -> tuple[EventStatus, ...]:
     """Return the events that the daemon left in its file, for one that does not answer."""
-    return logs.described(logs.read_events(subnet_file.beside(Path(wanted.subnet_file), "events")))
+    left = logs.read_events(subnet_file.beside(Path(wanted.subnet_file), "events"))
+    return tuple(EventStatus(*event) for event in left)
 
 
-def last_words(document: Mapping[str, Any]) -> str:
+def last_words(told: Status) -> str:
     """Return the last error of the daemon's last run, else the end of its log; empty if that is unknown."""
-    events = document.get("events") or ()
+    events = known(told.events) or ()
     for each in reversed(events):
-        if each["severity"] in ("E", "F"):
-            return f"its last error, {clock.utc_text(each['time'])}: {each['text']}"
-        if each["source"] == "main" and each["text"].startswith("flanneld "):  # its first line
+        if each.severity in ("E", "F"):
+            return f"its last error, {clock.utc_text(each.time)}: {each.text}"
+        if each.source == "main" and each.text.startswith("flanneld "):  # its first line
             break
-    return f"its log ends {clock.utc_text(events[-1]['time'])}: {events[-1]['text']}" if events else ""
-
-
-def knows_peers(document: Mapping[str, Any]) -> bool:
-    """Return True if a document has all leases, so that an object missing from it has no owner."""
-    return "local" in document and document.get("synced") is not False
-
-
-def ranges_of(document: Mapping[str, Any]) -> tuple[tuple[Any, int], ...]:
-    """Return the cluster networks, each with the length of a node's subnet."""
-    network = document.get("network") or {}
-    return tuple((ip_network(each["network"]), each["subnet_len"]) for each in network.get("ranges", ()))
+    return f"its log ends {clock.utc_text(events[-1].time)}: {events[-1].text}" if events else ""

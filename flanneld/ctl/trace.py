@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from ipaddress import ip_address, ip_network
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
 
 from msgspec import Struct
 
-from flanneld.ctl.compare import ActualState, RouteTaken, differences, follows, values, wanted_route
-from flanneld.ctl.source import knows_peers, ranges_of
+from flanneld.ctl.compare import ActualState, RouteTaken, differences, follows, wanted_route
 from flanneld.ctl.views import handshake
-from flanneld.model import IPAddress
+from flanneld.diagnostics.status import PeerStatus, Status, known, networks, resources
+from flanneld.model import IPAddress, IPNetwork
 from flanneld.state.resources import FdbEntry, Neighbor, Resource, Route
 
 WayTo = Callable[[IPAddress], RouteTaken]
@@ -26,23 +24,21 @@ class Hop(Struct, frozen=True, gc=False):
     note: str = ""
 
 
-def trace(
-    target: IPAddress, document: Mapping[str, Any], found: ActualState, look_up_route: WayTo
-) -> list[Hop]:
+def trace(target: IPAddress, told: Status, found: ActualState, look_up_route: WayTo) -> list[Hop]:
     """Return the hops, as far as they are known."""
-    own = _subnet_with(target, (document.get("lease") or {}).get("subnets", ()))
+    own = _subnet_with(target, told.own_subnets)
     if own:
-        return list(_to_a_container(target, own, document, look_up_route))
-    peer = next((each for each in document.get("peers", ()) if _subnet_with(target, each["subnets"])), None)
+        return list(_to_a_container(target, own, told, look_up_route))
+    peer = next((each for each in told.each_peer if _subnet_with(target, each.networks)), None)
     if peer is not None:
-        return list(_to_a_peer(target, peer, document, found, look_up_route))
+        return list(_to_a_peer(target, peer, told, found, look_up_route))
     way = look_up_route(target)
-    if not ranges_of(document):
+    if not told.ranges:
         state = "ok" if way.is_here else "unknown" if way.device else "PROBLEM"
         return [Hop("lease", "", "unknown", "the network is not known"), Hop("route", str(way), state)]
-    if not any(target in network for network, _ in ranges_of(document)):
+    if not any(target in network for network, _ in told.ranges):
         return [Hop("lease", "outside the network", "ok"), Hop("route", str(way), _verdict(bool(way.device)))]
-    if not knows_peers(document):
+    if not told.knows_peers:
         return [
             Hop("lease", "", "unknown", "the leases are not known"),
             Hop("route", str(way), "unknown" if way.device else "PROBLEM"),
@@ -50,11 +46,9 @@ def trace(
     return [Hop("lease", "none", "PROBLEM", "no node has a lease for it"), Hop("route", str(way), "unknown")]
 
 
-def _to_a_container(
-    target: IPAddress, own: str, document: Mapping[str, Any], look_up_route: WayTo
-) -> Iterator[Hop]:
+def _to_a_container(target: IPAddress, own: str, told: Status, look_up_route: WayTo) -> Iterator[Hop]:
     way = look_up_route(target)
-    outwards = {*document.get("devices", ()), (document.get("uplink") or {}).get("name")}
+    outwards = {*(known(told.devices) or ()), told.uplink_name}
     yield Hop("lease", f"{own}, ours", "ok")
     stays = way.is_here or (bool(way.device) and way.device not in outwards)
     note = "" if stays else "no bridge of this node has this subnet: is the container runtime up?"
@@ -62,31 +56,27 @@ def _to_a_container(
 
 
 def _to_a_peer(
-    target: IPAddress,
-    peer: Mapping[str, Any],
-    document: Mapping[str, Any],
-    found: ActualState,
-    look_up_route: WayTo,
+    target: IPAddress, peer: PeerStatus, told: Status, found: ActualState, look_up_route: WayTo
 ) -> Iterator[Hop]:
-    public = ", ".join(peer["public_ips"])
-    good = peer["state"] not in ("refused", "unsafe", "contested")
+    public = ", ".join(peer.public_ips)
+    good = peer.state not in ("refused", "unsafe", "contested")
     yield Hop(
         "lease",
-        f"{','.join(peer['subnets'])} of {public}",
+        f"{peer.name} of {public}",
         _verdict(good),
-        "" if good else f"{peer['state']}: {peer['reason'] or ', '.join(peer['conflicts'])}",
+        "" if good else f"{peer.state}: {peer.reason or ', '.join(peer.conflicts)}",
     )
-    route = wanted_route(target, peer, document)
+    route = wanted_route(target, peer, told)
     way = look_up_route(target)
     yield _route_hop(route, way, found)
-    neighbour = next((each for each in values(peer["objects"]) if _resolves(each, route)), None)
+    neighbour = next((each for each in resources(peer.objects) if _resolves(each, route)), None)
     if isinstance(neighbour, Neighbor):
         yield _present("neigh", neighbour, found)
-        entries = (each for each in values(peer["objects"]) if isinstance(each, FdbEntry))
+        entries = (each for each in resources(peer.objects) if isinstance(each, FdbEntry))
         yield _present("fdb", next((each for each in entries if each.mac == neighbour.mac), None), found)
-    yield from _device(route.device if route else way.device, document, found)
-    yield from _session(target, peer, document)
-    yield from _underlay(target, peer, document, look_up_route)
+    yield from _device(route.device if route else way.device, told, found)
+    yield from _session(target, peer, told)
+    yield from _underlay(target, peer, told, look_up_route)
 
 
 def _resolves(resource: Resource, route: Route | None) -> bool:
@@ -109,35 +99,32 @@ def _present(hop: str, desired: Resource | None, found: ActualState) -> Hop:
     return Hop(hop, "", "PROBLEM", f"missing: {desired or 'the entry'}")
 
 
-def _device(name: str, document: Mapping[str, Any], found: ActualState) -> Iterator[Hop]:
+def _device(name: str, told: Status, found: ActualState) -> Iterator[Hop]:
     link = found.link(name)
     if link is None:
         yield Hop("device", "", "PROBLEM", f"there is no {name}" if name else "no device")
         return
     shown = f"{name}, MTU {link.mtu}, {'up' if link.up else 'down'}"
-    desired = [each for each in values(document.get("local")) if each.key == link.make.key]
+    desired = [each for each in resources(told.local) if each.key == link.make.key]
     drift = [str(each) for item in desired for each in differences(item, link.make, found)]
     if not link.up and not drift:
         drift = ["is down"]
     yield Hop("device", shown, _verdict(not drift), "; ".join(drift))
 
 
-def _session(target: IPAddress, peer: Mapping[str, Any], document: Mapping[str, Any]) -> Iterator[Hop]:
+def _session(target: IPAddress, peer: PeerStatus, told: Status) -> Iterator[Hop]:
     """Yield the encrypted session that carries the packet; one that is idle begins with it."""
-    for session in peer.get("sessions", ()):
-        if target in ip_network(session["subnet"]):
-            state = {"established": "ok", "silent": "PROBLEM"}.get(session["state"], "unknown")
-            age = handshake(session, document.get("time", 0.0))
+    for session in known(peer.sessions) or ():
+        if _subnet_with(target, networks([session.subnet])):
+            state = {"established": "ok", "silent": "PROBLEM"}.get(session.state, "unknown")
+            age = handshake(session, known(told.time) or 0.0)
             note = "packets are sent there and no handshake succeeds" if state == "PROBLEM" else ""
-            yield Hop("session", f"{session['endpoint'] or 'no endpoint'}, handshake: {age}", state, note)
+            yield Hop("session", f"{session.endpoint or 'no endpoint'}, handshake: {age}", state, note)
 
 
-def _underlay(
-    target: IPAddress, peer: Mapping[str, Any], document: Mapping[str, Any], look_up_route: WayTo
-) -> Iterator[Hop]:
-    uplink = (document.get("uplink") or {}).get("name", "")
-    for text in peer["public_ips"]:
-        public = ip_address(text)
+def _underlay(target: IPAddress, peer: PeerStatus, told: Status, look_up_route: WayTo) -> Iterator[Hop]:
+    uplink = told.uplink_name
+    for public in peer.addresses:
         if public.version != target.version:
             continue
         way = look_up_route(public)
@@ -148,8 +135,8 @@ def _underlay(
         )
 
 
-def _subnet_with(target: IPAddress, subnets: Any) -> str:
-    return next((text for text in subnets if target in ip_network(text)), "")
+def _subnet_with(target: IPAddress, subnets: Iterable[IPNetwork]) -> str:
+    return next((str(net) for net in subnets if target in net), "")
 
 
 def _verdict(good: bool) -> str:

@@ -1,51 +1,70 @@
-"""Output of each command, from a document and the kernel's objects."""
+"""Output of each command, from the status and the kernel's objects."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from msgspec import UNSET, UnsetType
 
 from flanneld.compat.glog import counted
 from flanneld.ctl.compare import Comparison
 from flanneld.ctl.output import TextTable
 from flanneld.ctl.source import DataSource, last_words
+from flanneld.diagnostics.status import (
+    FirewallStatus,
+    GuardStatus,
+    HealthStatus,
+    NetworkStatus,
+    PeerStatus,
+    ProbeStatus,
+    RefusalStatus,
+    RepairStatus,
+    SessionStatus,
+    Status,
+    StoreStatus,
+    UplinkStatus,
+    known,
+)
 
+Value = TypeVar("Value")
 _UNKNOWN = "unknown"
 
 
 def status(source: DataSource) -> list[TextTable]:
     """Return a summary of the node."""
-    document = source.document
+    told = source.status
 
-    def row(title: str, name: str, show: Callable[[Any], str], *, if_null: str = _UNKNOWN) -> tuple[str, str]:
-        """Return a row for one part of the document: ``if_null`` if it is null, unknown if it is absent."""
-        value = document.get(name)
-        if value is None:
-            return title, if_null if name in document else _UNKNOWN
+    def row(
+        title: str, value: Value | UnsetType | None, show: Callable[[Value], str], *, if_null: str = _UNKNOWN
+    ) -> tuple[str, str]:
+        """Return a row for one part of the status: ``if_null`` if it is null, unknown if it is absent."""
+        if value is None or isinstance(value, UnsetType):
+            return title, _UNKNOWN if value is UNSET else if_null
         return title, show(value)
 
     return [
         TextTable(
             (),
             [
-                ("daemon", _daemon(document) if source.origin == "daemon" else _silent_daemon(document)),
-                row("ready", "health", _ready),
-                row("conditions", "health", _conditions),
-                row("store", "store", _store),
-                row("backend", "network", _backend),
-                row("network", "network", _networks),
-                ("lease", _lease(document)),
-                row("uplink", "uplink", _uplink),
-                row("MTU", "mtu", str),
-                row("devices", "devices", lambda devices: ", ".join(devices) or "none"),
-                row("peers", "peers", _peers),
-                row("last sync", "last_sync", _when, if_null="never"),
-                row("repairs", "repairs", _repairs),
-                row("refused", "refused", _refused),
-                row("removal guard", "removal_guard", _removal_guard),
-                row("firewall", "firewall", _firewall),
+                ("daemon", _daemon(told) if source.origin == "daemon" else _silent_daemon(told)),
+                row("ready", told.health, _ready),
+                row("conditions", told.health, _conditions),
+                row("store", told.store, _store),
+                row("backend", told.network, _backend),
+                row("network", told.network, _networks),
+                ("lease", _lease(told)),
+                row("uplink", told.uplink, _uplink),
+                row("MTU", told.mtu, str),
+                row("devices", told.devices, lambda devices: ", ".join(devices) or "none"),
+                row("peers", told.peers, _peers),
+                row("last sync", told.last_sync, _when, if_null="never"),
+                row("repairs", told.repairs, _repairs),
+                row("refused", told.refused, _refused),
+                row("removal guard", told.removal_guard, _removal_guard),
+                row("firewall", told.firewall, _firewall),
             ],
         ),
         *notes(source),
@@ -59,21 +78,21 @@ def notes(source: DataSource, more: Sequence[str] = ()) -> list[TextTable]:
 
 
 def peers(source: DataSource) -> list[TextTable]:
-    known = source.document.get("peers", ())
-    probed = any("probe" in peer for peer in known)
-    encrypted = any("sessions" in peer for peer in known)
-    now = source.document.get("time", 0.0)
+    told = known(source.status.peers) or ()
+    probed = any(peer.probe is not UNSET for peer in told)
+    encrypted = any(peer.sessions is not UNSET for peer in told)
+    now = known(source.status.time) or 0.0
     rows = [
         (
-            ",".join(peer["subnets"]),
-            ",".join(peer["public_ips"]) or "-",
-            peer["backend"] or "-",
-            peer["state"],
-            *([_probe(peer["probe"])] if probed else []),
-            *(_sessions(peer.get("sessions", ()), now) if encrypted else ()),
-            peer["reason"] or (f"with {', '.join(peer['conflicts'])}" if peer["conflicts"] else ""),
+            peer.name,
+            ",".join(peer.public_ips) or "-",
+            peer.backend or "-",
+            peer.state,
+            *([_probe(known(peer.probe))] if probed else []),
+            *(_sessions(known(peer.sessions) or (), now) if encrypted else ()),
+            peer.reason or (f"with {', '.join(peer.conflicts)}" if peer.conflicts else ""),
         )
-        for peer in known
+        for peer in told
     ]
     columns = (
         *("subnet", "public ip", "backend", "state"),
@@ -84,30 +103,30 @@ def peers(source: DataSource) -> list[TextTable]:
     return [TextTable(columns, rows), *notes(source)]
 
 
-def _probe(last: Mapping[str, Any] | None) -> str:
-    if not last:
+def _probe(last: ProbeStatus | None) -> str:
+    if last is None:
         return "-"
-    return "no answer" if last["rtt"] is None else f"{1000 * last['rtt']:.2f} ms"
+    return "no answer" if last.rtt is None else f"{1000 * last.rtt:.2f} ms"
 
 
-def _sessions(sessions: Sequence[Mapping[str, Any]], now: float) -> tuple[str, str, str, str]:
+def _sessions(sessions: Sequence[SessionStatus], now: float) -> tuple[str, str, str, str]:
     """Show the sessions of a peer: one, or one for each family."""
 
-    def shown(show: Callable[[Mapping[str, Any]], str]) -> str:
+    def shown(show: Callable[[SessionStatus], str]) -> str:
         return ", ".join(dict.fromkeys(map(show, sessions))) or "-"
 
     return (
         shown(lambda each: handshake(each, now)),
-        shown(lambda each: _bytes(each["rx_bytes"])),
-        shown(lambda each: _bytes(each["tx_bytes"])),
-        shown(lambda each: each["endpoint"] or "-"),
+        shown(lambda each: _bytes(each.rx_bytes)),
+        shown(lambda each: _bytes(each.tx_bytes)),
+        shown(lambda each: each.endpoint or "-"),
     )
 
 
-def handshake(session: Mapping[str, Any], now: float) -> str:
+def handshake(session: SessionStatus, now: float) -> str:
     """Show how long ago keys were last agreed on; a clock set back makes that the future."""
-    stamp = session["handshake"]
-    if session["state"] == "silent":
+    stamp = session.handshake
+    if session.state == "silent":
         return "no answer"
     if stamp is None:
         return "none yet"
@@ -130,86 +149,86 @@ def routes(source: DataSource, entries: Sequence[Comparison]) -> list[TextTable]
 
 def events(source: DataSource) -> list[TextTable]:
     rows = [
-        (_when(event["time"]), event["severity"], event["source"], event["text"])
-        for event in source.document.get("events", ())
+        (_when(event.time), event.severity, event.source, event.text)
+        for event in known(source.status.events) or ()
     ]
     return [TextTable(("time", "", "from", "event"), rows), *notes(source)]
 
 
-def _daemon(document: Mapping[str, Any]) -> str:
-    return f"flanneld {document['version']}, pid {document['pid']}, since {_when(document['started'])}"
+def _daemon(told: Status) -> str:
+    version = known(told.version) or "of an unknown version"
+    return f"flanneld {version}, pid {known(told.pid) or _UNKNOWN}, since {_when(known(told.started))}"
 
 
-def _silent_daemon(document: Mapping[str, Any]) -> str:
-    return "; ".join(filter(None, ("does not answer", last_words(document))))
+def _silent_daemon(told: Status) -> str:
+    return "; ".join(filter(None, ("does not answer", last_words(told))))
 
 
-def _ready(health: Mapping[str, Any]) -> str:
-    wrong = [*health["missing"], *health.get("waiting", ()), *health["late"]]
+def _ready(health: HealthStatus) -> str:
+    wrong = [*health.missing, *health.waiting, *health.late]
     return "yes" if not wrong else f"no: {'; '.join(wrong)}"
 
 
-def _conditions(health: Mapping[str, Any]) -> str:
-    found = health.get("conditions")
-    if found is None:
+def _conditions(health: HealthStatus) -> str:
+    if isinstance(health.conditions, UnsetType):
         return _UNKNOWN
-    return "; ".join(f"{each['part']}: {each['problem']}" for each in found) or "none"
+    return "; ".join(f"{each.part}: {each.problem}" for each in health.conditions) or "none"
 
 
-def _store(store: Mapping[str, Any]) -> str:
-    problem = f"; {store['problem']}" if store.get("problem") else ""
-    cache = f"; leases are taken from {store['cache']}" if store.get("cache") else ""
-    return f"{store['name']}{problem}{cache}"
+def _store(store: StoreStatus) -> str:
+    problem = f"; {store.problem}" if known(store.problem) else ""
+    cache = f"; leases are taken from {store.cache}" if store.cache else ""
+    return f"{store.name}{problem}{cache}"
 
 
-def _networks(network: Mapping[str, Any]) -> str:
-    return ", ".join(each["network"] for each in network.get("ranges") or ()) or _UNKNOWN
+def _networks(network: NetworkStatus) -> str:
+    return ", ".join(each.network for each in network.ranges) or _UNKNOWN
 
 
-def _backend(network: Mapping[str, Any]) -> str:
-    also = f", also {network['also']}" if network.get("also") else ""
-    return f"{network.get('backend') or _UNKNOWN}{also}"
+def _backend(network: NetworkStatus) -> str:
+    also = f", also {network.also}" if known(network.also) else ""
+    return f"{network.backend or _UNKNOWN}{also}"
 
 
-def _lease(document: Mapping[str, Any]) -> str:
-    lease = document.get("lease")
-    if not lease:
-        return "none" if "store" in document else _UNKNOWN
-    if "expires" not in lease:
-        return f"{','.join(lease['subnets'])} by the subnet file"
-    until = f"until {_when(lease['expires'])}" if lease["expires"] else "reserved"
-    return f"{','.join(lease['subnets'])}, {until}"
+def _lease(told: Status) -> str:
+    lease = known(told.lease)
+    if lease is None:
+        return "none" if told.store is not UNSET else _UNKNOWN
+    subnets = ",".join(lease.subnets)
+    if isinstance(lease.expires, UnsetType):
+        return f"{subnets} by the subnet file"
+    return f"{subnets}, until {_when(lease.expires)}" if lease.expires else f"{subnets}, reserved"
 
 
-def _uplink(uplink: Mapping[str, Any]) -> str:
-    return f"{uplink['name']}, MTU {uplink['mtu']}, {', '.join(uplink['addresses'])}"
+def _uplink(uplink: UplinkStatus) -> str:
+    return f"{uplink.name}, MTU {uplink.mtu}, {', '.join(uplink.addresses)}"
 
 
-def _peers(known: Sequence[Mapping[str, Any]]) -> str:
-    states = Counter(peer["state"] for peer in known)
+def _peers(told: Sequence[PeerStatus]) -> str:
+    states = Counter(peer.state for peer in told)
     return ", ".join(
         [str(states.total()), *(f"{number} {state}" for state, number in sorted(states.items()))]
     )
 
 
-def _repairs(made: Sequence[Mapping[str, Any]]) -> str:
-    return ", ".join(f"{each['number']} {each['kind']} after {each['cause']}" for each in made) or "none"
+def _repairs(made: Sequence[RepairStatus]) -> str:
+    return ", ".join(f"{each.number} {each.kind} after {each.cause}" for each in made) or "none"
 
 
-def _refused(objects: Sequence[Mapping[str, Any]]) -> str:
-    return "; ".join(f"{each['object']}: {each['reason']}" for each in objects) or "none"
+def _refused(objects: Sequence[RefusalStatus]) -> str:
+    return "; ".join(f"{each.object}: {each.reason}" for each in objects) or "none"
 
 
-def _removal_guard(guard: Mapping[str, Any]) -> str:
-    often = f", {counted(guard['number'], 'time')} so far" if guard.get("number") else ""
-    return f"{'holds removals back' if guard['holds'] else 'off'}{often}"
+def _removal_guard(guard: GuardStatus) -> str:
+    often = f", {counted(guard.number, 'time')} so far" if guard.number else ""
+    return f"{'holds removals back' if guard.holds else 'off'}{often}"
 
 
-def _firewall(firewall: Mapping[str, Any]) -> str:
-    repairs = sum(each["number"] for each in firewall["repairs"])
-    wrong = ", ".join(firewall["not_in_place"])
+def _firewall(firewall: FirewallStatus) -> str:
+    repairs = sum(each.number for each in firewall.repairs)
+    wrong = ", ".join(firewall.not_in_place)
     state = f"not in place: {wrong}" if wrong else "in place"
-    return f"{firewall['place']}, {state}, {counted(repairs, 'repair')}"
+    return f"{firewall.place}, {state}, {counted(repairs, 'repair')}"
 
 
 def _when(stamp: float | None) -> str:

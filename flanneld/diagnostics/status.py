@@ -93,8 +93,8 @@ class UplinkStatus(Struct, frozen=True, gc=False):
 
     name: str
     mtu: int
-    addresses: tuple[str, ...]
-    public_ips: tuple[str, ...]
+    addresses: tuple[str, ...] = ()
+    public_ips: tuple[str, ...] = ()
     usable: bool | UnsetType = UNSET
 
 
@@ -215,6 +215,11 @@ class PeerStatus(Struct, frozen=True, gc=False):
         return ",".join(self.subnets)
 
     @property
+    def segments(self) -> set[int]:
+        """Its VNIs, without what is no number."""
+        return {each for each in self.vnis if type(each) is int}
+
+    @property
     def networks(self) -> list[IPNetwork]:
         """Its subnets. Raises ``NotUnderstood``."""
         return networks(self.subnets)
@@ -254,6 +259,46 @@ class Status(Struct, frozen=True, gc=False):
     firewall: FirewallStatus | UnsetType | None = UNSET
     events: tuple[EventStatus, ...] | UnsetType = UNSET
     peers: tuple[PeerStatus, ...] | UnsetType = UNSET
+
+    @property
+    def ranges(self) -> list[tuple[IPNetwork, int]]:
+        """The cluster networks, each with the length of a node's subnet. Raises ``NotUnderstood``."""
+        network = known(self.network)
+        return [(networks([each.network])[0], each.subnet_len) for each in network.ranges] if network else []
+
+    @property
+    def backend(self) -> str | None:
+        network = known(self.network)
+        return network.backend if network else None
+
+    @property
+    def backends(self) -> set[str | None]:
+        """Type of the network's backend, and of the one that it switches to or from."""
+        network = known(self.network)
+        return {network.backend, known(network.also)} if network else {None}
+
+    @property
+    def own_subnets(self) -> list[IPNetwork]:
+        """The subnets of our lease. Raises ``NotUnderstood``."""
+        lease = known(self.lease)
+        return networks(lease.subnets) if lease else []
+
+    @property
+    def uplink_name(self) -> str:
+        """Name of the external interface; empty if it is unknown."""
+        uplink = known(self.uplink)
+        return uplink.name if uplink else ""
+
+    @property
+    def each_peer(self) -> tuple[PeerStatus, ...]:
+        """The peers; none if they are unknown."""
+        return known(self.peers) or ()
+
+    @property
+    def knows_peers(self) -> bool:
+        """True if all leases are known, so that an object missing from the document has no owner."""
+        has_all = UNSET not in (self.local, self.peers)
+        return has_all and self.synced is not False
 
 
 # ---- as JSON ------------------------------------------------------------------------------------
@@ -305,9 +350,15 @@ def decoded(said: bytes) -> tuple[Status, list[str]]:
     Raises ``ValueError`` for anything but a document.
     """
     try:
-        return _decode(said), []
+        told = _decode(said)
     except msgspec.DecodeError:
-        document = plain(said)
+        return _understood(plain(said))
+    # Every daemon names its version: an object without it is another program's, or not whole.
+    return told, [] if told.version else ["it names no version"]
+
+
+def _understood(document: dict[str, Any]) -> tuple[Status, list[str]]:
+    """Return the parts of a document that have the expected types, and why others are left out."""
     parts: dict[str, Any] = {}
     problems = []
     for each in msgspec.structs.fields(Status):

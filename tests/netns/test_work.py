@@ -14,16 +14,16 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import msgspec
 import pytest
 from msgspec.structs import replace
 
 from flanneld.backends.vxlan import VxlanBackend
 from flanneld.ctl import compare as snapshot
 from flanneld.ctl.compare import Comparison
-from flanneld.diagnostics.describe import peers_of
+from flanneld.diagnostics.describe import described, peers_of
+from flanneld.diagnostics.status import NetworkStatus, PeerStatus, RangeStatus, Status, UplinkStatus
 from flanneld.model import Added, Event, Lease, LeaseAttrs, Removed, Snapshot, Uplink
 from flanneld.network.interfaces import index_of
 from flanneld.network.rtnetlink.domain import Domain
@@ -43,7 +43,6 @@ from tests.lab.namespace import Namespace
 from tests.netns.test_kernel import empty
 from tests.unit.backends.test_vxlan import config as vxlan_config
 from tests.unit.backends.test_vxlan import host as vxlan_host
-from tests.unit.ctl.documents import object_of
 
 PEERS = 1000
 OWN = Lease(LeaseAttrs(IPv4Address("198.18.0.1"), None, "vxlan"), IPv4Network("10.0.0.0/24"))
@@ -213,21 +212,24 @@ def test_bulk_audit_and_event_take_few_messages(sends: list[bytes], net: Net) ->
 def test_the_doctor_needs_few_calls_for_each_object(net: Net) -> None:
     net.take_list(StoredList(PEERS))
     net.reconciler.converge(0.0)
-    document: dict[str, Any] = {
-        "network": {"ranges": [{"network": str(NETWORK), "subnet_len": 24}]},
-        "uplink": {"name": DOMAIN.uplink},
-        "devices": sorted(DOMAIN.links),
-        "local": [object_of(each) for each in net.peers.local_resources()],
-    }
-    telling = calls(lambda: document.update(peers=msgspec.to_builtins(list(peers_of(net.peers.view(), {})))))
+    local = tuple(described(each, {}) for each in net.peers.local_resources())
+    told = Status(
+        network=NetworkStatus((RangeStatus(str(NETWORK), 24),)),
+        uplink=UplinkStatus(DOMAIN.uplink, 1500),
+        devices=tuple(sorted(DOMAIN.links)),
+        local=local,
+    )
+    peers: list[PeerStatus] = []
+    telling = calls(lambda: peers.extend(peers_of(net.peers.view(), {})))
+    told = replace(told, peers=tuple(peers))
     found: list[Comparison] = []
 
     def compare() -> None:
-        desired = snapshot.desired_objects(document)
-        found.extend(snapshot.compare(document, desired, snapshot.read(document, desired)))
+        desired = snapshot.desired_objects(told)
+        found.extend(snapshot.compare(told, desired, snapshot.read(told, desired)))
 
     comparing = calls(compare)
-    assert (len(found) - len(document["local"])) / PEERS == 3
+    assert (len(found) - len(local)) / PEERS == 3
     assert {entry.state for entry in found} == {"ok"}
     assert telling / PEERS < TELLING_CALLS
     assert comparing / (3 * PEERS) < COMPARING_CALLS

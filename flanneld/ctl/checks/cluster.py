@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import errno
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator
 from ipaddress import ip_network
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from msgspec import Struct
 
@@ -15,6 +15,7 @@ from flanneld.ctl.checks.kernel import NEW_MAC
 from flanneld.ctl.findings import Advice, Check, Finding, Severity, check, few
 from flanneld.ctl.lookups import carriers
 from flanneld.ctl.path_mtu import WITH_OPTION, PathToPeer
+from flanneld.diagnostics.status import PeerStatus, known
 from flanneld.errors import LEASES_END
 from flanneld.model import overlap
 from flanneld.state.resources import Route
@@ -326,13 +327,11 @@ CLUSTER_CHECKS = tuple(map(_check, RULES))
 
 @check("J", "off link", "with host-gw all nodes are on one network")
 def off_link(facts: Facts) -> Iterator[Finding]:
-    name = facts.section("uplink").get("name", "")
+    name = facts.status.uplink_name
     missing = [each.value for each in facts.entries if each.state == "missing"]
     lacking = set(map(str, missing))
     # The kernel's answer to a gateway that is not on the link.
-    refused = {
-        each["object"] for each in facts.document.get("refused", ()) if each.get("errno") == errno.ENETUNREACH
-    }
+    refused = {each.object for each in known(facts.status.refused) or () if each.errno == errno.ENETUNREACH}
     routes = [each for each in missing if str(each) in refused]
     away = dict.fromkeys(
         str(each.gateway)
@@ -357,14 +356,17 @@ def tunnel(facts: Facts) -> Iterator[Finding]:
         return  # a cause on this host is known, and the silence is its effect
     answered = {each.peer for each in facts.paths if each.name == "underlay" and each.carried is not None}
     silent = list(_silent(facts))
-    peers = {peer["subnets"][0]: peer for peer in (facts.peers if silent else ())}
+    peers = {peer.subnets[0]: peer for peer in (facts.peers if silent else ())}
     # No handshake is a finding of its own.
     keyless = {
-        name for name, peer in peers.items() if any(x["state"] == "silent" for x in peer.get("sessions", ()))
+        name
+        for name, peer in peers.items()
+        if any(session.state == "silent" for session in known(peer.sessions) or ())
     }
     there = [each for each in silent if each.name == "tunnel" and each.peer in answered - keyless]
     for each in there[:_FEW]:
-        used = dict.fromkeys(each.name for each in carriers(facts.document, peers.get(each.peer, {})))
+        peer = peers.get(each.peer, PeerStatus((each.peer,)))
+        used = dict.fromkeys(each.name for each in carriers(facts.status, peer))
         public = next((p.target for p in facts.paths if p.name == "underlay" and p.peer == each.peer), None)
         refused = public is not None and str(public) in facts.refusing
         yield Finding(
@@ -373,7 +375,7 @@ def tunnel(facts: Facts) -> Iterator[Finding]:
             + ("; the node refuses our UDP port" if refused else ""),
             "packets of containers to that node are lost, or the answers",
             Advice(
-                _where_refused(peers.get(each.peer, {}))
+                _where_refused(peer)
                 if refused
                 else "run flannelctl doctor there, too; let the network between pass"
                 f" {', '.join(used) or 'the packets of the tunnel'}"
@@ -391,8 +393,8 @@ def tunnel(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _where_refused(peer: Mapping[str, Any]) -> str:
-    if peer.get("backend") == "ipsec":
+def _where_refused(peer: PeerStatus) -> str:
+    if peer.backend == "ipsec":
         return "see that flanneld and charon run there, and no firewall rejects UDP 500 and UDP 4500"
     return "see that flannel runs there with the same Backend.Port, and no firewall rejects it"
 
@@ -418,15 +420,14 @@ def _silent(facts: Facts) -> Iterator[PathToPeer]:
 def segment(facts: Facts) -> Iterator[Finding]:
     ours = facts.vnis
     for peer in facts.peers:
-        theirs = set(peer.get("vnis", ()))
+        theirs = peer.segments
         if ours and theirs and not ours & theirs:
-            subnets = ",".join(peer["subnets"])
             yield Finding(
-                f"the node of {subnets} has VNI {_listed(theirs)}, this one {_listed(ours)}",
-                f"its lease says so, public IP {', '.join(peer['public_ips'])}",
+                f"the node of {peer.name} has VNI {_listed(theirs)}, this one {_listed(ours)}",
+                f"its lease says so, public IP {', '.join(peer.public_ips)}",
                 "either node drops what the other one sends",
                 Advice("restart flanneld on the node whose VNI is not Backend.VNI of the network config"),
-                about=subnets,
+                about=peer.name,
             )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -14,10 +14,9 @@ from msgspec.structs import replace
 from flanneld.compat.glog import counted
 from flanneld.ctl.findings import Advice, Finding, Fix, check, few
 from flanneld.ctl.lookups import container_of
-from flanneld.ctl.source import ranges_of
+from flanneld.diagnostics.status import Status
 from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork
 from flanneld.network.host import HostView, entered, named_namespaces, number_of
-from flanneld.network.resource_json import parse_network
 from flanneld.network.rtnetlink.links import SeenLink
 from flanneld.network.rtnetlink.messages import RTN_UNICAST
 from flanneld.runtime.shell import command
@@ -59,18 +58,14 @@ def container_devices(
 
 
 def read_containers(
-    document: Mapping[str, Any], host_links: Collection[SeenLink], host_addresses: Collection[IPAddress]
+    told: Status, host_links: Collection[SeenLink], host_addresses: Collection[IPAddress]
 ) -> list[Container]:
     """Return the containers in named namespaces; none without the permission to enter those.
 
     A host may have other namespaces with such addresses: only an end of a veth pair of ours counts.
     """
-    networks = [network for network, _ in ranges_of(document)]
-    subnets = {
-        (net := parse_network(text)).version: net
-        for peer in document.get("peers", ())
-        for text in peer["subnets"]
-    }
+    networks = [network for network, _ in told.ranges]
+    subnets = {net.version: net for peer in told.each_peer for net in peer.networks}
     targets = {family: container_of(subnet) for family, subnet in subnets.items()}
     ends: dict[int, dict[int, str]] = {}
     names = {link.index: link.name for link in host_links}
@@ -146,7 +141,7 @@ def container_routes(facts: Facts) -> Iterator[Finding]:
 
 def _gateway(facts: Facts, version: int) -> str:
     """Return the address of the containers' bridge in our subnet; empty if it has none."""
-    own = [net for net in facts.own_subnets if net.version == version]
+    own = [net for net in facts.status.own_subnets if net.version == version]
     for name, address in facts.addresses:
         if name not in facts.devices and any(address in net for net in own):
             return str(address)
@@ -159,7 +154,7 @@ def _route(gateway: str, device: str) -> tuple[str, ...]:
 
 @check("G", "bridge down", "the containers' bridge is up")
 def bridge_down(facts: Facts) -> Iterator[Finding]:
-    own = facts.own_subnets
+    own = facts.status.own_subnets
     held = {name for name, address in facts.addresses if any(address in net for net in own)}
     for name in sorted(held - set(facts.devices)):
         link = facts.link(name)
@@ -195,19 +190,19 @@ def bridge_address(facts: Facts) -> Iterator[Finding]:
 
 def _is_cut_off(facts: Facts, container: Container) -> bool:
     """Return True if packets of this host for a container of our subnet leave for another host."""
-    away = {facts.section("uplink").get("name", ""), "", *facts.devices}
+    away = {facts.status.uplink_name, "", *facts.devices}
     return container.reached_by in away and _net_of(facts, container) is not None
 
 
 def _net_of(facts: Facts, container: Container) -> IPNetwork | None:
     """Return our subnet that a container's address is in."""
     address = container.address
-    return next((net for net in facts.own_subnets if address in net), None)
+    return next((net for net in facts.status.own_subnets if address in net), None)
 
 
 @check("G", "container addresses", "each container has an address in our subnet")
 def container_addresses(facts: Facts) -> Iterator[Finding]:
-    own = facts.own_subnets
+    own = facts.status.own_subnets
     strange = [each for each in facts.containers if own and not any(each.address in net for net in own)]
     if strange:
         yield Finding(
@@ -220,7 +215,7 @@ def container_addresses(facts: Facts) -> Iterator[Finding]:
 
 @check("G", "other bridge", "the runtime's bridge has the address of our subnet")
 def other_bridge(facts: Facts) -> Iterator[Finding]:
-    own = facts.own_subnets
+    own = facts.status.own_subnets
     bridges = {name for name, _ in facts.addresses if facts.is_bridge(name)}
     if not own or any(address in net for name, address in facts.addresses if name in bridges for net in own):
         return

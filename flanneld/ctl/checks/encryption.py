@@ -6,11 +6,13 @@ import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from flanneld.ctl.findings import Advice, Finding, check
 from flanneld.ctl.path_mtu import PathToPeer
-from flanneld.network.resource_json import parse_network
+from flanneld.diagnostics.status import PeerStatus, SessionStatus, Status, known
 
 if TYPE_CHECKING:
     from flanneld.backends.ipsec.resources import ConnectionSas
@@ -23,8 +25,6 @@ _PATIENCE = 2.0
 
 #: Tables of encrypting backends that are in the kernel: WireGuard's keys and peers, and policies of XFRM.
 KERNEL_TABLES = frozenset({"wireguard", "xfrm-policies"})
-#: A session before anything is known about it.
-_NO_SESSION = {"state": "idle", "handshake": None, "rx_bytes": 0, "tx_bytes": 0, "endpoint": ""}
 
 
 class CharonState(StrEnum):
@@ -36,33 +36,24 @@ class CharonState(StrEnum):
     NOT_INSTALLED = "not installed"
 
 
-def backends_of(document: Mapping[str, Any]) -> set[str | None]:
-    """Return the type of the network's backend, and of the one that it switches to or from."""
-    network = document.get("network") or {}
-    return {network.get("backend"), network.get("also")}
-
-
-def with_sessions(
-    document: Mapping[str, Any], paths: Collection[PathToPeer], now: float
-) -> Mapping[str, Any]:
-    """Return the document with the sessions as they are now, after ``paths`` were probed.
+def with_sessions(told: Status, paths: Collection[PathToPeer], now: float) -> Status:
+    """Return the status with the sessions as they are now, after ``paths`` were probed.
 
     The daemon reads charon's sessions every 10 s, and calls a peer of WireGuard silent after up to 90 s. A
     probe through the tunnel asks for a handshake at once.
     """
-    backends = backends_of(document)
-    if "ipsec" in backends:
-        document = {**document, "peers": list(with_associations(document, _associations()))}
-    if "wireguard" not in backends:
-        return document
+    if "ipsec" in told.backends:
+        told = replace(told, peers=tuple(with_associations(told, _associations())))
+    if "wireguard" not in told.backends:
+        return told
     # A node that does not answer at all may just be off.
     there = {each.peer for each in paths if each.name == "underlay" and each.carried is not None}
     silent = {each.peer for each in paths if each.name == "tunnel" and each.carried is None} & there
     try:
-        devices = list(_devices(document.get("devices") or ()))
+        devices = list(_devices(known(told.devices) or ()))
     except OSError:
-        return document
-    return {**document, "peers": list(sessions_of(document, devices, silent, now))}
+        return told
+    return replace(told, peers=tuple(sessions_of(told, devices, silent, now)))
 
 
 def _associations() -> Mapping[str, ConnectionSas]:
@@ -85,26 +76,23 @@ def _associations() -> Mapping[str, ConnectionSas]:
     return {str(each.peer): sas for each, sas in named.items() if each is not None}
 
 
-def with_associations(
-    document: Mapping[str, Any], associations: Mapping[str, ConnectionSas]
-) -> Iterator[Mapping[str, Any]]:
-    """Yield the peers of a document; one with SAs has an established session (pure)."""
+def with_associations(told: Status, associations: Mapping[str, ConnectionSas]) -> Iterator[PeerStatus]:
+    """Yield the peers; one with SAs has an established session (pure)."""
     from flanneld.backends.ipsec.resources import is_encapsulated
 
-    for each in document.get("peers", ()):
-        found = associations.get(each["subnets"][0])
+    for each in told.each_peer:
+        found = associations.get(each.subnets[0])
         if found is None or not found.children:
             yield each
             continue
-        session = {
-            **_NO_SESSION,
-            **next(iter(each.get("sessions", ())), {}),
-            "subnet": each["subnets"][0],
-            "state": "established",
-            "endpoint": found.endpoint,
-            "encapsulated": is_encapsulated(found),
-        }
-        yield {**each, "sessions": [session]}
+        session = replace(
+            next(iter(known(each.sessions) or ()), SessionStatus(each.subnets[0])),
+            subnet=each.subnets[0],
+            state="established",
+            endpoint=found.endpoint,
+            encapsulated=is_encapsulated(found),
+        )
+        yield replace(each, sessions=(session,))
 
 
 def _devices(names: Iterable[str]) -> Iterator[SeenDevice]:
@@ -121,9 +109,9 @@ def _devices(names: Iterable[str]) -> Iterator[SeenDevice]:
 
 
 def sessions_of(
-    document: Mapping[str, Any], devices: Collection[SeenDevice], silent: Collection[str], now: float
-) -> Iterator[Mapping[str, Any]]:
-    """Yield the peers of a document, each with the sessions that the devices have with it (pure).
+    told: Status, devices: Collection[SeenDevice], silent: Collection[str], now: float
+) -> Iterator[PeerStatus]:
+    """Yield the peers, each with the sessions that the devices have with it (pure).
 
     A session also has the device's ``port``. ``silent`` are first subnets of peers that do not answer through
     the tunnel.
@@ -132,39 +120,37 @@ def sessions_of(
 
     found = {net: (device, peer) for device in devices for peer in device.peers for net in peer.allowed_ips}
     names = ", ".join(dict.fromkeys(device.name for device in devices))
-    for each in document.get("peers", ()):
-        if each["backend"] != "wireguard" or not names:
+    for each in told.each_peer:
+        if each.backend != "wireguard" or not names:
             yield each
             continue
-        is_silent = each["subnets"][0] in silent
-        former = {session["subnet"]: session for session in each.get("sessions", ())}
+        is_silent = each.subnets[0] in silent
+        former = {session.subnet: session for session in known(each.sessions) or ()}
         sessions = []
-        for subnet in each["subnets"]:
-            known = former.get(subnet, _NO_SESSION | {"subnet": subnet})
-            state = "silent" if is_silent or known["state"] == "silent" else "idle"
-            device, peer = found.get(parse_network(subnet), (None, None))
+        for subnet, net in zip(each.subnets, each.networks, strict=True):
+            last = former.get(subnet, SessionStatus(subnet))
+            state = "silent" if is_silent or last.state == "silent" else "idle"
+            device, peer = found.get(net, (None, None))
             if device is not None and peer is not None:
-                sessions.append(
-                    {
-                        "subnet": subnet,
-                        "state": "established" if is_alive(peer, now) else state,
-                        "handshake": peer.last_handshake or None,
-                        "rx_bytes": peer.rx_bytes,
-                        "tx_bytes": peer.tx_bytes,
-                        "endpoint": where(peer),
-                        "port": device.listen_port,
-                        "problem": "",
-                    }
+                now_known = SessionStatus(
+                    subnet,
+                    state="established" if is_alive(peer, now) else state,
+                    handshake=peer.last_handshake or None,
+                    rx_bytes=peer.rx_bytes,
+                    tx_bytes=peer.tx_bytes,
+                    endpoint=where(peer),
+                    port=device.listen_port,
                 )
+                sessions.append(now_known)
             elif is_silent:
                 problem = f"{names} has no peer with this subnet; start the daemon: it adds the peer"
-                sessions.append({**known, "state": "silent", "problem": problem})
-        yield {**each, "sessions": sessions}
+                sessions.append(replace(last, state="silent", problem=problem))
+        yield replace(each, sessions=tuple(sessions))
 
 
-def charon_of(document: Mapping[str, Any]) -> CharonState | None:
+def charon_of(told: Status) -> CharonState | None:
     """Return the state of charon; None without ipsec or permission."""
-    if "ipsec" not in backends_of(document):
+    if "ipsec" not in told.backends:
         return None
     from flanneld.backends.ipsec import charon, charon_process
     from flanneld.errors import Fatal, Retryable
@@ -188,26 +174,26 @@ def charon_of(document: Mapping[str, Any]) -> CharonState | None:
 @check("M", "handshakes", "each peer that is sent packets agrees on keys")
 def handshakes(facts: Facts) -> Iterator[Finding]:
     for peer in facts.peers:
-        for session in peer.get("sessions", ()):
-            if session["state"] == "silent":
-                refused = not facts.refusing.isdisjoint(peer["public_ips"])
+        for session in known(peer.sessions) or ():
+            if session.state == "silent":
+                refused = not facts.refusing.isdisjoint(peer.public_ips)
                 evidence, advice = _of_silence(session, is_refused=refused)
                 yield Finding(
-                    f"no handshake with the node of {session['subnet']}",
+                    f"no handshake with the node of {session.subnet}",
                     evidence,
                     "no packet for its containers arrives",
                     Advice(advice),
-                    about=session["subnet"],
+                    about=session.subnet,
                 )
 
 
-def _of_silence(session: Mapping[str, Any], *, is_refused: bool) -> tuple[str, str]:
+def _of_silence(session: SessionStatus, *, is_refused: bool) -> tuple[str, str]:
     """Return evidence and advice for a peer with which no keys are agreed on."""
-    where = session["endpoint"] or "no endpoint"
-    if session.get("problem"):
-        problem, _, remedy = session["problem"].rpartition("; ")
-        return f"{'charon says of ' if session['endpoint'] else ''}{where}: {problem}", remedy
-    is_ipsec = session.get("protocol") == "ipsec"
+    where = session.endpoint or "no endpoint"
+    if session.problem:
+        problem, _, remedy = session.problem.rpartition("; ")
+        return f"{'charon says of ' if session.endpoint else ''}{where}: {problem}", remedy
+    is_ipsec = session.protocol == "ipsec"
     if is_refused:
         return (
             f"nothing listens at {where}: the node refuses the packets",
@@ -220,7 +206,7 @@ def _of_silence(session: Mapping[str, Any], *, is_refused: bool) -> tuple[str, s
             "see whether flanneld and charon run there, and let in UDP 500, UDP 4500 and IP protocol 50"
             " on both nodes and on the way",
         )
-    if session["rx_bytes"] and session["handshake"] is None:
+    if session.rx_bytes and session.handshake is None:
         return (
             f"handshakes of {where} arrive with the right key, and no session comes of them",
             "see whether the PSK is the same on both nodes, and its UDP port is open on the way there",
@@ -256,9 +242,8 @@ _CHARON = {
 @check("M", "charon", "charon runs and answers")
 def charon(facts: Facts) -> Iterator[Finding]:
     state = facts.charon
-    is_missed = facts.origin != "daemon" or any(
-        each.get("table") == "charon" for each in facts.document.get("refused", ())
-    )
+    refused = known(facts.status.refused) or ()
+    is_missed = facts.origin != "daemon" or any(each.table == "charon" for each in refused)
     # The daemon may see a charon that we do not, as in a container with a /run of its own.
     if state in _CHARON and (is_missed or state is CharonState.HANGS):
         problem, evidence, advice = _CHARON[state]
@@ -268,9 +253,10 @@ def charon(facts: Facts) -> Iterator[Finding]:
 
 @check("M", "bypass", "no route or policy leads past the encryption")
 def bypass(facts: Facts) -> Iterator[Finding]:
-    for each in facts.section("health").get("conditions", ()):
-        if each["part"] == "encryption":
-            problem, _, remedy = each["problem"].partition("; ")
+    health = known(facts.status.health)
+    for each in (known(health.conditions) or ()) if health else ():
+        if each.part == "encryption":
+            problem, _, remedy = each.problem.partition("; ")
             yield Finding(
                 problem,
                 "read from the kernel by the daemon",
@@ -282,11 +268,11 @@ def bypass(facts: Facts) -> Iterator[Finding]:
 @check("M", "cloned keys", "each node has a key of its own")
 def cloned_keys(facts: Facts) -> Iterator[Finding]:
     for peer in facts.peers:
-        if peer.get("code") == "cloned key":
+        if peer.code == "cloned key":
             yield Finding(
-                f"the node of {','.join(peer['subnets'])} has our key",
-                peer["reason"].partition("; ")[0],
+                f"the node of {peer.name} has our key",
+                peer.reason.partition("; ")[0],
                 "other nodes reach only one of both",
                 Advice("on the machine that is the clone remove the key file, and restart flanneld there"),
-                about=",".join(peer["subnets"]),
+                about=peer.name,
             )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from flanneld.compat.glog import counted
 from flanneld.ctl.findings import Advice, Finding, Fix, Severity, as_at_start, check
 from flanneld.ctl.path_mtu import WITH_OPTION
+from flanneld.diagnostics.status import known
 from flanneld.network.host_settings import Topic
 from flanneld.network.rtnetlink.links import codec_for
 from flanneld.runtime.shell import command, line
@@ -62,11 +63,13 @@ def dropping(facts: Facts) -> Iterator[Finding]:
 
 @check("E", "rules", "the daemon's own rules are in place")
 def rules(facts: Facts) -> Iterator[Finding]:
-    firewall = facts.section("firewall")
-    for family in firewall.get("not_in_place", ()):
+    firewall = known(facts.status.firewall)
+    if not firewall:
+        return
+    for family in firewall.not_in_place:
         yield Finding(
             f"the rules for {family} are not in place",
-            f"they belong into {firewall['place']}",
+            f"they belong into {firewall.place}",
             "packets keep the wrong address, or are dropped",
             Advice("see the daemon's log: it says why, and tries again"),
         )
@@ -87,10 +90,9 @@ def keepers(facts: Facts) -> Iterator[Finding]:
 def let_in(program: str, facts: Facts) -> str:
     if program != "firewalld":
         return f"let it forward the network and let in UDP 8472, in {program}'s own configuration"
-    backend = facts.section("network").get("backend")
     settings = [
         *(("--zone=trusted", f"--add-source={network}") for network in facts.networks),
-        *((option,) for option in _LET_IN.get(str(backend), ())),
+        *((option,) for option in _LET_IN.get(facts.status.backend or "", ())),
     ]
     permanent = (command("firewall-cmd", "--permanent", *each) for each in settings)
     return line((*permanent, command("firewall-cmd", "--reload")))
@@ -117,7 +119,7 @@ def subnet_file(facts: Facts) -> Iterator[Finding]:
             Advice("restart the daemon: it writes the file at its start"),
         )
         return
-    leased = set(facts.section("lease").get("subnets", ()))
+    leased = set(map(str, facts.status.own_subnets))
     written = {str(net) for net in facts.previous.subnets if net is not None}
     if facts.origin != "host" and leased and written != leased:
         yield Finding(
@@ -126,7 +128,7 @@ def subnet_file(facts: Facts) -> Iterator[Finding]:
             "new containers get addresses that lead to another node, or nowhere",
             Advice("restart the daemon: it writes the file at its start"),
         )
-    wanted = facts.document.get("mtu")
+    wanted = known(facts.status.mtu)
     if wanted and facts.previous.mtu is not None and facts.previous.mtu != wanted:
         yield Finding(
             f"{facts.subnet_file} has the MTU {facts.previous.mtu}, wanted is {wanted}",
@@ -146,7 +148,7 @@ def bridges(facts: Facts) -> Iterator[Finding]:
 
 @check("G", "bridge subnet", "bridges of this host are in our subnet")
 def bridge_subnet(facts: Facts) -> Iterator[Finding]:
-    own = facts.own_subnets
+    own = facts.status.own_subnets
     networks = facts.networks
     for name, address in facts.addresses if own else ():
         inside = any(address in network for network in networks)
@@ -177,8 +179,8 @@ def bridge_subnet(facts: Facts) -> Iterator[Finding]:
 
 @check("K", "containers", "bridges of containers are not larger than the network allows")
 def container_mtu(facts: Facts) -> Iterator[Finding]:
-    allowed = facts.document.get("mtu") or facts.previous.mtu
-    own = facts.own_subnets
+    allowed = known(facts.status.mtu) or facts.previous.mtu
+    own = facts.status.own_subnets
     names = {name for name, address in facts.addresses if any(address in net for net in own)}
     for name in sorted(names - set(facts.devices)):
         link = facts.link(name)
@@ -198,9 +200,8 @@ def container_mtu(facts: Facts) -> Iterator[Finding]:
 
 @check("K", "device", "our devices leave room for the outer headers")
 def device_mtu(facts: Facts) -> Iterator[Finding]:
-    wanted = facts.document.get("uplink")
-    link = facts.link(wanted["name"]) if wanted else None
-    room = _OVERHEAD.get((facts.document.get("network") or {}).get("backend") or "", {})
+    link = facts.link(facts.status.uplink_name)
+    room = _OVERHEAD.get(facts.status.backend or "", {})
     for name in facts.devices if link and room else ():
         device = facts.link(name)
         headers = room.get(6 if "-v6" in name else 4)
@@ -213,7 +214,7 @@ def device_mtu(facts: Facts) -> Iterator[Finding]:
                     f"raise the MTU of {link.name}, or "
                     + (
                         "set Backend.MTU in the network config"
-                        if facts.section("network")["backend"] in WITH_OPTION
+                        if facts.status.backend in WITH_OPTION
                         else f"restart flanneld: it takes the MTU of {name} from there"
                     )
                 ),
@@ -250,12 +251,12 @@ def checksums(facts: Facts) -> Iterator[Finding]:
 def probes(facts: Facts) -> Iterator[Finding]:
     passing = {name for name, _ in facts.passing}
     silent = [
-        peer
+        probe.target
         for peer in facts.peers
-        if peer.get("probe") and peer["probe"]["rtt"] is None and peer["subnets"][0] not in passing
+        if (probe := known(peer.probe)) and probe.rtt is None and peer.subnets[0] not in passing
     ]
     if silent:
-        some = ", ".join(peer["probe"]["target"] for peer in silent[:3])
+        some = ", ".join(silent[:3])
         yield Finding(
             f"{counted(len(silent), 'peer')} did not answer the last ICMP echo",
             some + (f", and {len(silent) - 3} more" if len(silent) > 3 else ""),
@@ -269,7 +270,7 @@ def probes(facts: Facts) -> Iterator[Finding]:
 @check("K", "port", "packets of peers come in")
 def port(facts: Facts) -> Iterator[Finding]:
     for name, (received, sent) in facts.traffic.items():
-        if received == 0 and sent >= _TALKS and facts.document.get("peers", True):
+        if received == 0 and sent >= _TALKS and facts.status.peers != ():
             yield Finding(
                 f"nothing ever came in through {name}",
                 f"{sent} packets sent, none received",

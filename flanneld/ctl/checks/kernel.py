@@ -10,6 +10,7 @@ from flanneld.backends.cloud.contract import FORWARDING, ROUTES
 from flanneld.compat.glog import counted
 from flanneld.ctl.compare import Comparison
 from flanneld.ctl.findings import Advice, Finding, Fix, Severity, check
+from flanneld.diagnostics.status import known
 from flanneld.network import iproute2_commands
 from flanneld.network.rtnetlink.links import PORT_REMEDY, SeenLink
 from flanneld.runtime.shell import command, line
@@ -73,21 +74,21 @@ def _device_fix(entry: Comparison) -> Fix | None:
 
 @check("A", "uplink", "the external interface is there and up")
 def uplink(facts: Facts) -> Iterator[Finding]:
-    desired = facts.document.get("uplink")
+    desired = known(facts.status.uplink)
     if not desired:
         return
-    link = facts.link(desired["name"])
+    link = facts.link(desired.name)
     if link is None or not link.up:
         yield Finding(
-            f"the uplink {desired['name']} is {'down' if link else 'not there'}",
-            f"elected with {', '.join(desired['addresses'])}",
+            f"the uplink {desired.name} is {'down' if link else 'not there'}",
+            f"elected with {', '.join(desired.addresses)}",
             "it carries all packets between the nodes",
-            _way_up(link, desired["addresses"]),
-            about=desired["name"],
+            _way_up(link, desired.addresses),
+            about=desired.name,
         )
         return
     held = {str(address) for name, address in facts.addresses if name == link.name}
-    lost = [address for address in desired["addresses"] if address not in held]
+    lost = [address for address in desired.addresses if address not in held]
     if lost:
         yield Finding(
             f"{link.name} has lost {', '.join(lost)}",
@@ -161,20 +162,20 @@ def stale(facts: Facts) -> Iterator[Finding]:
 
 @check("B", "refused", "the kernel takes all that the daemon writes")
 def refused(facts: Facts) -> Iterator[Finding]:
-    refusals = facts.document.get("refused", ())
-    for each in [each for each in refusals if each.get("table") not in (ROUTES, FORWARDING)][:_FEW]:
+    refusals = known(facts.status.refused) or ()
+    for each in [each for each in refusals if each.table not in (ROUTES, FORWARDING)][:_FEW]:
         yield Finding(
-            f"the kernel refuses {each['object']}",
-            each["reason"],
+            f"the kernel refuses {each.object}",
+            each.reason,
             "its peer is not reached",
-            Advice(each.get("remedy") or "find the object in the way and its owner; the daemon retries"),
+            Advice(each.remedy or "find the object in the way and its owner; the daemon retries"),
         )
 
 
 @check("B", "neighbours", "the neighbour table has room for the peers")
 def neighbours(facts: Facts) -> Iterator[Finding]:
     """Check gc_thresh3. Our permanent entries do not count; the peers' addresses on the uplink's link do."""
-    number = len(facts.document.get("peers", ()))
+    number = len(facts.peers)
     if facts.gc_thresh and number > 0.8 * facts.gc_thresh:
         yield Finding(
             "the neighbour table may overflow",
@@ -207,11 +208,11 @@ def mac(facts: Facts) -> Iterator[Finding]:
 @check("D", "contested", "no two peers claim one object")
 def contested(facts: Facts) -> Iterator[Finding]:
     for peer in facts.peers:
-        if peer["conflicts"]:
-            has_key = peer.get("backend") == "wireguard"
+        if peer.conflicts:
+            has_key = peer.backend == "wireguard"
             yield Finding(
-                f"{','.join(peer['subnets'])} and {', '.join(peer['conflicts'])} claim the same",
-                f"public IP {', '.join(peer['public_ips'])}",
+                f"{peer.name} and {', '.join(peer.conflicts)} claim the same",
+                f"public IP {', '.join(peer.public_ips)}",
                 f"one of both is not reached: cloned machines have one {'key' if has_key else 'MAC'}",
                 Advice(
                     "on the cloned node: stop flanneld, "
@@ -225,11 +226,11 @@ def contested(facts: Facts) -> Iterator[Finding]:
 def cloned_mac(facts: Facts) -> Iterator[Finding]:
     own = facts.own_macs
     for peer in facts.peers if own else ():
-        shared = sorted(own & {mac.lower() for mac in peer.get("macs", ())})
+        shared = sorted(own & {mac.lower() for mac in peer.macs})
         if shared:
             yield Finding(
-                f"{','.join(peer['subnets'])} has the MAC of our own device",
-                f"{', '.join(shared)}, at public IP {', '.join(peer['public_ips'])}",
+                f"{peer.name} has the MAC of our own device",
+                f"{', '.join(shared)}, at public IP {', '.join(peer.public_ips)}",
                 "other nodes reach only one of both: cloned machines have one MAC",
                 Advice(f"on the clone: stop flanneld, {NEW_MAC}, start flanneld"),
             )
@@ -251,8 +252,9 @@ def managers(facts: Facts) -> Iterator[Finding]:
 
 @check("D", "fights", "no other program keeps undoing what the daemon does")
 def fights(facts: Facts) -> Iterator[Finding]:
-    rules = facts.section("firewall").get("fights")
-    for what, is_so in (("its objects", facts.document.get("fights")), ("its rules", rules)):
+    firewall = known(facts.status.firewall)
+    rules = firewall is not None and firewall.fights
+    for what, is_so in (("its objects", known(facts.status.fights)), ("its rules", rules)):
         if is_so:
             yield Finding(
                 f"another program keeps changing {what}",

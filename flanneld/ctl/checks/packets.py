@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from ipaddress import ip_address
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
 from flanneld.ctl.checks.host import let_in
 from flanneld.ctl.findings import Advice, Finding, Fix, Severity, check
 from flanneld.ctl.lookups import TO_CONTAINERS, Flow, Lost, flows, reached_peers, some
-from flanneld.ctl.source import ranges_of
+from flanneld.diagnostics.status import Status, known
 from flanneld.model import FAMILIES, Family, IPNetwork
 from flanneld.network.firewall import foreign
 from flanneld.network.firewall.fate import DROP, Fate
@@ -40,22 +40,23 @@ class Drop(Struct, frozen=True, gc=False):
     is_firewalld: bool = False
 
 
-def read_drops(document: Mapping[str, Any], container_devices: Mapping[Family, str]) -> list[Drop]:
+def read_drops(told: Status, container_devices: Mapping[Family, str]) -> list[Drop]:
     """Return what this host's packet filters drop, as far as they can be read."""
-    versions = {network.version for network, _ in ranges_of(document)}
+    versions = {network.version for network, _ in told.ranges}
     bases = [
-        base for family in FAMILIES if _concerns(family, versions, document) for base in foreign.read(family)
+        base for family in FAMILIES if _concerns(family, versions, told) for base in foreign.read(family)
     ]
     if not bases:
         return []
-    chosen = some(reached_peers(document), _mentioned(bases, [network for network, _ in ranges_of(document)]))
-    found = dropped(bases, list(flows(document, chosen, container_devices)))
+    chosen = some(reached_peers(told), _mentioned(bases, [network for network, _ in told.ranges]))
+    found = dropped(bases, list(flows(told, chosen, container_devices)))
     return [_described(*each) for each in found]
 
 
-def _concerns(family: Family, versions: set[Family], document: Mapping[str, Any]) -> bool:
+def _concerns(family: Family, versions: set[Family], told: Status) -> bool:
     """Return True if packets of a family are sent: an IPv6 network has IPv6 packets between its nodes."""
-    public = (document.get("uplink") or {}).get("public_ips", ())
+    uplink = known(told.uplink)
+    public = uplink.public_ips if uplink else ()
     return family in versions or any((":" in text) == (family == 6) for text in public if versions)
 
 
@@ -163,14 +164,14 @@ def _way_out(lost: Lost, facts: Facts) -> str:
 
 
 def _addressing(facts: Facts) -> str:
-    nets = [net for net in facts.own_subnets if net.version == 4] or facts.own_subnets
+    nets = [net for net in facts.status.own_subnets if net.version == 4] or facts.status.own_subnets
     bridge = next((name for name in ("cni0", "docker0") if facts.link(name)), "BRIDGE")
     return "; ".join(f"ip address add {net[1]}/{net.prefixlen} dev {bridge}" for net in nets)
 
 
 @check("A", "uplink choice", "packets to other nodes leave by the external interface")
 def uplink_choice(facts: Facts) -> Iterator[Finding]:
-    used = facts.section("uplink").get("name", "")
+    used = facts.status.uplink_name
     for each in facts.lost:
         if each.cause == "uplink":
             yield Finding(

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import shlex
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
 from flanneld.ctl.findings import Advice, Finding, Fix, Severity, check
-from flanneld.ctl.source import ranges_of
+from flanneld.diagnostics.status import Status, known
 from flanneld.errors import Retryable
 from flanneld.network.firewall.driver import IptablesRunner
 from flanneld.network.firewall.edits import RuleOwnership
@@ -42,11 +42,11 @@ class CniConf(Struct, frozen=True, gc=False):
     types: tuple[str, ...]
 
 
-def read_left_rules(document: Mapping[str, Any]) -> Iterator[LeftRules]:
+def read_left_rules(told: Status) -> Iterator[LeftRules]:
     """Yield stale rules, as far as they are readable; none without a daemon that names its own place."""
-    firewall = document.get("firewall")
-    others = [place for place in PLACES if firewall and place != firewall["place"]]
-    for network, _ in ranges_of(document):
+    firewall = known(told.firewall)
+    others = [place for place in PLACES if firewall and place != firewall.place]
+    for network, _ in told.ranges:
         for place in others:
             try:
                 there, edits = stale_rules(

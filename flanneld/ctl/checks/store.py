@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from ipaddress import ip_network
 from typing import TYPE_CHECKING
 
 from flanneld.backends.cloud.contract import FORWARDING, ROUTES
 from flanneld.compat.glog import counted
 from flanneld.ctl.findings import Advice, Finding, Severity, as_at_start, check
 from flanneld.ctl.source import SourcePart, last_words
+from flanneld.diagnostics.status import known
 from flanneld.errors import LEASES_END
 from flanneld.model import lies_in
 from flanneld.network.host_settings import Topic
@@ -27,15 +27,15 @@ _SOON = 600.0
 
 @check("C", "synced", "the peers are known")
 def synced(facts: Facts) -> Iterator[Finding]:
-    cache = facts.section("store").get("cache")
-    if cache:
+    told = known(facts.status.store)
+    if told and told.cache:
         yield Finding(
             "the peers are known from a file only",
-            f"leases are taken from {cache}",
+            f"leases are taken from {told.cache}",
             "nodes that joined since are not reached, and gone ones not removed",
             Advice("see why the store does not answer"),
         )
-    elif facts.document.get("synced") is False:
+    elif facts.status.synced is False:
         yield Finding(
             "the peers are not known yet",
             "no list of leases was read since the start",
@@ -46,7 +46,8 @@ def synced(facts: Facts) -> Iterator[Finding]:
 
 @check("C", "removal_guard", "no removals are held back")
 def removal_guard(facts: Facts) -> Iterator[Finding]:
-    if facts.section("removal_guard").get("holds"):
+    guard = known(facts.status.removal_guard)
+    if guard and guard.holds:
         yield Finding(
             "removals are held back",
             "the last list of leases lacked most peers",
@@ -63,21 +64,22 @@ def removal_guard(facts: Facts) -> Iterator[Finding]:
 
 @check("H", "lease", "the lease lasts")
 def lease(facts: Facts) -> Iterator[Finding]:
-    known = facts.document.get("lease")
-    if known is None and facts.origin == "store":
+    own = known(facts.status.lease)
+    if own is None and facts.origin == "store":
         yield Finding(
             "this node has no lease",
             "no lease has our public IP",
             "no other node knows the way to our containers",
             Advice("start the daemon; if it runs, its log says what it waits for"),
         )
-    if not known or not known.get("expires"):
+    expires = known(own.expires) if own else None
+    if not own or not expires:
         return
-    left = known["expires"] - facts.now
+    left = expires - facts.now
     if left < _SOON:
         yield Finding(
             "the lease has expired" if left <= 0 else f"the lease ends in {left:.0f} s",
-            f"subnet {', '.join(known['subnets'])}, renewals: {known.get('renewals') or 'none'}",
+            f"subnet {', '.join(own.subnets)}, renewals: {known(own.renewals) or 'none'}",
             "another node may be given our subnet",
             Advice("see why the daemon does not renew it: its log, and whether the store answers"),
         )
@@ -100,13 +102,14 @@ def clock(facts: Facts) -> Iterator[Finding]:
 
 @check("I", "store", "the store answers")
 def store(facts: Facts) -> Iterator[Finding]:
-    known = facts.document.get("store")
-    if known and known.get("problem"):
+    told = known(facts.status.store)
+    problem = known(told.problem) if told else None
+    if told and problem:
         yield Finding(
-            known["problem"],
-            str(known["name"]),
+            problem,
+            told.name,
             "changes of peers are not seen, and our lease is not renewed; existing routes stay",
-            Advice(known["remedy"] or "see the log of the store"),
+            Advice(known(told.remedy) or "see the log of the store"),
         )
     for why in facts.unknown:
         if why.part is SourcePart.STORE and why.failed:
@@ -120,9 +123,11 @@ def store(facts: Facts) -> Iterator[Finding]:
 
 @check("I", "ready", "nothing is missing to be ready")
 def ready(facts: Facts) -> Iterator[Finding]:
-    health = facts.section("health")
-    for what in health.get("missing", ()):
-        said = next(iter(health.get("waiting", ())), what)
+    health = known(facts.status.health)
+    if not health:
+        return
+    for what in health.missing:
+        said = next(iter(health.waiting), what)
         problem, _, remedy = said.partition("; ")
         yield Finding(
             "the daemon is not ready",
@@ -137,12 +142,13 @@ def ready(facts: Facts) -> Iterator[Finding]:
 
 @check("J", "public ip", "each node has a public IP of its own")
 def public_ip(facts: Facts) -> Iterator[Finding]:
-    seen = Counter(ip for peer in facts.peers for ip in peer["public_ips"])
-    ours = facts.section("uplink").get("public_ips", ())
+    seen = Counter(ip for peer in facts.peers for ip in peer.public_ips)
+    uplink = known(facts.status.uplink)
+    ours = uplink.public_ips if uplink else ()
     for ip, number in (seen + Counter(set(ours) & set(seen))).items():
         if number > 1:
-            owners = [",".join(peer["subnets"]) for peer in facts.peers if ip in peer["public_ips"]]
-            if facts.section("network").get("backend") == "wireguard":
+            owners = [peer.name for peer in facts.peers if ip in peer.public_ips]
+            if facts.status.backend == "wireguard":
                 yield _behind_nat(ip, [*owners, *(["this node"] if ip in ours else [])])
                 continue
             yield Finding(
@@ -168,12 +174,11 @@ def _behind_nat(public_ip: str, owners: Sequence[str]) -> Finding:
 
 @check("J", "network", "each subnet is inside the network")
 def network(facts: Facts) -> Iterator[Finding]:
-    own = facts.section("lease").get("subnets", ()) if facts.origin != "host" else ()
-    for text in own if facts.networks else ():
-        net = ip_network(text)
+    own = facts.status.own_subnets if facts.origin != "host" else ()
+    for net in own if facts.networks else ():
         if not any(lies_in(net, each) for each in facts.networks):
             yield Finding(
-                f"our subnet {text} is outside the network",
+                f"our subnet {net} is outside the network",
                 f"Network is {', '.join(map(str, facts.networks))}",
                 "other nodes refuse it",
                 Advice("make the podCIDR of the node, or Network, fit"),
@@ -183,10 +188,10 @@ def network(facts: Facts) -> Iterator[Finding]:
 @check("J", "refusals", "the leases of the peers are valid")
 def refusals(facts: Facts) -> Iterator[Finding]:
     for peer in facts.peers:
-        if peer["state"] == "refused":
+        if peer.state == "refused":
             yield Finding(
-                f"the lease {','.join(peer['subnets'])} is refused",
-                peer["reason"],
+                f"the lease {peer.name} is refused",
+                peer.reason,
                 "nothing is done for this peer",
                 Advice(f"correct it on the node that wrote it; {LEASES_END}"),
             )
@@ -200,10 +205,10 @@ def reverse_path(facts: Facts) -> Iterator[Finding]:
 @check("J", "unsafe leases", "no lease claims a network or an address of this host")
 def unsafe_leases(facts: Facts) -> Iterator[Finding]:
     for peer in facts.peers:
-        if peer["state"] == "unsafe":
+        if peer.state == "unsafe":
             yield Finding(
-                f"the lease {','.join(peer['subnets'])} would harm this host",
-                peer["reason"].partition("; ")[0],
+                f"the lease {peer.name} would harm this host",
+                peer.reason.partition("; ")[0],
                 "the daemon withdrew the routes to its node: containers there are not reached from here",
                 Advice(
                     "give this host's own network other addresses, outside Network, or the node another"
@@ -235,7 +240,7 @@ def daemon(facts: Facts) -> Iterator[Finding]:
     hangs = silent is not None and silent.hangs
     yield Finding(
         "the daemon hangs" if hangs else "the daemon is not running",
-        "; ".join(filter(None, (str(silent or ""), last_words(facts.document)))),
+        "; ".join(filter(None, (str(silent or ""), last_words(facts.status)))),
         "existing routes stay; nothing is repaired or renewed until the daemon runs",
         Advice(
             "see the daemon's log, then: systemctl restart flanneld"
@@ -247,7 +252,8 @@ def daemon(facts: Facts) -> Iterator[Finding]:
 
 @check("L", "late", "every thread of the daemon reports in time")
 def late(facts: Facts) -> Iterator[Finding]:
-    for line in facts.section("health").get("late", ()):
+    health = known(facts.status.health)
+    for line in health.late if health else ():
         yield Finding(
             "a thread of the daemon hangs", line, "what it does is not done", Advice("restart the daemon")
         )
@@ -255,7 +261,7 @@ def late(facts: Facts) -> Iterator[Finding]:
 
 @check("L", "overruns", "no notifications of the kernel were lost")
 def overruns(facts: Facts) -> Iterator[Finding]:
-    number = facts.document.get("lost_notifications", 0)
+    number = known(facts.status.lost_notifications)
     if number:
         yield Finding(
             f"notifications of the kernel were lost {counted(number, 'time')}",
@@ -281,7 +287,7 @@ def cloud_forwarding(facts: Facts) -> Iterator[Finding]:
 
 
 def _refused(facts: Facts, table: str, why: str) -> Iterator[Finding]:
-    for each in facts.document.get("refused") or ():
-        if each.get("table") == table:
-            remedy = Advice(each.get("remedy") or "see the daemon's log")
-            yield Finding(each["reason"], each["object"], why, remedy, about=each["object"])
+    for each in known(facts.status.refused) or ():
+        if each.table == table:
+            remedy = Advice(each.remedy or "see the daemon's log")
+            yield Finding(each.reason, each.object, why, remedy, about=each.object)

@@ -12,6 +12,7 @@ from ipaddress import IPv4Address, IPv4Network, ip_address
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -34,7 +35,7 @@ from flanneld.network import host_settings
 from flanneld.network.rtnetlink.links import SeenLink
 from flanneld.state.resources import ForeignLink, Resource, Route, Vxlan
 from flanneld.subnet.subnet_file import Previous
-from tests.unit.ctl.documents import object_of
+from tests.unit.ctl.documents import object_of, status_of
 
 NOW = 1_000_000.0
 MAC = "02:00:00:00:00:01"
@@ -95,7 +96,7 @@ def flannel(**changes: Any) -> SeenLink:
 
 
 WELL = Facts(
-    document=DOCUMENT,
+    status=status_of(DOCUMENT),
     origin="daemon",
     now=NOW,
     subnet_file="/run/flannel/subnet.env",
@@ -119,7 +120,7 @@ def told(change: Callable[[dict[str, Any]], object]) -> Facts:
     """The node that is well, but for what its daemon tells."""
     document = deepcopy(DOCUMENT)
     change(document)
-    return replace(WELL, document=document)
+    return replace(WELL, status=status_of(document))
 
 
 def refused_by(table: str) -> Facts:
@@ -603,7 +604,7 @@ def test_a_cloned_node_gets_the_advice_that_fits_its_backend(backend: str, words
 def test_a_device_too_large_gets_the_advice_that_fits_its_backend(backend: str, words: str) -> None:
     document = deepcopy(DOCUMENT)
     document["network"]["backend"] = backend
-    (remedy,) = remedies("device", replace(CASES["device"][0], document=document))
+    (remedy,) = remedies("device", replace(CASES["device"][0], status=status_of(document)))
     assert isinstance(remedy, Advice)
     assert words in remedy.text
 
@@ -613,7 +614,7 @@ def test_ipv6_device_of_a_backend_without_ipv6_is_not_judged_by_its_size(backend
     document = deepcopy(DOCUMENT)
     document["network"]["backend"] = backend
     document["devices"] = ["flannel-v6.1"]
-    facts = replace(WELL, document=document, links=(link("eth0", 1450), link("flannel-v6.1", 1500)))
+    facts = replace(WELL, status=status_of(document), links=(link("eth0", 1450), link("flannel-v6.1", 1500)))
     assert remedies("device", facts) == []
 
 
@@ -622,7 +623,7 @@ def test_an_uplink_that_loses_its_ipv6_addresses_when_it_is_down_takes_more_than
     assert remedies("uplink", down) == [Fix((("ip", "link", "set", "dev", "eth0", "up"),))]
     document = deepcopy(DOCUMENT)
     document["uplink"]["addresses"].append("2001:db8::1")
-    (remedy,) = remedies("uplink", replace(down, document=document))
+    (remedy,) = remedies("uplink", replace(down, status=status_of(document)))
     assert isinstance(remedy, Advice)
 
 
@@ -641,7 +642,9 @@ def test_no_remedy_removes_an_interface_that_is_inside_the_network() -> None:
 def test_lease_has_expired_once_no_second_is_left(left: float, problem: str) -> None:
     document = deepcopy(DOCUMENT)
     document["lease"]["expires"] = NOW + left
-    (found,) = [each for check, each in examine(replace(WELL, document=document)) if check.name == "lease"]
+    (found,) = [
+        each for check, each in examine(replace(WELL, status=status_of(document))) if check.name == "lease"
+    ]
     assert found.problem == problem
 
 
@@ -716,12 +719,12 @@ HOSTILE = "$(reboot) `reboot`; reboot"
 
 def hostile(facts: Facts) -> Facts:
     """The same after others wrote into the store whatever they like."""
-    document = deepcopy(dict(facts.document))
+    document = msgspec.to_builtins(facts.status)
     document["store"]["name"] = document["network"]["backend"] = HOSTILE
     document["refused"] = [{"object": HOSTILE, "reason": HOSTILE}]
     for each in document["peers"]:
         each.update(reason=HOSTILE, backend=HOSTILE, state="refused", conflicts=[HOSTILE])
-    return replace(facts, document=document)
+    return replace(facts, status=status_of(document))
 
 
 def fixes(facts: Facts) -> list[Fix]:

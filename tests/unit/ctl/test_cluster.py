@@ -14,7 +14,10 @@ from flanneld.ctl.checks.cluster import RULES, ClusterRule, cluster_findings, re
 from flanneld.ctl.findings import Advice, Severity
 from flanneld.ctl.nodes import Cluster, ClusterNode, Probes, Told, gather, own_node, told
 from flanneld.ctl.source import DataSource
+from flanneld.diagnostics.status import Status
 from flanneld.network.survey import SILENCE, Reply
+from flanneld.state.resources import Address
+from tests.unit.ctl.documents import object_of, status_of
 
 NOW = 1_000_000.0
 OWN = "10.5.1.0"
@@ -156,7 +159,7 @@ def test_line_of_a_node_says_what_is_wrong_with_it() -> None:
 def test_nodes_without_answer_port_are_counted_with_the_remedy(
     changes: dict[str, Any], said: list[str]
 ) -> None:
-    lines = commands.unanswered(cluster(**changes), DataSource("daemon", {"answer_port": 8471}))
+    lines = commands.unanswered(cluster(**changes), DataSource("daemon", Status(answer_port=8471)))
     assert len(lines) == len(said)
     for line, expected in zip(lines, said, strict=True):
         assert expected in line
@@ -186,9 +189,8 @@ def test_facts_of_another_type_are_left_out(value: Any) -> None:
         assert number is None or isinstance(number, int)
 
 
-@pytest.mark.parametrize("store", [{}, {"store": None}, {"store": {"name": None}}])
-def test_node_without_a_store_tells_none(store: dict[str, Any]) -> None:
-    assert own_node(store).told == Told()
+def test_node_without_a_store_tells_none() -> None:
+    assert own_node(Status()).told == Told()
 
 
 def test_silent_nodes_alone_are_asked_by_icmp_at_both_places() -> None:
@@ -206,7 +208,7 @@ def test_silent_nodes_alone_are_asked_by_icmp_at_both_places() -> None:
 
         return ask
 
-    local = [{"value": {"type": "Address", "device": "flannel.1", "address": OWN}}]
+    local = [object_of(Address("flannel.1", ip_address(OWN)))]
     peers = [
         {
             "subnets": [f"10.5.{number}.0/24"],
@@ -218,7 +220,7 @@ def test_silent_nodes_alone_are_asked_by_icmp_at_both_places() -> None:
         }
         for number in (2, 4, 5)
     ]
-    found = gather({"peers": peers, "local": local}, Probes(asking("query"), asking("echo")), NOW)
+    found = gather(status_of({"peers": peers, "local": local}), Probes(asking("query"), asking("echo")), NOW)
     assert asked == [
         ("query", ["10.5.2.0", "10.5.4.0", "10.5.5.0"]),
         ("echo", ["10.5.4.0", "10.5.5.0", "198.18.0.4", "198.18.0.5"]),

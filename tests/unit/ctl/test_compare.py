@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from flanneld.ctl.compare import ActualState, Comparison, Difference, compare, described, desired_objects
 from flanneld.network.rtnetlink.links import SeenLink
 from flanneld.state.resources import FdbEntry, ForeignLink, Resource, Route, Vxlan
-from tests.unit.ctl.documents import object_of
+from tests.unit.ctl.documents import object_of, status_of
 
 MAC = "02:00:00:00:00:01"
 DEVICE = Vxlan("flannel.1", 1, 2, IPv4Address("192.0.2.1"), 8472, MAC, 1450)
@@ -30,7 +30,8 @@ def document(*objects: Resource, conflicts: Sequence[str] = ()) -> dict[str, Any
     return {"local": [object_of(DEVICE)], "peers": [peer]}
 
 
-def compared(told: dict[str, Any], found: ActualState) -> list[Comparison]:
+def compared(document: dict[str, Any], found: ActualState) -> list[Comparison]:
+    told = status_of(document)
     return compare(told, desired_objects(told), found)
 
 

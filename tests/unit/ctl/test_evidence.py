@@ -13,12 +13,13 @@ from flanneld.ctl.checks.encryption import sessions_of, with_associations
 from flanneld.ctl.checks.packets import dropped
 from flanneld.ctl.lookups import Question, _before, chosen_of, questions
 from flanneld.ctl.path_mtu import sample
+from flanneld.diagnostics.status import PeerStatus, Status, known
 from flanneld.network.firewall.fate import DROP, Step, Test
 from flanneld.network.firewall.foreign import BaseChain
 from flanneld.network.genetlink import SeenDevice, SeenPeer
 from flanneld.network.lookups import PolicyRule
 from flanneld.state.resources import Address, Ipip, Route, Tun, Vxlan
-from tests.unit.ctl.documents import object_of
+from tests.unit.ctl.documents import object_of, status_of
 
 VXLAN = Vxlan("flannel.1", 1, 2, ip_address("192.0.2.1"), 8472, "02:00:00:00:00:01", 1450)
 
@@ -45,7 +46,7 @@ def document(peers: int) -> dict[str, Any]:
     }
 
 
-LARGE = document(5000)
+LARGE = status_of(document(5000))
 
 
 def test_with_5000_peers_few_routes_are_looked_up_and_few_packets_sent() -> None:
@@ -71,7 +72,7 @@ def test_rule_about_one_peer_of_5000_is_found() -> None:
 
 
 def test_flows_are_those_between_nodes_and_between_containers() -> None:
-    small = document(1)
+    small = status_of(document(1))
     found = {
         flow.name: flow.packet
         for flow in lookups.flows(small, lookups.some(lookups.reached_peers(small)), {4: "cni0"})
@@ -107,12 +108,12 @@ def test_policy_rule_matches_by_addresses_and_interface(rule: PolicyRule, matche
 KEY = bytes(32)
 
 
-def encrypted(backend: str, *sessions: dict[str, Any]) -> dict[str, Any]:
+def encrypted(backend: str, *sessions: dict[str, Any]) -> Status:
     told = document(1)
     told["network"] = {**told.get("network", {}), "backend": backend}
     told["local"] = []
     told["peers"][0] |= {"backend": backend, "sessions": list(sessions)}
-    return told
+    return status_of(told)
 
 
 def session(**changes: Any) -> dict[str, Any]:
@@ -132,9 +133,9 @@ def session(**changes: Any) -> dict[str, Any]:
     ],
 )
 def test_carriers_are_the_packets_that_encrypting_backends_send(
-    told: dict[str, Any], carriers: list[tuple[str, int | None, int | None]]
+    told: Status, carriers: list[tuple[str, int | None, int | None]]
 ) -> None:
-    found = lookups.carriers(told, told["peers"][0])
+    found = lookups.carriers(told, told.each_peer[0])
     assert [(each.protocol, each.port, each.peer_port) for each in found] == carriers
 
 
@@ -149,8 +150,8 @@ def test_carriers_are_the_packets_that_encrypting_backends_send(
 def test_carriers_are_the_packets_that_tunnels_send(
     device: Tun | Ipip, port: int | None, carriers: list[lookups.TunnelPackets]
 ) -> None:
-    told = {"local": [object_of(device)], "network": {"port": port}}
-    assert list(lookups.carriers(told, {})) == carriers
+    told = status_of({"local": [object_of(device)], "network": {"port": port}})
+    assert list(lookups.carriers(told, PeerStatus(()))) == carriers
 
 
 def test_packets_from_a_peer_go_to_our_port_and_those_to_it_to_its_port() -> None:
@@ -189,8 +190,8 @@ def test_a_session_is_as_the_device_has_it_now(
 ) -> None:
     told = encrypted("wireguard", session(state=former))
     (found,) = sessions_of(told, [seen(handshake=handshake)], silent, 1000.0)
-    (one,) = found["sessions"]
-    assert (one["state"], one["endpoint"], one["port"]) == (state, "198.18.0.1:51821", 51820)
+    (one,) = known(found.sessions) or ()
+    assert (one.state, one.endpoint, one.port) == (state, "198.18.0.1:51821", 51820)
 
 
 @pytest.mark.parametrize("encap", ["yes", "no"])
@@ -198,19 +199,20 @@ def test_a_session_is_as_charon_has_it_now(encap: str) -> None:
     told = encrypted("ipsec", session(state="silent", problem="AUTHENTICATION_FAILED"))
     sas = ConnectionSas(children=[{"encap": encap.encode()}], endpoint="198.18.0.1:4500")
     ((found,), (same,)) = [
-        list(with_associations(told, known))
-        for known in ({"10.6.0.0/24": sas}, {"10.6.0.0/24": ConnectionSas()})
+        list(with_associations(told, sas_now))
+        for sas_now in ({"10.6.0.0/24": sas}, {"10.6.0.0/24": ConnectionSas()})
     ]
-    (one,) = found["sessions"]
-    assert (one["state"], one["encapsulated"]) == ("established", encap == "yes")
-    assert same == told["peers"][0]
+    (one,) = known(found.sessions) or ()
+    assert (one.state, one.encapsulated) == ("established", encap == "yes")
+    assert same == told.each_peer[0]
 
 
 def test_a_silent_peer_that_the_device_lacks_is_named() -> None:
     told = encrypted("wireguard")
     (found,) = sessions_of(told, [seen(handshake=0, subnet="10.9.0.0/24")], ["10.6.0.0/24"], 1000.0)
-    assert found["sessions"][0]["problem"].startswith("flannel-wg has no peer with this subnet")
-    assert list(sessions_of(told, [], ["10.6.0.0/24"], 1000.0)) == told["peers"]
+    (one,) = known(found.sessions) or ()
+    assert one.problem.startswith("flannel-wg has no peer with this subnet")
+    assert list(sessions_of(told, [], ["10.6.0.0/24"], 1000.0)) == list(told.each_peer)
 
 
 @pytest.mark.parametrize(
@@ -227,5 +229,5 @@ def test_rule_for_the_cluster_network_comes_just_before_a_foreign_one(
 ) -> None:
     ranges = [{"network": "10.5.0.0/16", "subnet_len": 24}, {"network": "fd05::/16", "subnet_len": 64}]
     question = Question("packets to pods", ip_address(target), None, "", lambda _: True)
-    found = _before(rule, question, {"network": {"ranges": ranges}})
+    found = _before(rule, question, status_of({"network": {"ranges": ranges}}))
     assert [" ".join(each) for each in found] == commands

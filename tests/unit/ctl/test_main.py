@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -14,9 +15,11 @@ from typing import Any
 
 import pytest
 
-from flanneld.ctl.main import COMMANDS, FINE, NO_DAEMON, PROBLEMS, USAGE, run
+from flanneld.ctl.main import COMMANDS, FINE, NO_DAEMON, PROBLEMS, USAGE, _problem_of, run
 from flanneld.ctl.source import last_words
+from flanneld.diagnostics.status import Status
 from flanneld.diagnostics.status_socket import StatusSocket
+from tests.unit.ctl.documents import status_of
 
 DEADLINE = 20.0
 
@@ -112,23 +115,77 @@ def test_what_is_no_status_counts_as_no_daemon(
     assert "no daemon answers" in told(capsys)["not_known"][0]
 
 
+OTHER_TYPES = b'{"peers": 1, "events": [1], "network": [], "devices": 7}'
+#: Texts that no address, network or object is.
+OTHER_TEXTS = b"""{
+    "version": "99", "network": {"ranges": [{"network": "a", "subnet_len": 24}]}, "mtu": 1450,
+    "lease": {"subnets": ["b"]},
+    "uplink": {"name": "lo", "mtu": 1500, "addresses": ["c"], "public_ips": ["d"]},
+    "local": [{"kind": "link", "text": "e", "value": {"type": "Hyperlink"}, "in_kernel": true}],
+    "peers": [{"subnets": ["f"], "public_ips": ["g"], "state": "in the kernel"}]
+}"""
+
+
 @pytest.mark.parametrize("command", sorted(COMMANDS))
-@pytest.mark.parametrize("said", [b'{"peers": 1, "events": [1]}', b'{"network": [], "devices": 7}'])
+@pytest.mark.parametrize("said", [OTHER_TYPES, OTHER_TEXTS])
 def test_a_daemon_of_another_version_is_no_reason_to_fall_over(
     command: str, said: bytes, where: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [command, *(["192.0.2.1"] if command == "trace" else []), *where, "--output=json"]
+    words = [command, *(["192.0.2.1"] if command in ("trace", "mtu", "ping") else []), *where]
+    words += [str(tmp_path / "archive")] if command == "bundle" else []
     with daemon(tmp_path, said):
-        run(words, {})
-    told(capsys)
+        run([*words, "--output=json"], {})
+    assert "a bug" not in told(capsys).get("error", "")
 
 
-def test_a_status_that_is_not_understood_is_said_to_be_so(
+def test_a_status_without_a_version_is_said_to_be_not_understood(
     where: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with daemon(tmp_path, b"{}"):
         assert run(["status", *where, "--output=json"], {}) == PROBLEMS
+    assert "use the flannelctl of its version" in told(capsys)["not_known"][0]
+
+
+def test_part_that_is_not_understood_leaves_the_others(
+    where: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with daemon(tmp_path, b'{"version": "99", "devices": 7, "mtu": 1450}'):
+        assert run(["status", *where], {}) == PROBLEMS
+    rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if line)
+    assert (rows["MTU"], rows["devices"]) == ("1450", "unknown")
+    assert "devices: Expected `array`" in rows["not"]
+
+
+def test_text_that_is_not_understood_is_said_to_be_so(
+    where: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with daemon(tmp_path, OTHER_TEXTS):
+        assert run(["trace", "192.0.2.1", *where, "--output=json"], {}) == PROBLEMS
     assert "use the flannelctl of its version" in told(capsys)["error"]
+
+
+def test_json_has_the_keys_of_a_newer_daemon_and_none_that_it_does_not_tell(
+    where: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peer = {"subnets": ["10.5.2.0/24"], "vnis": [True], "colour": "blue", "state": "pending"}
+    said = {"version": "99", "lease": None, "moon": {"phase": 1}, "peers": [peer]}
+    with daemon(tmp_path, json.dumps(said).encode()):
+        assert run(["peers", *where, "--output=json"], {}) == FINE
+        assert told(capsys) == {"peers": [peer], "not_known": []}
+        assert run(["status", *where, "--output=json"], {}) == FINE
+        rest = {"version": "99", "lease": None, "moon": {"phase": 1}}
+        assert told(capsys) == {"origin": "daemon", **rest, "not_known": []}
+
+
+def test_error_of_another_kind_is_called_a_bug_with_its_place() -> None:
+    nothing: dict[str, int] = {}
+    with pytest.raises(KeyError) as caught:
+        nothing["name"]
+    said, status = _problem_of(caught.value)
+    assert re.fullmatch(
+        r"a bug of flannelctl \(KeyError: 'name'; test_main.py, line \d+\); please report it", said
+    )
+    assert status == PROBLEMS
 
 
 @pytest.mark.parametrize(
@@ -164,7 +221,7 @@ def test_daemon_answers_though_its_subnet_file_has_a_name_that_is_no_utf8(
     folder = tmp_path / os.fsdecode(b"\xff")
     folder.mkdir()
     file = str(folder / "subnet.env")
-    with daemon(folder, json.dumps({"subnet_file": file, "events": []}).encode()):
+    with daemon(folder, json.dumps({"version": "1", "subnet_file": file, "events": []}).encode()):
         assert run(["events", f"-subnet-file={file}", "--output=json"], {}) == FINE
     assert told(capsys) == {"events": [], "not_known": []}
 
@@ -210,5 +267,5 @@ FIRST, LOST, ERROR = (
 def test_last_words_are_the_last_error_of_the_last_run_or_the_end_of_its_log(
     events: list[dict[str, Any]], said: str
 ) -> None:
-    assert last_words({"events": events}) == said
-    assert last_words({}) == ""
+    assert last_words(status_of({"events": events})) == said
+    assert last_words(Status()) == ""

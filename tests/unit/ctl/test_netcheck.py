@@ -7,6 +7,7 @@ import errno
 import pytest
 
 from flanneld.ctl.netcheck import Series, Stage, Sums, checksums, masqueraded, port_state, translated, verdict
+from flanneld.diagnostics.status import UplinkStatus
 from flanneld.network.survey import SILENCE, Reply
 
 RTTS = (0.001, 0.002)
@@ -98,7 +99,7 @@ def test_silent_port_is_open_only_if_packets_come_through_it(reply: Reply, is_op
 
 
 def test_translation_is_told_where_addresses_differ() -> None:
-    uplink = {"addresses": ["10.0.2.15", "fd00::1"], "public_ips": ["203.0.113.1", "fd00::1"]}
+    uplink = UplinkStatus("eth0", 1500, ("10.0.2.15", "fd00::1"), ("203.0.113.1", "fd00::1"))
     assert [each.state for each in translated(uplink)] == ["hint", "ok"]
     assert masqueraded("peer", "10.5.1.0", frozenset({"10.5.1.0"})).state == "ok"
     assert masqueraded("peer", "198.18.0.1", frozenset({"10.5.1.0"})).state == "hint"

@@ -9,25 +9,24 @@ import pytest
 from msgspec.structs import replace
 
 from flanneld.ctl.compare import ActualState, RouteTaken, ShadowingRoute, by_length, by_lookup, subnets_of
+from flanneld.diagnostics.status import Status
 from flanneld.state.resources import Route
-from tests.unit.ctl.documents import object_of
+from tests.unit.ctl.documents import object_of, status_of
 
 ROUTE = Route(IPv4Network("10.5.2.0/24"), "flannel.1", IPv4Address("10.5.2.0"), onlink=True)
 ROUTE_TO_ALL = Route(IPv4Network("10.5.0.0/16"), "flannel0")
 OURS = RouteTaken("flannel.1", ip_address("10.5.2.0"))
 
 
-def document(*peer_objects: Route, local: tuple[Route, ...] = ()) -> dict[str, Any]:
+def document(*peer_objects: Route, local: tuple[Route, ...] = ()) -> Status:
     def objects(routes: tuple[Route, ...]) -> list[dict[str, Any]]:
         return [object_of(route) for route in routes]
 
-    return {
-        "local": objects(local),
-        "peers": [{"subnets": ["10.5.2.0/24", "fc00:2::/64"], "objects": objects(peer_objects)}],
-    }
+    peer = {"subnets": ["10.5.2.0/24", "fc00:2::/64"], "objects": objects(peer_objects)}
+    return status_of({"local": objects(local), "peers": [peer]})
 
 
-def found_by_lookup(told: dict[str, Any], way: RouteTaken) -> list[ShadowingRoute]:
+def found_by_lookup(told: Status, way: RouteTaken) -> list[ShadowingRoute]:
     return list(by_lookup(told, ActualState({ROUTE: True, ROUTE_TO_ALL: True}, ()), lambda _: way))
 
 

@@ -14,7 +14,7 @@ from flanneld.ctl.trace import Hop, trace
 from flanneld.model import IPAddress
 from flanneld.network.rtnetlink.links import SeenLink
 from flanneld.state.resources import FdbEntry, ForeignLink, Neighbor, Resource, Route, Vxlan
-from tests.unit.ctl.documents import object_of
+from tests.unit.ctl.documents import object_of, status_of
 
 MAC = "02:00:00:00:00:02"
 BASE = IPv4Address("10.5.2.0")
@@ -26,7 +26,7 @@ LINK = Vxlan("flannel.1", 1, 2, IPv4Address("192.0.2.1"), 8472, "02:00:00:00:00:
 DOCUMENT: dict[str, Any] = {
     "network": {"ranges": [{"network": "10.5.0.0/16", "subnet_len": 24}]},
     "lease": {"subnets": ["10.5.1.0/24"]},
-    "uplink": {"name": "eth0"},
+    "uplink": {"name": "eth0", "mtu": 1500},
     "devices": ["flannel.1"],
     "local": [object_of(LINK)],
     "peers": [
@@ -68,7 +68,8 @@ def hops(
         return ways.get(str(address), RouteTaken(""))
 
     return {
-        hop.hop: hop for hop in trace(ip_address(target), document, found(*without, link=link), look_up_route)
+        hop.hop: hop
+        for hop in trace(ip_address(target), status_of(document), found(*without, link=link), look_up_route)
     }
 
 
@@ -166,7 +167,7 @@ def test_without_a_daemon_and_a_store_the_lease_is_not_known() -> None:
 @pytest.mark.parametrize("target", ["192.0.2.1", "10.5.1.1"])
 def test_a_packet_to_this_host_stays_here(target: str) -> None:
     way = RouteTaken("lo", is_here=True)
-    told = trace(ip_address(target), DOCUMENT, found(), lambda _: way)
+    told = trace(ip_address(target), status_of(DOCUMENT), found(), lambda _: way)
     assert [(hop.state, hop.found) for hop in told][1] == ("ok", "this host")
 
 
@@ -175,5 +176,5 @@ def test_a_packet_to_this_host_stays_here(target: str) -> None:
     [(RouteTaken("eth0"), "unknown"), (RouteTaken(""), "PROBLEM"), (RouteTaken("lo", is_here=True), "ok")],
 )
 def test_without_the_network_nobody_says_that_an_address_is_outside(way: RouteTaken, state: str) -> None:
-    lease, route = trace(ip_address("10.5.2.7"), {}, found(), lambda _: way)
+    lease, route = trace(ip_address("10.5.2.7"), status_of({}), found(), lambda _: way)
     assert (lease.state, route.state) == ("unknown", state)

@@ -6,6 +6,7 @@ import json
 from ipaddress import IPv4Address, ip_address
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,11 +15,12 @@ from flanneld.backends import registry
 from flanneld.backends.contract import Host
 from flanneld.config import parse
 from flanneld.ctl.path_mtu import PathToPeer, paths, peer_named, sample
+from flanneld.diagnostics.status import PeerStatus
 from flanneld.errors import FlannelError
 from flanneld.model import IPAddress, Uplink
 from flanneld.network.survey import largest
 from flanneld.state.resources import Address
-from tests.unit.ctl.documents import object_of
+from tests.unit.ctl.documents import object_of, status_of
 
 PSKS = {"ipsec": "x" * 96}
 PEER: dict[str, Any] = {
@@ -35,6 +37,14 @@ DOCUMENT: dict[str, Any] = {
     "local": [object_of(Address("flannel-wg", ip_address("10.5.1.0")))],
     "peers": [{**PEER, "state": "refused", "subnets": ["10.5.9.0/24"]}, PEER],
 }
+
+
+def peer_of(told: dict[str, Any]) -> PeerStatus:
+    return msgspec.convert(told, PeerStatus)
+
+
+def probe(rtt: float | None) -> dict[str, Any]:
+    return {"target": "10.5.2.0", "time": 1.0, "rtt": rtt}
 
 
 @given(st.integers(576, 9000), st.integers(576, 9000))
@@ -59,14 +69,14 @@ def asked(target: IPAddress, required: int) -> int:
 
 
 def test_the_underlay_and_the_tunnel_are_asked() -> None:
-    found = list(paths(PEER, DOCUMENT, asked))
+    found = list(paths(peer_of(PEER), status_of(DOCUMENT), asked))
     assert found == [
         PathToPeer("underlay", ip_address("192.0.2.2"), 1500, 1400, "10.5.2.0/24", "Backend.MTU"),
         PathToPeer("tunnel", ip_address("10.5.2.0"), 1420, 1420, "10.5.2.0/24"),
     ]
     assert [each.state for each in found] == ["PROBLEM", "ok"]
     assert "set Backend.MTU to 1400" in found[0].note
-    assert sample(DOCUMENT, lambda questions: [asked(*each) for each in questions]) == found
+    assert sample(status_of(DOCUMENT), lambda questions: [asked(*each) for each in questions]) == found
 
 
 @pytest.mark.parametrize(
@@ -74,7 +84,7 @@ def test_the_underlay_and_the_tunnel_are_asked() -> None:
 )
 def test_a_setting_is_named_that_the_backend_takes_its_mtu_from(name: str) -> None:
     document = {**DOCUMENT, "network": {"backend": name}}
-    note = next(paths(PEER, document, asked)).note
+    note = next(paths(peer_of(PEER), status_of(document), asked)).note
 
     def inner(uplink: int, **options: int) -> int:
         backend = {"Type": name, "PSK": PSKS.get(name, ""), **options}
@@ -89,18 +99,18 @@ def test_a_setting_is_named_that_the_backend_takes_its_mtu_from(name: str) -> No
     assert (inner(1500, MTU=1400) == lowered) == ("set Backend.MTU" in note)
 
 
-@pytest.mark.parametrize("uplink", [None, {}])
-def test_document_without_an_uplink_has_only_paths_through_the_tunnel(uplink: dict[str, Any] | None) -> None:
-    document = {**DOCUMENT, "network": {"backend": "ipip"}, "uplink": uplink}
-    (path,) = paths(PEER, document, asked)
+def test_document_without_an_uplink_has_only_paths_through_the_tunnel() -> None:
+    document = {**DOCUMENT, "network": {"backend": "ipip"}}
+    del document["uplink"]
+    (path,) = paths(peer_of(PEER), status_of(document), asked)
     assert (path.name, path.setting) == ("tunnel", "the MTU of the external interface on all nodes")
 
 
 def test_peers_that_were_silent_when_probed_are_asked_first() -> None:
     peers = [
-        {**PEER, "subnets": [f"10.5.{n}.0/24"], "probe": {"rtt": None if n == 50 else 0.1}} for n in range(60)
+        {**PEER, "subnets": [f"10.5.{n}.0/24"], "probe": probe(None if n == 50 else 0.1)} for n in range(60)
     ]
-    found = sample({**DOCUMENT, "peers": peers}, lambda questions: [None] * len(questions))
+    found = sample(status_of({**DOCUMENT, "peers": peers}), lambda questions: [None] * len(questions))
     names = list(dict.fromkeys(each.peer for each in found))
     assert names == ["10.5.50.0/24", *(f"10.5.{n}.0/24" for n in range(7))]
 
@@ -113,10 +123,10 @@ def test_a_peer_that_does_not_answer_is_unknown() -> None:
 
 @pytest.mark.parametrize("name", ["10.5.2.0/24", "10.5.2.7", "192.0.2.2", "fd00:5:0:2::7"])
 def test_a_peer_is_named_by_subnet_address_or_public_ip(name: str) -> None:
-    assert peer_named(name, {"peers": [PEER]}) == PEER
+    assert peer_named(name, status_of({"peers": [PEER]})) == peer_of(PEER)
 
 
 @pytest.mark.parametrize("name", ["10.6.0.1", "node7", "192.0.2.3"])
 def test_another_name_is_refused(name: str) -> None:
     with pytest.raises(FlannelError):
-        peer_named(name, {"peers": [PEER]})
+        peer_named(name, status_of({"peers": [PEER]}))
