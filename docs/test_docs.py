@@ -28,7 +28,7 @@ from tests.kubernetes_objects import CHART, IMAGE, manifest
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 README = ROOT / "README.md"
-PAGES = [README, *sorted(DOCS.rglob("*.md"))]
+PAGES = [README, *sorted(DOCS.rglob("*.md")), *sorted((ROOT / "tests").rglob("README.md"))]
 TEXT = "\n".join(page.read_text() for page in PAGES)
 
 
