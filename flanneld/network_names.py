@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Protocol
 from urllib.parse import quote
 
-from flanneld.compat.glog import OneTimeWarnings
 from flanneld.errors import Retryable
 from flanneld.option_values import is_network_name
+from flanneld.runtime.complaints import Once
 from flanneld.subnet.remote.change_log import ChangeLog
 from flanneld.subnet.remote.connection import RemoteConnection, RemoteServers, refused
 from flanneld.subnet.remote.leases import LeaseStore
@@ -95,7 +95,7 @@ class Choice:
 
     def __init__(self, allowed: tuple[str, ...]) -> None:
         self._allowed = frozenset(allowed)
-        self._once = OneTimeWarnings()
+        self._once = Once()
 
     def of(self, names: list[str]) -> list[str]:
         """Return the names that are allowed and valid as file names. Others are logged once."""

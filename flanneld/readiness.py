@@ -9,9 +9,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
-from flanneld.compat.glog import OneTimeWarnings
 from flanneld.errors import Cancelled, Retryable, cause_of, lacking
 from flanneld.runtime import clock, waits
+from flanneld.runtime.complaints import Once
 from flanneld.runtime.process import Notifier
 from flanneld.runtime.waits import Backoff
 
@@ -44,7 +44,7 @@ class Readiness:
         self._missing = {"lease": "no lease yet"}
         self._waiting: list[str] = []
         self._lock = threading.Lock()
-        self._once = OneTimeWarnings()
+        self._once = Once()
         self._tell = tell
 
     def is_ready(self) -> bool:

@@ -18,7 +18,6 @@ from msgspec import Struct, structs
 
 from flanneld.backends import registry
 from flanneld.backends.contract import NO_SERVICES, Backend, Factory, HostServices
-from flanneld.compat.glog import OneTimeWarnings
 from flanneld.config import Config
 from flanneld.errors import NoAnswer, Retryable, prefixed, shown
 from flanneld.model import Family, IPAddress, Lease, LeaseAttrs, LeaseKey, Uplink, overlap, single
@@ -33,6 +32,7 @@ from flanneld.reconcile.last_run import LastRun, machine_of
 from flanneld.reconcile.local_node import LocalNode, UplinkManager, find_uplink
 from flanneld.reconcile.member import Loops, Member
 from flanneld.runtime import clock
+from flanneld.runtime.complaints import Once
 from flanneld.runtime.loop import MakeLoop
 from flanneld.runtime.supervisor import Supervisor
 from flanneld.state.resources import Blackhole, Link
@@ -141,7 +141,7 @@ def elect(loaded: Loaded, waiting: Waiting) -> Elected:
     kernel, monitor = waiting.patiently("the kernel", _open_kernel)
     choice = waiting.ask("our node", partial(loaded.reach, partial(_choice, loaded.options, loaded.manager)))
     deadline = clock.now() + loaded.options.iface_wait
-    once = OneTimeWarnings()
+    once = Once()
 
     def tell(line: str) -> None:
         once.warn(log, line, line, logging.INFO)

@@ -16,10 +16,9 @@ import logging
 import os
 import re
 import sys
-import threading
 import time
 import traceback
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -69,48 +68,6 @@ def setup(verbosity: int = 0, vmodule: str = "", backtrace_at: str = "", layout:
     root.setLevel(min(V(level) for level in (verbosity, *(level for _, level in modules))))
     for name, lowest in _QUIET.items():
         logging.getLogger(name).setLevel(lowest)
-
-
-class OneTimeWarnings:
-    """Warnings by key, logged once until their text changes or they are cleared. Threads may share it.
-
-    It remembers ``limit`` keys. Further warnings are dropped, after one line that says so.
-    """
-
-    def __init__(self, limit: int = 10_000) -> None:
-        self._limit = limit
-        self._lock = threading.Lock()
-        self._said: dict[Hashable, str] = {}
-        self._full = False
-
-    def warn(self, log: logging.Logger, key: Hashable, text: str, level: int = logging.WARNING) -> None:
-        """Log a warning with the caller's source line, unless it is the last one for this key."""
-        with self._lock:
-            news = self._news(key, text)
-        if news:
-            log.log(level, "%s", news, stacklevel=2)
-
-    def __bool__(self) -> bool:
-        """Return True if a warning is remembered."""
-        return bool(self._said)
-
-    def clear(self, key: Hashable) -> bool:
-        """Forget a warning, because its cause is gone. Return True if there was one."""
-        with self._lock:
-            known = self._said.pop(key, None) is not None
-            self._full = self._full and not known
-        return known
-
-    def _news(self, key: Hashable, text: str) -> str:
-        if self._said.get(key) == text:
-            return ""
-        if key in self._said or len(self._said) < self._limit:
-            self._said[key] = text
-            return text
-        if self._full:
-            return ""
-        self._full = True
-        return f"more than {self._limit} complaints are open; others are left out until one is settled"
 
 
 def _handler() -> logging.Handler:

@@ -9,12 +9,12 @@ from collections.abc import Callable, Collection, Iterator
 
 from msgspec import Struct
 
-from flanneld.compat.glog import OneTimeWarnings
 from flanneld.model import FAMILIES, Family, IPAddress, Lease, LeaseKey
 from flanneld.network.survey import echoes
 from flanneld.reconcile.controller import Controller
 from flanneld.reconcile.counters import Histogram
 from flanneld.runtime import clock, randomness, waits
+from flanneld.runtime.complaints import Once
 from flanneld.state.resources import Address
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class Prober:
         self._reconciler = reconciler
         self._stop = stop
         self._heartbeat = heartbeat
-        self._once = OneTimeWarnings()
+        self._once = Once()
         self._lost: deque[bool] = deque(maxlen=_WINDOW)
         self.rtt = Histogram()
         #: The last probe of each probed peer.

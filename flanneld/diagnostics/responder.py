@@ -18,12 +18,12 @@ from typing import Any
 from msgspec import Struct
 
 from flanneld import __version__
-from flanneld.compat.glog import OneTimeWarnings
 from flanneld.diagnostics import conditions
 from flanneld.diagnostics.components import Components
 from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork, Lease, family_of
 from flanneld.network.query import answer, decode
 from flanneld.runtime import clock
+from flanneld.runtime.complaints import Once
 from flanneld.state.resources import Address, Resource, Vxlan
 
 Facts = dict[str, Any]
@@ -142,7 +142,7 @@ class Responder:
         self._port = port
         self._sockets: dict[Place, socket.socket] = {}
         self._budget = Budget()
-        self._once = OneTimeWarnings()
+        self._once = Once()
 
     def sources(self) -> Iterable[int]:
         """Return the sockets to wait for."""

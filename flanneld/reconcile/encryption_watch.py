@@ -6,9 +6,9 @@ import logging
 from collections.abc import Collection, Iterable, Mapping
 
 from flanneld.backends.contract import Backend
-from flanneld.compat.glog import OneTimeWarnings
 from flanneld.model import Lease
 from flanneld.network.obstacles import HostRoute
+from flanneld.runtime.complaints import Once
 from flanneld.state.resources import Key, Resource, Route, route_key
 from flanneld.state.sessions import Bypass
 
@@ -44,7 +44,7 @@ class EncryptionWatch:
     def __init__(self) -> None:
         #: Reason why packets may leave unencrypted, with the remedy; else empty. Read from any thread.
         self.problem = ""
-        self._once = OneTimeWarnings()
+        self._once = Once()
 
     def look(
         self,

@@ -11,7 +11,7 @@ from contextlib import suppress
 
 from msgspec.structs import replace
 
-from flanneld.compat.glog import OneTimeWarnings, V, counted
+from flanneld.compat.glog import V, counted
 from flanneld.errors import Fatal, cause_of
 from flanneld.model import IPAddress, IPNetwork, single
 from flanneld.network.host import HostKernel
@@ -38,6 +38,7 @@ from flanneld.reconcile.reconciler import REST, SETTLE
 from flanneld.reconcile.store_watch import StoreWatch
 from flanneld.reconcile.sweep import RETRY, LeftBehind
 from flanneld.runtime import clock
+from flanneld.runtime.complaints import Once
 from flanneld.state.desired import Delta
 from flanneld.state.resources import LINKS, ROUTES, Key, Kind, Link, Resource, Route, Vxlan, destination_of
 from flanneld.state.table import Report
@@ -96,7 +97,7 @@ class HostWatch:
         self._on_move = on_move
         self.encryption = EncryptionWatch()
         self._store = StoreWatch(node, peers.desired.get)
-        self._once = OneTimeWarnings()
+        self._once = Once()
         self._next_look = clock.now()
         self._earliest_look = 0.0
         #: True if a notification asks to check the uplink as well as the host's networks.

@@ -17,12 +17,12 @@ from typing import Any
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from flanneld.compat.glog import OneTimeWarnings
 from flanneld.errors import Refused
 from flanneld.model import IPAddress, IPNetwork, Lease, LeaseAttrs, LeaseKey, Uplink
 from flanneld.network.host import HostView
 from flanneld.network.rtnetlink.links import SeenLink
 from flanneld.runtime import clock, files
+from flanneld.runtime.complaints import Once
 from flanneld.state.resources import ForeignLink
 from flanneld.subnet.codec import format_attrs, parse_attrs
 from flanneld.subnet.subnet_file import beside
@@ -166,7 +166,7 @@ class StateFile:
         self._lock = threading.Lock()
         self._desired = RunRecord()
         self._written: RunRecord | None = None
-        self._once = OneTimeWarnings()
+        self._once = Once()
 
     def load(self) -> RunRecord | None:
         """Read the record of the last run. An invalid file is logged and counts as missing."""

@@ -20,7 +20,6 @@ from flanneld.backends.contract import (
     HostServices,
     complete,
 )
-from flanneld.compat.glog import OneTimeWarnings
 from flanneld.config import Config
 from flanneld.errors import Fatal
 from flanneld.model import IPAddress, IPNetwork, Lease, LeaseAttrs, Uplink, is_same_node
@@ -29,6 +28,7 @@ from flanneld.network.rtnetlink.messages import RTN_UNICAST
 from flanneld.network.uplink_election import InterfaceChoice, elect, keep
 from flanneld.network.uplink_facts import route_to, survey
 from flanneld.reconcile.last_run import Device, StoreAddress
+from flanneld.runtime.complaints import Once
 from flanneld.runtime.randomness import random_bytes
 from flanneld.state.resources import Link, Resource
 from flanneld.state.table import Table
@@ -148,7 +148,7 @@ class UplinkManager:
         self._services = services
         #: Decision of the first backend, for the whole run.
         self._identity: Any = None
-        self._once = OneTimeWarnings()
+        self._once = Once()
         self.uplink = uplink
         #: True while no interface is usable. Any notification may end that.
         self.is_adrift = False

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import chain
 
 from msgspec import Struct
 
 from flanneld.backends.contract import Backend, OtherBackend
-from flanneld.compat.glog import OneTimeWarnings
 from flanneld.errors import LEASES_END, Refused, Unsafe
 from flanneld.model import (
     FAMILIES,
@@ -31,6 +29,7 @@ from flanneld.model import (
 from flanneld.network.obstacles import Obstacles
 from flanneld.reconcile.claims import LeaseSafety, Overlaps
 from flanneld.reconcile.permits import Knowledge
+from flanneld.runtime.complaints import Batch, Once
 from flanneld.state.desired import LOCAL, Before, Delta, DesiredState
 from flanneld.state.removal_guard import RemovalGuard
 from flanneld.state.resources import Key, Kind, Resource
@@ -56,43 +55,14 @@ class LeaseChange(Struct, frozen=True, gc=False):
         return f"Subnet added: {name_of(self.key)} via {public or 'no public IP'}{was}"
 
 
-class LeaseLog:
-    """Log with a limit: a line takes a fifth of the time of the change that it is about.
+def _counted(changes: Collection[LeaseChange]) -> str:
+    gone = sum(change.lease is None for change in changes)
+    return f"Leases: {len(changes) - gone} new or changed, {gone} gone"
 
-    The changes that exceed ``FEW`` in a period are told at its end, in one line if they are many.
-    """
 
-    def __init__(self) -> None:
-        self._waiting: list[LeaseChange] = []
-        self._left = FEW
-        self._period_end = -math.inf
-
-    @property
-    def due(self) -> float:
-        """Return the time of the next ``write`` that is needed, infinity if nothing waits."""
-        return self._period_end if self._waiting else math.inf
-
-    def note(self, key: LeaseKey, lease: Lease | None = None, *, is_change: bool = False) -> None:
-        """Add a change."""
-        self._waiting.append(LeaseChange(key, lease, is_change))
-
-    def write(self, now: float) -> None:
-        """Log what may be logged by now."""
-        if not self._waiting:
-            return
-        if now >= self._period_end:
-            self._left, self._period_end = FEW, now + PERIOD
-        if len(self._waiting) <= self._left:
-            self._left -= len(self._waiting)
-            for change in self._waiting:
-                log.info("%s", change)
-        elif self._left == FEW:
-            self._left = 0
-            gone = sum(change.lease is None for change in self._waiting)
-            log.info("Leases: %d new or changed, %d gone", len(self._waiting) - gone, gone)
-        else:
-            return
-        self._waiting.clear()
+def lease_log() -> Batch[LeaseChange]:
+    """Return the log of changes: a line takes a fifth of the time of the change that it is about."""
+    return Batch(log, logging.INFO, _counted, few=FEW, period=PERIOD)
 
 
 class Refusal(Struct, frozen=True, gc=False):
@@ -153,8 +123,8 @@ class Peers:
         self._unsafe: dict[LeaseKey, str] = {}
         #: Last valid value of each lease: the objects for its node are kept after it.
         self._sound: dict[LeaseKey, Lease] = {}
-        self._once = OneTimeWarnings()
-        self._log = LeaseLog()
+        self._once = Once()
+        self._log = lease_log()
         #: Further lines to be logged.
         self._told: list[str] = []
 
@@ -315,9 +285,9 @@ class Peers:
         # Of many peers at the start only their number is told, by the sweep.
         if was_synced or len(change.put) <= FEW:
             for key in change.gone:
-                self._log.note(key)
+                self._log.add(LeaseChange(key))
             for lease in change.put:
-                self._log.note(lease.key, lease, is_change=lease.key in self._desired)
+                self._log.add(LeaseChange(lease.key, lease, is_change=lease.key in self._desired))
         return change
 
     def _through_removal_guard(self, event: Event) -> Event:

@@ -15,12 +15,13 @@ from collections.abc import Callable, Collection, Generator, Iterable, Mapping, 
 from contextlib import suppress
 from functools import partial
 
-from flanneld.compat.glog import OneTimeWarnings, counted
+from flanneld.compat.glog import counted
 from flanneld.errors import Retryable, cause_of
 from flanneld.reconcile.counters import Work
 from flanneld.reconcile.permits import Permits
 from flanneld.reconcile.upkeep import FIRST_RETRY, ContestBackoff, TableState, Upkeep
 from flanneld.runtime import clock
+from flanneld.runtime.complaints import Once
 from flanneld.state.desired import Delta, Difference, compare, difference, finish
 from flanneld.state.resources import LINKS, Key, Resource, State
 from flanneld.state.table import Failure, Report, Scope, Table
@@ -71,7 +72,7 @@ class Reconciler:
         self._origins: dict[Key, str] = {}
         #: The current pass over the tables, which may take several steps.
         self._passing: Generator[None, None, Report] | None = None
-        self._once = OneTimeWarnings()
+        self._once = Once()
 
     def states(self) -> list[TableState]:
         """Return the status of each table. May be called from any thread."""

@@ -1,37 +1,174 @@
-"""Rate-limited log messages about problems that last: outages, and unusable objects in the store."""
+"""Log messages about what lasts or repeats, at a limited rate: one by one, in batches, and about outages."""
 
 from __future__ import annotations
 
 import logging
 import math
 import threading
-from collections.abc import Collection, Hashable
+from collections.abc import Callable, Collection, Hashable
 from itertools import islice
+from typing import Generic, TypeVar
 
 from flanneld.errors import Retryable, remembered
 from flanneld.runtime import clock
 
+Item = TypeVar("Item")
+
 #: Seconds between repetitions of a message.
 PACE = 60.0
+#: Lines about single keys per minute. More would hide other lines.
+FEW = 25
+#: Keys named in a line with a count.
+_NAMED = 3
 
 
-class LogRateLimit:
-    """Rate limit of one message a minute per key. For one thread and few keys."""
+class Once:
+    """Warnings by key, logged once until their text changes or they are cleared. Threads may share it.
 
-    def __init__(self) -> None:
-        self._said: dict[Hashable, float] = {}
+    After ``again`` seconds a warning is repeated. It remembers ``limit`` keys. Further warnings are dropped,
+    after one line that says so.
+    """
 
-    def allows(self, what: Hashable) -> bool:
-        """Return True if the message may be logged now, and record that it was."""
+    def __init__(self, limit: int = 10_000, again: float = math.inf) -> None:
+        self._limit = limit
+        self._again = again
+        self._lock = threading.Lock()
+        #: The last text, and the time of its next repetition.
+        self._said: dict[Hashable, tuple[str, float]] = {}
+        self._full = False
+
+    def warn(self, log: logging.Logger, key: Hashable, text: str, level: int = logging.WARNING) -> None:
+        """Log a warning with the caller's source line, unless it is the last one for this key."""
+        with self._lock:
+            news = self._news(key, text)
+        if news:
+            log.log(level, "%s", news, stacklevel=2)
+
+    def __bool__(self) -> bool:
+        """Return True if a warning is remembered."""
+        return bool(self._said)
+
+    def clear(self, key: Hashable) -> bool:
+        """Forget a warning, because its cause is gone. Return True if there was one."""
+        with self._lock:
+            known = self._said.pop(key, None) is not None
+            self._full = self._full and not known
+        return known
+
+    def _news(self, key: Hashable, text: str) -> str:
         now = clock.now()
-        if now - self._said.get(what, -math.inf) < PACE:
-            return False
-        self._said[what] = now
-        return True
+        said, until = self._said.get(key, ("", now))
+        if said == text and now < until:
+            return ""
+        if key in self._said or len(self._said) < self._limit:
+            self._said[key] = text, now + self._again
+            return text
+        if self._full:
+            return ""
+        self._full = True
+        return f"more than {self._limit} complaints are open; others are left out until one is settled"
 
-    def forget(self, what: Hashable) -> None:
-        """Allow the next message at once."""
-        self._said.pop(what, None)
+
+class Batch(Generic[Item]):
+    """Log lines, at most ``few`` in each ``period`` seconds. For one thread.
+
+    What exceeds them waits for the next period, and shares one line if it is still too much. ``one`` makes
+    the line of an item, ``several`` that of many.
+    """
+
+    def __init__(
+        self,
+        log: logging.Logger,
+        level: int,
+        several: Callable[[Collection[Item]], str],
+        one: Callable[[Item], str] = str,
+        few: int = FEW,
+        period: float = PACE,
+    ) -> None:
+        self._log = log
+        self._level = level
+        self._several = several
+        self._one = one
+        self._few = self._left = few
+        self._period = period
+        self._period_end = -math.inf
+        self._waiting: dict[Hashable, Item] = {}
+
+    @property
+    def due(self) -> float:
+        """Time of the next ``write`` that is needed; infinity if nothing waits."""
+        return self._period_end if self._waiting else math.inf
+
+    def add(self, item: Item, key: Hashable = None) -> None:
+        """Queue an item for ``write``, in the place of the one with its key."""
+        self._waiting[object() if key is None else key] = item
+
+    def write(self, now: float) -> None:
+        """Log what may be logged by now."""
+        for line in self._lines(now):
+            self._log.log(self._level, "%s", line, stacklevel=2)
+
+    def _lines(self, now: float) -> list[str]:
+        items = self._waiting.values()
+        if items and now >= self._period_end:
+            self._left, self._period_end = self._few, now + self._period
+        if len(items) <= self._left:
+            lines = [self._one(item) for item in items]
+        elif self._left == self._few:
+            lines = [self._several(items)]
+        else:
+            return []
+        self._left -= min(len(items), self._left)
+        self._waiting = {}
+        return lines
+
+
+class BatchedWarnings(Batch[tuple[str, str]]):
+    """Warnings by key, logged once until their text changes or they are cleared. Threads may share it.
+
+    ``one`` is the format of a line with ``key`` and ``reason``. ``several`` is that of a line with ``count``,
+    to which the first few warnings are appended in the format ``item``.
+    """
+
+    def __init__(self, log: logging.Logger, one: str, several: str, item: str = "{key}: {reason}") -> None:
+        def line_of_many(found: Collection[tuple[str, str]]) -> str:
+            named = [item.format(key=key, reason=reason) for key, reason in islice(found, _NAMED)]
+            return f"{several.format(count=len(found))}: {'; '.join(named)}; and {len(found) - _NAMED} more"
+
+        def line(found: tuple[str, str]) -> str:
+            return one.format(key=found[0], reason=found[1])
+
+        super().__init__(log, logging.WARNING, line_of_many, line)
+        self._lock = threading.Lock()
+        #: Hash of each warning's text. Thousands of texts would take some MB.
+        self._known: dict[str, int] = {}
+
+    def note(self, key: str, reason: object) -> None:
+        """Queue a warning for ``flush`` unless it is known."""
+        text = str(reason)
+        with self._lock:
+            if self._known.get(key) != hash(text):
+                self._known[key] = hash(text)
+                self.add((key, text), key)
+
+    def clear(self, key: str) -> None:
+        """Forget the warning about a key, whose cause is gone."""
+        with self._lock:
+            self._known.pop(key, None)
+            self._waiting.pop(key, None)
+
+    def retain(self, keys: Collection[str]) -> None:
+        """Forget all warnings except those about these keys."""
+        for key in [key for key in self._known.copy() if key not in keys]:
+            self.clear(key)
+
+    def flush(self) -> None:
+        """Log new warnings. Beyond the limit they wait for the next minute and share one line."""
+        if self._waiting:
+            with self._lock:
+                lines = self._lines(clock.now())
+            for line in lines:
+                self._log.warning("%s", line, stacklevel=2)
 
 
 class Outage:
@@ -44,7 +181,7 @@ class Outage:
         self._log = log
         self._failing = failing
         self._working = working
-        self._pace = LogRateLimit()
+        self._said = -math.inf
         self._since: float | None = None
         self._problem: Retryable | None = None
         self._is_told = False
@@ -60,11 +197,11 @@ class Outage:
         self._problem = remembered(reason)
         if self._since is None:
             self._since = now
-        if self._pace.allows(self._failing):
+        if now - self._said >= PACE:
             lasted = now - self._since
             since = f" (for {lasted:.0f} s now)" if lasted >= 1 else ""
             self._log.warning("%s: %s%s", self._failing, reason, since, stacklevel=2)
-            self._is_told = True
+            self._said, self._is_told = now, True
 
     def answered(self) -> bool:
         """Record an apparent success; log the end if the start was logged. Return True if so.
@@ -75,7 +212,7 @@ class Outage:
 
     def over(self) -> bool:
         """Record a definite success: the next failure is a new outage. Returns as ``answered``."""
-        self._pace.forget(self._failing)
+        self._said = -math.inf
         return self._works()
 
     def _works(self) -> bool:
@@ -86,78 +223,3 @@ class Outage:
             lasted = clock.now() - since
             self._log.info("%s after %.0f s", self._working, lasted, stacklevel=3)
         return told
-
-
-#: Lines about single keys per minute. More would hide other lines.
-FEW = 25
-#: Keys named in a line with a count.
-_NAMED = 3
-
-
-class BatchedWarnings:
-    """Warnings by key, logged once until their text changes or they are cleared. Threads may share it.
-
-    ``one`` is the format of a line with ``key`` and ``reason``. ``several`` is that of a line with ``count``,
-    to which the first few warnings are appended in the format ``item``.
-    """
-
-    def __init__(self, log: logging.Logger, one: str, several: str, item: str = "{key}: {reason}") -> None:
-        self._log = log
-        self._one = one
-        self._several = several
-        self._item = item
-        self._lock = threading.Lock()
-        #: Hash of each warning's text. Thousands of texts would take some MB.
-        self._known: dict[str, int] = {}
-        self._pending: dict[str, str] = {}
-        #: Start of the current minute, and the lines left in it.
-        self._since = -math.inf
-        self._left = FEW
-
-    def note(self, key: str, reason: object) -> None:
-        """Queue a warning for ``flush`` unless it is known."""
-        text = str(reason)
-        with self._lock:
-            if self._known.get(key) != hash(text):
-                self._known[key] = hash(text)
-                self._pending[key] = text
-
-    def clear(self, key: str) -> None:
-        """Forget the warning about a key, whose cause is gone."""
-        with self._lock:
-            self._known.pop(key, None)
-            self._pending.pop(key, None)
-
-    def retain(self, keys: Collection[str]) -> None:
-        """Forget all warnings except those about these keys."""
-        with self._lock:
-            for key in [key for key in self._known if key not in keys]:
-                self._known.pop(key)
-                self._pending.pop(key, None)
-
-    def flush(self) -> None:
-        """Log new warnings. Beyond the limit they wait for the next minute and share one line."""
-        if not self._pending:
-            return
-        with self._lock:
-            lines = self._due()
-        for line in lines:
-            self._log.warning("%s", line, stacklevel=2)
-
-    def _due(self) -> list[str]:
-        now = clock.now()
-        if now - self._since >= PACE:
-            self._since, self._left = now, FEW
-        pending, found = self._pending, len(self._pending)
-        if found <= self._left:
-            lines = [self._one.format(key=key, reason=reason) for key, reason in pending.items()]
-        elif self._left == FEW:
-            named = [
-                self._item.format(key=key, reason=reason) for key, reason in islice(pending.items(), _NAMED)
-            ]
-            lines = [f"{self._several.format(count=found)}: {'; '.join(named)}; and {found - _NAMED} more"]
-        else:
-            return []
-        self._left -= min(found, self._left)
-        self._pending = {}
-        return lines

@@ -20,9 +20,9 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from flanneld.compat.glog import OneTimeWarnings
 from flanneld.errors import Cancelled, Fatal, Retryable, cause_of
 from flanneld.runtime import clock
+from flanneld.runtime.complaints import Once
 from flanneld.runtime.randomness import random_bytes
 
 log = logging.getLogger(__name__)
@@ -144,7 +144,7 @@ class HostClaims:
         self._within = within
         self._deadline: float | None = None
         self._sockets: dict[str, socket.socket] = {}
-        self._once = OneTimeWarnings()
+        self._once = Once()
 
     def take(self, wanted: Sequence[str], clash: Callable[[str, str], bool]) -> None:
         """Take all claims, or none. ``clash`` says if two exclude each other.

@@ -10,11 +10,11 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from flanneld.compat.glog import OneTimeWarnings, V
+from flanneld.compat.glog import V
 from flanneld.errors import Fatal, Retryable
 from flanneld.model import Added, Event, Lease, LeaseAttrs, Removed, Snapshot
 from flanneld.runtime import clock
-from flanneld.runtime.complaints import Outage
+from flanneld.runtime.complaints import Once, Outage
 from flanneld.runtime.loop import StepLoop
 from flanneld.runtime.waits import Backoff
 from flanneld.subnet.store import Store
@@ -90,7 +90,7 @@ class LeaseKeeper:
         self._lost_to: Fatal | None = None
         self._end_at = math.inf
         self._inbox: deque[Event | LeaseAttrs] = deque()
-        self._once = OneTimeWarnings()
+        self._once = Once()
         self._outage = Outage(
             log, f"Cannot renew the lease {lease}", f"The lease {lease} could be renewed again"
         )

@@ -10,7 +10,7 @@ from flanneld.compat.glog import V
 from flanneld.errors import Retryable
 from flanneld.model import Event
 from flanneld.runtime import clock
-from flanneld.runtime.complaints import LogRateLimit, Outage
+from flanneld.runtime.complaints import PACE, Once, Outage
 from flanneld.subnet.etcd.keys import KeyClient, KeyReply, Position, PossibleGap, RelistNeeded
 from flanneld.subnet.store import Deliver
 
@@ -48,7 +48,7 @@ class KeyWatchMachine:
         pause_time: float,
     ) -> None:
         self._outage = Outage(log, f"Watching {path}", f"Watching {path}: etcd is back")
-        self._rereads = LogRateLimit()
+        self._rereads = Once(again=PACE)
         self._watcher = client.watcher(path, recursive=recursive, contact=self._outage.answered)
         self._start = start
         self._news = news
@@ -76,9 +76,8 @@ class KeyWatchMachine:
             else:
                 events, self._at = self._read(self._at, now)
         except RelistNeeded as reason:
-            if self._rereads.allows(str(reason)):
-                level = V(1) if isinstance(reason, PossibleGap) else logging.WARNING
-                log.log(level, "Relisting %s: %s", self._path, reason)
+            level = V(1) if isinstance(reason, PossibleGap) else logging.WARNING
+            self._rereads.warn(log, str(reason), f"Relisting {self._path}: {reason}", level)
             self._at = None
         except Retryable as problem:
             self._outage.failed(problem)

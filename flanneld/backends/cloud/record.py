@@ -22,10 +22,10 @@ from flanneld.backends import registry
 from flanneld.backends.cloud.calls import absence_is_fine, understood
 from flanneld.backends.cloud.contract import Cloud, CloudTableEntry
 from flanneld.backends.contract import HostServices
-from flanneld.compat.glog import OneTimeWarnings
 from flanneld.compat.json import Fields
 from flanneld.errors import Fatal, FlannelError, cause_of
 from flanneld.runtime import files
+from flanneld.runtime.complaints import Once
 from flanneld.runtime.sockets.http_client import HttpClient
 from flanneld.runtime.waits import DetachedCalls
 
@@ -56,7 +56,7 @@ class Record:
         self._kind = kind
         self._options = dict(options or {})
         self._content: Recorded | None = None
-        self._once = OneTimeWarnings()
+        self._once = Once()
 
     def read(self) -> Recorded:
         """Return the contents of the file. Raises ``OSError`` if it exists and cannot be read."""

@@ -20,9 +20,9 @@ from typing import Any
 from msgspec import Struct
 
 from flanneld.backends.extension.backend import ConfigCommand, PeerSetup
-from flanneld.compat.glog import OneTimeWarnings
 from flanneld.errors import cause_of
 from flanneld.runtime import files
+from flanneld.runtime.complaints import Once
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class Journal:
         self._entries: dict[str, JournalEntry] | None = None
         self._lines = 0
         self._is_torn = False
-        self._once = OneTimeWarnings()
+        self._once = Once()
 
     @property
     def base(self) -> str:

@@ -31,11 +31,12 @@ from flanneld.backends.ipsec.resources import (
 )
 from flanneld.backends.ipsec.table_charon import WORKER
 from flanneld.backends.ipsec.vici import ReadSection, sections, text, texts
-from flanneld.compat.glog import OneTimeWarnings, counted
+from flanneld.compat.glog import counted
 from flanneld.model import Secret, lies_in
 from flanneld.network.xfrm.policy import POLICIES
 from flanneld.network.xfrm.table import Associations
 from flanneld.runtime import clock
+from flanneld.runtime.complaints import Once
 from flanneld.state.resources import Key, Resource
 from flanneld.state.sessions import Session
 from flanneld.state.table import Changes, Failure, Put, Report, Scope, Seen
@@ -83,7 +84,7 @@ class ConnectionTable:
         self._idle: set[str] = set()
         #: Reason why the last negotiation with a peer failed, by connection.
         self._reasons: dict[str, str] = {}
-        self._once = OneTimeWarnings()
+        self._once = Once()
 
     def sessions(self) -> tuple[Session, ...]:
         """Return the session with each peer as of the last read. May be called from any thread."""

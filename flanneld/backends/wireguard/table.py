@@ -17,12 +17,12 @@ from msgspec import Struct, field
 
 from flanneld.backends.wireguard import keys
 from flanneld.backends.wireguard.resources import TABLE, AllowedIp, DeviceKey, WgPeer
-from flanneld.compat.glog import OneTimeWarnings
 from flanneld.model import IPNetwork
 from flanneld.network import genetlink
 from flanneld.network.genetlink import Endpoint, SeenDevice, SeenPeer, WireGuardDevices
 from flanneld.network.interfaces import index_of
 from flanneld.runtime import clock
+from flanneld.runtime.complaints import Once
 from flanneld.state.resources import Key, Resource
 from flanneld.state.sessions import Session
 from flanneld.state.table import Failure, Put, Report, Scope, Seen
@@ -133,7 +133,7 @@ class WireGuardTable:
         self._silence = SilenceDetector()
         #: By device name. Replaced, never changed in place, because other threads read them.
         self._sessions: dict[str, tuple[Session, ...]] = {}
-        self._once = OneTimeWarnings()
+        self._once = Once()
 
     # ---- reading -----------------------------------------------------------------------------------
 

@@ -18,7 +18,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from flanneld.runtime.complaints import LogRateLimit
+from flanneld.runtime import clock
+from flanneld.runtime.complaints import PACE
 
 log = logging.getLogger(__name__)
 
@@ -249,7 +250,7 @@ class ThreadedServer:
         self.lock = threading.Lock()
         self._threads = 0
         self._limit = limit
-        self._full = LogRateLimit()
+        self._refused = -math.inf
         self._front = PolledServer(listener, receive, seats, "Cannot receive a request")
 
     @property
@@ -282,7 +283,8 @@ class ThreadedServer:
                 return
             with self.lock:
                 self._threads -= 1
-        if self._full.allows("full"):
+        if clock.now() - self._refused >= PACE:
+            self._refused = clock.now()
             log.warning("Too many connections: refusing one of %s; start another server", _peer(connection))
         connection.close()
 

@@ -13,7 +13,7 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from flanneld.compat.glog import OneTimeWarnings, V
+from flanneld.compat.glog import V
 from flanneld.config import Config, ConfigError, say_the_same
 from flanneld.errors import Cancelled, Retryable
 from flanneld.model import (
@@ -29,6 +29,7 @@ from flanneld.model import (
     name_of,
 )
 from flanneld.runtime import clock, supervisor, waits
+from flanneld.runtime.complaints import Once
 from flanneld.subnet.allocation import fits
 from flanneld.subnet.etcd.http import NoSuchApi
 from flanneld.subnet.etcd.keys import NoConfig, Position
@@ -61,7 +62,7 @@ class BothStores:
         self._pause = pause
         #: Those that are there.
         self._sides: Sequence[EtcdStore] = managers
-        self._once = OneTimeWarnings()
+        self._once = Once()
         self._closed = threading.Event()
         self._own = OwnInBoth(side.api for side in managers)
         self._own_lock = threading.Lock()

@@ -17,7 +17,7 @@ from ipaddress import IPv4Network, IPv6Network
 
 from msgspec.structs import replace
 
-from flanneld.compat.glog import OneTimeWarnings, V
+from flanneld.compat.glog import V
 from flanneld.config import Config, SubnetRange, parse
 from flanneld.errors import LEASES_END, Cancelled, Retryable
 from flanneld.model import (
@@ -36,6 +36,7 @@ from flanneld.model import (
     overlap,
 )
 from flanneld.runtime import clock, randomness
+from flanneld.runtime.complaints import Once
 from flanneld.runtime.loop import StepLoop
 from flanneld.subnet.allocation import choose, fits, public_ips_in, unfollowed
 from flanneld.subnet.codec import format_attrs
@@ -89,7 +90,7 @@ class EtcdStore:
         self._randrange = randrange
         self._is_elsewhere = is_elsewhere
         self._addresses = addresses
-        self._once = OneTimeWarnings()
+        self._once = Once()
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._watches: dict[KeyWatchMachine, StepLoop] = {}

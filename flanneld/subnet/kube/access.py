@@ -18,8 +18,8 @@ from urllib.parse import urlsplit
 
 from msgspec import Struct
 
-from flanneld.compat.glog import OneTimeWarnings
 from flanneld.errors import Fatal, Retryable, install_command
+from flanneld.runtime.complaints import Once
 from flanneld.runtime.imports import defer
 from flanneld.runtime.sockets.connection_pools import Pool, TlsPool
 from flanneld.runtime.sockets.interruptible import InterruptibleSocket
@@ -52,7 +52,7 @@ _WRONG = (
     AttributeError,
     ImportError,
 )
-_once = OneTimeWarnings()
+_once = Once()
 
 
 def _shown(text: str) -> str:

@@ -11,12 +11,11 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from flanneld.compat.glog import OneTimeWarnings
 from flanneld.config import Config
 from flanneld.errors import Refused
 from flanneld.model import Added, Event, Lease, LeaseKey, Removed, Snapshot, name_of
 from flanneld.runtime import clock, files
-from flanneld.runtime.complaints import BatchedWarnings
+from flanneld.runtime.complaints import BatchedWarnings, Once
 from flanneld.subnet.kube.nodes import KubeNode, key_of, lease_of
 
 log = logging.getLogger(__name__)
@@ -43,7 +42,7 @@ class NodeTable:
         self._config = config
         self._entries: dict[str, _ManagedNode] = {}
         self._holders: dict[LeaseKey, list[str]] = {}
-        self._once = OneTimeWarnings()
+        self._once = Once()
         self._complaints = BatchedWarnings(
             log, "Ignoring an invalid node: {reason}", "Ignoring {count} invalid nodes", "{reason}"
         )
@@ -187,7 +186,7 @@ class NodeCache:
         self._own = own
         self._last: Saved | None = None
         self._saved_at = 0.0
-        self._once = OneTimeWarnings()
+        self._once = Once()
 
     @property
     def description(self) -> str:

@@ -12,11 +12,12 @@ from typing import Any
 from msgspec.structs import replace
 
 from flanneld.compat import json as gojson
-from flanneld.compat.glog import OneTimeWarnings, V
+from flanneld.compat.glog import V
 from flanneld.config import Config
 from flanneld.errors import Cancelled, Refused, Retryable
 from flanneld.model import FAMILIES, Added, Event, Lease, LeaseAttrs, Removed, name_of
 from flanneld.runtime import clock
+from flanneld.runtime.complaints import Once
 from flanneld.runtime.loop import StepLoop
 from flanneld.runtime.randomness import random_bytes
 from flanneld.runtime.waits import Backoff
@@ -43,7 +44,7 @@ class OwnNode:
         self._reader = reader
         self._name = environ.get("NODE_NAME", "")
         self._pod = (environ.get("POD_NAMESPACE", ""), environ.get("POD_NAME", ""))
-        self._once = OneTimeWarnings()
+        self._once = Once()
         self._told = ""
         self._may_tell = True
 
@@ -165,7 +166,7 @@ class NodeUpkeep:
         self._news: deque[KubeNode] = deque()
         self._wake: Callable[[], None] = lambda: None
         self._stop = threading.Event()
-        self._once = OneTimeWarnings()
+        self._once = Once()
         self._node: KubeNode | None = None
         self._backoffs = backoffs(lambda: Backoff(first=2.0, longest=60.0))
         #: True once the network works, and the uid of the node whose condition was set.

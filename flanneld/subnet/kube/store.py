@@ -17,11 +17,11 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
-from flanneld.compat.glog import OneTimeWarnings
 from flanneld.config import Config, parse
 from flanneld.errors import Cancelled, Fatal, NoAnswer, Refused, Retryable, remembered
 from flanneld.model import FAMILIES, Cached, Event, Family, IPAddress, Lease, LeaseAttrs, LeaseKey
 from flanneld.runtime import clock
+from flanneld.runtime.complaints import Once
 from flanneld.runtime.loop import StepLoop
 from flanneld.runtime.sockets.host_addresses import HostAddresses
 from flanneld.runtime.waits import Backoff
@@ -95,7 +95,7 @@ class KubeStore:
         self._make_backoff = make_backoff
         self._requests = self._open_api()
         self._own_node = OwnNode(self._requests, self._reader, environ)
-        self._once = OneTimeWarnings()
+        self._once = Once()
         self._lock = threading.Lock()
         self._closed = threading.Event()
         #: The current watch of nodes, and the loop that steps it.

@@ -10,11 +10,11 @@ from typing import Any, Protocol
 
 from msgspec.structs import replace
 
-from flanneld.compat.glog import OneTimeWarnings, V
+from flanneld.compat.glog import V
 from flanneld.errors import NoAnswer, Refused, Retryable
 from flanneld.model import Event
 from flanneld.runtime import clock, randomness
-from flanneld.runtime.complaints import Outage
+from flanneld.runtime.complaints import Once, Outage
 from flanneld.runtime.waits import Backoff, Backoffs
 from flanneld.subnet.kube.api import NODES, Api, ApiStream, BrokenOff, Expired, NoServer
 from flanneld.subnet.kube.nodes import KubeNode, NodeReader, child, decoded, items
@@ -149,7 +149,7 @@ class NodeWatchMachine:
         self._lines = Lines()
         self._began = -math.inf
         self._began_at = ""
-        self._once = OneTimeWarnings()
+        self._once = Once()
         self._outage = Outage(
             log,
             "Watching the nodes",

@@ -11,8 +11,9 @@ import time
 import pytest
 
 from flanneld.compat import glog
-from flanneld.compat.glog import OneTimeWarnings, V
+from flanneld.compat.glog import V
 from flanneld.errors import Fatal
+from flanneld.runtime.complaints import Once
 
 pytestmark = pytest.mark.usefixtures("logging_as_before")
 
@@ -207,7 +208,7 @@ def test_threads_never_mix_their_lines(capsys: Stderr) -> None:
 
 def test_a_complaint_is_made_once_until_its_text_changes(capsys: Stderr) -> None:
     glog.setup()
-    once = OneTimeWarnings()
+    once = Once()
     for text in ("no route", "no route", "no device", "no device", "no route"):
         once.warn(log, "peer", text)
     once.warn(log, "other", "no route")
@@ -216,7 +217,7 @@ def test_a_complaint_is_made_once_until_its_text_changes(capsys: Stderr) -> None
 
 def test_a_cleared_complaint_is_made_again(capsys: Stderr) -> None:
     glog.setup()
-    once = OneTimeWarnings()
+    once = Once()
     assert not once.clear("peer")
     once.warn(log, "peer", "no route")
     assert once.clear("peer")
@@ -227,7 +228,7 @@ def test_a_cleared_complaint_is_made_again(capsys: Stderr) -> None:
 
 def test_a_complaint_is_logged_in_the_place_of_its_caller(capsys: Stderr) -> None:
     def say() -> None:
-        OneTimeWarnings().warn(log, "peer", "100% of %s")
+        Once().warn(log, "peer", "100% of %s")
 
     glog.setup()
     say()
@@ -238,7 +239,7 @@ def test_a_complaint_is_logged_in_the_place_of_its_caller(capsys: Stderr) -> Non
 
 def test_complaints_beyond_the_limit_are_left_out_after_one_notice(capsys: Stderr) -> None:
     glog.setup()
-    once = OneTimeWarnings(limit=2)
+    once = Once(limit=2)
     for key in "abcdabcd":
         once.warn(log, key, f"about {key}")
     once.warn(log, "a", "news of a")
@@ -249,7 +250,7 @@ def test_complaints_beyond_the_limit_are_left_out_after_one_notice(capsys: Stder
 
 def test_a_settled_complaint_makes_room_for_another(capsys: Stderr) -> None:
     glog.setup()
-    once = OneTimeWarnings(limit=1)
+    once = Once(limit=1)
     for key in "ab":
         once.warn(log, key, f"about {key}")
     assert once.clear("a")
@@ -271,7 +272,7 @@ class SlowKey:
 
 def test_threads_share_one_complaint(capsys: Stderr) -> None:
     glog.setup()
-    once = OneTimeWarnings()
+    once = Once()
     key = SlowKey()
     start = threading.Barrier(4)
 

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from flanneld.errors import Retryable
-from flanneld.runtime.complaints import PACE, LogRateLimit, Outage
+from flanneld.runtime.complaints import PACE, Once, Outage
 from tests.clock import Clock
 
 log = logging.getLogger(__name__)
@@ -87,10 +87,10 @@ def test_an_outage_is_on_from_the_first_failure_to_the_first_answer(outage: Outa
     assert outage.problem is None
 
 
-def test_different_things_have_a_minute_each(clock: Clock) -> None:
-    pace = LogRateLimit()
-    assert [pace.allows("a"), pace.allows("b"), pace.allows("a")] == [True, True, False]
+def test_different_things_have_a_minute_each(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    once = Once(again=PACE)
+    for what in "aba":
+        once.warn(log, what, what)
     clock.time += PACE
-    assert pace.allows("a")
-    pace.forget("a")
-    assert pace.allows("a")
+    once.warn(log, "a", "a")
+    assert caplog.messages == ["a", "b", "a"]
