@@ -169,7 +169,7 @@ class Option(Struct, frozen=True):
 Overhead = Mapping[Family, int]
 
 
-class Flow(Struct, frozen=True):
+class OuterPackets(Struct, frozen=True):
     """Packets between two nodes that carry those of containers, or agree on their keys.
 
     ``protocol`` is a name as in iptables, ``port`` the UDP port of the receiver, unless ``option`` sets
@@ -194,7 +194,7 @@ class Backend(ABC):
     #: Bytes of the outer headers at most, by the family of the containers' packets.
     overhead: ClassVar[Overhead] = {}
     #: What firewalls between the nodes must accept.
-    flows: ClassVar[tuple[Flow, ...]] = ()
+    flows: ClassVar[tuple[OuterPackets, ...]] = ()
     #: False without routes to peers. The daemon then watches only its own lease, and is ready without theirs.
     has_peers: bool = True
     #: True if packets must never leave unencrypted. An earlier run's routes into the network that bypass the

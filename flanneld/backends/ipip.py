@@ -13,9 +13,9 @@ from typing import ClassVar
 
 from flanneld.backends.contract import (
     Backend,
-    Flow,
     Host,
     Option,
+    OuterPackets,
     Overhead,
     inner_mtu,
     peers_public_ip,
@@ -37,7 +37,7 @@ class IpipBackend(Backend):
     options = (Option("DirectRouting", "direct_routing", False),)
     #: The outer IPv4 header.
     overhead: ClassVar[Overhead] = {4: 20}
-    flows = (Flow("ipencap"),)
+    flows = (OuterPackets("ipencap"),)
 
     def __init__(self, config: Config, host: Host) -> None:
         if config.families != (4,):

@@ -62,7 +62,7 @@ def load(name: str) -> Factory:
 def described(name: str) -> type[Backend]:
     """Return the class of a backend, for what is true of all its nodes; the base if it is unknown here."""
     try:
-        factory = load(name)
+        factory: Factory | None = load(name) if name else None
     except Fatal:
         return Backend
     return factory if isinstance(factory, type) and issubclass(factory, Backend) else Backend

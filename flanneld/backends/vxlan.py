@@ -20,9 +20,9 @@ from msgspec import Struct
 
 from flanneld.backends.contract import (
     Backend,
-    Flow,
     Host,
     Option,
+    OuterPackets,
     Overhead,
     announced,
     inner_mtu,
@@ -83,7 +83,7 @@ class VxlanBackend(Backend):
     )
     #: Outer Ethernet, IPv4 and UDP headers and the VXLAN header; IPv6's is 20 bytes longer.
     overhead: ClassVar[Overhead] = {4: 50, 6: 70}
-    flows = (Flow("udp", LINUX_PORT, "Port"),)
+    flows = (OuterPackets("udp", LINUX_PORT, "Port"),)
 
     def __init__(self, config: Config, host: Host) -> None:
         settings = VxlanConfig(**read_options(config, self.options))

@@ -10,6 +10,8 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
+from flanneld.backends.contract import OuterPackets
+from flanneld.backends.registry import described
 from flanneld.ctl.compare import NOWHERE, RouteTaken, follows, wanted_route
 from flanneld.diagnostics.status import PeerStatus, Status, addresses, known, resources
 from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork, family_of
@@ -25,10 +27,6 @@ from flanneld.state.resources import Ipip, Neighbor, Tun, Vxlan
 INWARDS = frozenset({"ingress", "prerouting", "input"})
 OUTWARDS = frozenset({"output", "postrouting"})
 THROUGH = frozenset({"ingress", "prerouting", "forward", "postrouting"})
-#: Backend.Port of udp, if it is not set.
-_UDP_PORT = 8285
-#: UDP ports of IKE: the first messages, and all others, with ESP behind NAT (RFC 7296, RFC 4555, RFC 3948).
-_IKE_PORTS = (500, 4500)
 #: Numbers of IP protocols.
 _NUMBERS = {"ipencap": 4, "esp": 50}
 
@@ -120,9 +118,29 @@ class TunnelPackets(Struct, frozen=True, gc=False):
         return named(self.protocol, self.peer_port)
 
 
+def listed(packets: Iterable[OuterPackets]) -> str:
+    """Return the names of packets for people, with the option that may give them another port."""
+    return " and ".join(
+        f"the UDP port of Backend.{each.option} ({each.port})"
+        if each.option not in ("", "Port")
+        else f"UDP port {each.port}"
+        if each.port
+        else named(each.protocol, None)
+        for each in packets
+    )
+
+
 def named(protocol: str, port: int | None) -> str:
     """Return the name of a carrier's packets for people."""
     return f"{protocol.upper()} {port}" if port else f"IP protocol {_NUMBERS.get(protocol, protocol)}"
+
+
+def between_nodes(told: Status) -> Iterator[OuterPackets]:
+    """Yield the packets that firewalls between the nodes must accept, with the port of the network config."""
+    network = known(told.network)
+    port = known(network.port) if network else None
+    for each in described(told.backend or "").flows:
+        yield replace(each, port=port, option="") if port and each.option == "Port" else each
 
 
 def carriers(told: Status, peer: PeerStatus) -> Iterator[TunnelPackets]:
@@ -138,10 +156,11 @@ def carriers(told: Status, peer: PeerStatus) -> Iterator[TunnelPackets]:
             case Ipip():
                 yield TunnelPackets(4, "ipencap")
             case Tun():
-                port = (known(network.port) if network else None) or _UDP_PORT
+                port = (known(network.port) if network else None) or described("udp").flows[0].port
                 yield TunnelPackets(4, "udp", port, port)
     is_ipsec = peer.backend == "ipsec"
-    yield from (TunnelPackets(4, "udp", port, port) for port in _IKE_PORTS if is_ipsec)
+    ports = [each.port for each in described("ipsec").flows if each.port] if is_ipsec else []
+    yield from (TunnelPackets(4, "udp", port, port) for port in ports)
     for session in known(peer.sessions) or ():
         address, _, theirs = session.endpoint.rpartition(":")
         ours = known(session.port)

@@ -7,14 +7,14 @@ from ipaddress import ip_network
 
 from msgspec import Struct
 
+from flanneld.backends.contract import Backend
+from flanneld.backends.registry import described
 from flanneld.compat.flags import quoted
 from flanneld.diagnostics.status import PeerStatus, Status, known, resources
 from flanneld.errors import FlannelError
 from flanneld.model import IPAddress
 from flanneld.state.resources import Address
 
-#: Backends with the option MTU. The others take the MTU of the external interface.
-WITH_OPTION = ("vxlan", "wireguard")
 #: Peers that the doctor probes.
 _FEW = 8
 
@@ -92,8 +92,13 @@ def at_a_glance(peers: Iterable[PeerStatus], told: Status, glance: Glance) -> li
     ]
 
 
+def takes_mtu(backend: type[Backend]) -> bool:
+    """Return True for a backend with the option MTU. The others take the MTU of the external interface."""
+    return any(each.name == "MTU" for each in backend.options)
+
+
 def _setting(told: Status) -> str:
-    if told.backend in WITH_OPTION:
+    if takes_mtu(described(told.backend or "")):
         return "Backend.MTU"
     return f"the MTU of {told.uplink_name or 'the external interface'} on all nodes"
 

@@ -16,9 +16,9 @@ from msgspec import Struct
 
 from flanneld.backends.contract import (
     Backend,
-    Flow,
     Host,
     Option,
+    OuterPackets,
     Overhead,
     inner_mtu,
     peers_public_ip,
@@ -91,7 +91,7 @@ class Ipsec(Backend):
     #: Upstream's: outer IPv4, SPI and sequence number, an IV of 16, at most 15 of padding, two of trailer, an
     #: ICV of 16. UDPEncap adds the UDP header.
     overhead: ClassVar[Overhead] = {4: 77}
-    flows = (*(Flow("udp", port) for port in IKE_PORTS), Flow("esp"))
+    flows = (*(OuterPackets("udp", port) for port in IKE_PORTS), OuterPackets("esp"))
     encrypts = True
 
     def __init__(self, config: Config, host: Host) -> None:

@@ -15,9 +15,9 @@ from msgspec import Struct
 
 from flanneld.backends.contract import (
     Backend,
-    Flow,
     Host,
     Option,
+    OuterPackets,
     Overhead,
     inner_mtu,
     peers_public_ip,
@@ -68,7 +68,7 @@ class Udp(Backend):
     )
     #: The outer IPv4 and UDP headers.
     overhead: ClassVar[Overhead] = {4: 28}
-    flows = (Flow("udp", _PORT, "Port"),)
+    flows = (OuterPackets("udp", _PORT, "Port"),)
     #: Its leases name no type, and every lease leads to a peer.
     stands_alone = True
 

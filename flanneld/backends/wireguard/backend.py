@@ -17,9 +17,9 @@ from msgspec import Struct
 
 from flanneld.backends.contract import (
     Backend,
-    Flow,
     Host,
     Option,
+    OuterPackets,
     Overhead,
     announced,
     inner_mtu,
@@ -142,8 +142,8 @@ class WireGuardBackend(Backend):
     #: Outer IPv6 and UDP headers, and WireGuard's type, index, counter and tag. Upstream's for IPv4, too.
     overhead: ClassVar[Overhead] = {4: 80, 6: 80}
     flows = (
-        Flow("udp", _PORT, "ListenPort", family=4),
-        Flow("udp", _PORT_V6, "ListenPortV6", family=6),
+        OuterPackets("udp", _PORT, "ListenPort", family=4),
+        OuterPackets("udp", _PORT_V6, "ListenPortV6", family=6),
     )
     encrypts = True
 

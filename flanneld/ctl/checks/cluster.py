@@ -14,7 +14,7 @@ from flanneld.compat.glog import counted
 from flanneld.ctl.checks.kernel import NEW_MAC
 from flanneld.ctl.findings import Advice, Check, Finding, Severity, check, few
 from flanneld.ctl.lookups import carriers
-from flanneld.ctl.path_mtu import WITH_OPTION, PathToPeer
+from flanneld.ctl.path_mtu import PathToPeer
 from flanneld.diagnostics.status import PeerStatus, known
 from flanneld.errors import LEASES_END
 from flanneld.model import overlap
@@ -253,7 +253,7 @@ RULES = (
         "all nodes have one MTU for containers",
         "with another MTU for containers",
         "large packets to nodes with a smaller one are lost where ICMP is filtered",
-        f"give all uplinks one MTU, or with {' or '.join(WITH_OPTION)} set Backend.MTU;"
+        "give all uplinks one MTU, or with vxlan or wireguard set Backend.MTU;"
         " then restart flanneld and containers",
         _mtu,
     ),

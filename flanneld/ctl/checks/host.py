@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from flanneld.backends.registry import described
 from flanneld.compat.glog import counted
 from flanneld.ctl.findings import Advice, Finding, Fix, Severity, as_at_start, check
-from flanneld.ctl.path_mtu import WITH_OPTION
+from flanneld.ctl.lookups import between_nodes, listed
+from flanneld.ctl.path_mtu import takes_mtu
 from flanneld.diagnostics.status import known
 from flanneld.network.host_settings import Topic
-from flanneld.network.rtnetlink.links import codec_for
 from flanneld.runtime.shell import command, line
-from flanneld.state.resources import Link
 
 if TYPE_CHECKING:
     from flanneld.ctl.facts import Facts
@@ -21,23 +21,8 @@ if TYPE_CHECKING:
 _GOOD_CHECKSUMS = (5, 7)
 #: Packets sent on a device without any received, from which on replies count as lost.
 _TALKS = 20
-#: Options of firewall-cmd that accept packets of peers, if Backend.Port is not set.
-_LET_IN: dict[str, tuple[str, ...]] = {
-    "vxlan": ("--add-port=8472/udp",),
-    "udp": ("--add-port=8285/udp",),
-    "ipip": ("--add-protocol=ipencap",),
-    "ipsec": ("--add-port=500/udp", "--add-port=4500/udp", "--add-protocol=esp"),
-    "wireguard": ("--add-port=51820-51821/udp",),
-}
 #: Kinds of devices that container runtimes attach containers to (IFLA_INFO_KIND).
 _LEADS_TO_CONTAINERS = frozenset({"bridge", "veth"})
-_OVERHEAD = {
-    "vxlan": {4: 50, 6: 70},
-    "ipip": {4: 20},
-    "udp": {4: 28},
-    "ipsec": {4: 77},
-    "wireguard": {4: 80, 6: 80},
-}
 
 
 # ---- E: the host's firewall and forwarding ------------------------------------------------------
@@ -89,10 +74,14 @@ def keepers(facts: Facts) -> Iterator[Finding]:
 
 def let_in(program: str, facts: Facts) -> str:
     if program != "firewalld":
-        return f"let it forward the network and let in UDP 8472, in {program}'s own configuration"
+        packets = listed(between_nodes(facts.status)) or "the packets of its peers"
+        return f"let it forward the network and let in {packets}, in {program}'s own configuration"
     settings = [
         *(("--zone=trusted", f"--add-source={network}") for network in facts.networks),
-        *((option,) for option in _LET_IN.get(facts.status.backend or "", ())),
+        *(
+            (f"--add-port={each.port}/udp" if each.port else f"--add-protocol={each.protocol}",)
+            for each in between_nodes(facts.status)
+        ),
     ]
     permanent = (command("firewall-cmd", "--permanent", *each) for each in settings)
     return line((*permanent, command("firewall-cmd", "--reload")))
@@ -201,7 +190,8 @@ def container_mtu(facts: Facts) -> Iterator[Finding]:
 @check("K", "device", "our devices leave room for the outer headers")
 def device_mtu(facts: Facts) -> Iterator[Finding]:
     link = facts.link(facts.status.uplink_name)
-    room = _OVERHEAD.get(facts.status.backend or "", {})
+    backend = described(facts.status.backend or "")
+    room = backend.overhead
     for name in facts.devices if link and room else ():
         device = facts.link(name)
         headers = room.get(6 if "-v6" in name else 4)
@@ -214,7 +204,7 @@ def device_mtu(facts: Facts) -> Iterator[Finding]:
                     f"raise the MTU of {link.name}, or "
                     + (
                         "set Backend.MTU in the network config"
-                        if facts.status.backend in WITH_OPTION
+                        if takes_mtu(backend)
                         else f"restart flanneld: it takes the MTU of {name} from there"
                     )
                 ),
@@ -275,13 +265,13 @@ def port(facts: Facts) -> Iterator[Finding]:
                 f"nothing ever came in through {name}",
                 f"{sent} packets sent, none received",
                 "most often a firewall between the nodes drops them",
-                Advice(f"let in {_carrier(facts, name)} on all nodes and in the cloud's security groups"),
+                Advice(f"let in {_outer(facts, name)} on all nodes and in the cloud's security groups"),
                 about=name,
             )
 
 
-def _carrier(facts: Facts, name: str) -> str:
+def _outer(facts: Facts, name: str) -> str:
     """Return the protocol or port of a device's packets between the nodes."""
-    link = facts.link(name)
-    make = link.make if link else None
-    return codec_for(make).carrier(make) if isinstance(make, Link) else f"the packets of {name}"
+    family = 6 if "-v6" in name else 4
+    packets = (each for each in between_nodes(facts.status) if each.family in (0, family))
+    return listed(packets) or f"the packets of {name}"

@@ -24,10 +24,6 @@ class DummyCodec(LinkCodec[Dummy]):
     resource = Dummy
     names = re.compile(r"flannel-ipsec")
 
-    def carrier(self, link: Dummy) -> str:
-        del link
-        return "ESP (IP protocol 50), and UDP ports 500 and 4500"
-
 
 _IPIP_LOCAL, _IPIP_REMOTE = 2, 3
 
@@ -53,10 +49,6 @@ class IpipCodec(LinkCodec[Ipip]):
 
     def ends(self, link: Ipip) -> tuple[object, ...]:
         return (link.local, link.remote)
-
-    def carrier(self, link: Ipip) -> str:
-        del link
-        return "IP protocol 4"
 
     def make_commands(self, desired: Ipip, parent: str) -> Iterator[Command]:
         ends = ("local", desired.local or "any", "remote", desired.remote or "any")
@@ -89,10 +81,6 @@ class TunCodec(LinkCodec[Tun]):
     def make(self, desired: Tun) -> bool:
         interfaces.make(desired.name)
         return True
-
-    def carrier(self, link: Tun) -> str:
-        del link
-        return "the UDP port of Backend.Port (8285)"
 
     def make_commands(self, desired: Tun, parent: str) -> Iterator[Command]:
         del parent
@@ -180,9 +168,6 @@ class VxlanCodec(LinkCodec[Vxlan]):
             return is_alike and other.gbp != desired.gbp
         return isinstance(other, ForeignLink) and other.port == desired.port
 
-    def carrier(self, link: Vxlan) -> str:
-        return f"UDP port {link.port}"
-
     def make_commands(self, desired: Vxlan, parent: str) -> Iterator[Command]:
         # fmt: off
         yield command(
@@ -217,10 +202,6 @@ class WireGuardCodec(LinkCodec[WireGuard]):
 
     resource = WireGuard
     names = re.compile(r"flannel-wg(-v6)?")
-
-    def carrier(self, link: WireGuard) -> str:
-        v6 = link.name.endswith("-v6")
-        return f"the UDP port of Backend.{'ListenPortV6 (51821)' if v6 else 'ListenPort (51820)'}"
 
 
 CODECS = (DummyCodec(), IpipCodec(), TunCodec(), VxlanCodec(), WireGuardCodec())

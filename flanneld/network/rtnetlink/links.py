@@ -124,10 +124,6 @@ class LinkCodec(Generic[L]):
         del desired, other
         return False
 
-    def carrier(self, link: L) -> str:
-        """Return the packets that a firewall between nodes must accept, for the operator."""
-        return f"the packets of {link.name}"
-
     def make_commands(self, desired: L, parent: str) -> Iterator[Command]:
         """Yield the iproute2 commands that create the device. ``parent`` is its underlying device."""
         del parent

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from flanneld.backends.registry import BUILT_IN, described
 from flanneld.ctl import nodes as commands
 from flanneld.ctl.checks.cluster import RULES, ClusterRule, cluster_findings, remarks
 from flanneld.ctl.findings import Advice, Severity
 from flanneld.ctl.nodes import Cluster, ClusterNode, Probes, Told, gather, own_node, told
+from flanneld.ctl.path_mtu import takes_mtu
 from flanneld.ctl.source import DataSource
 from flanneld.diagnostics.status import Status
 from flanneld.network.survey import SILENCE, Reply
@@ -94,7 +96,8 @@ def test_rule_names_the_node_that_breaks_it(rule: str, changes: dict[str, Any], 
 def test_advice_for_another_mtu_names_the_backends_with_an_option_for_it() -> None:
     ((_, finding),) = cluster_findings(remarks(cluster(told=replace(TOLD, mtu=1400))))
     assert isinstance(finding.remedy, Advice)
-    assert "with vxlan or wireguard set Backend.MTU" in finding.remedy.text
+    names = sorted(name for name in BUILT_IN if takes_mtu(described(name)))
+    assert f"with {' or '.join(names)} set Backend.MTU" in finding.remedy.text
 
 
 def test_who_shares_a_value_is_told_with_whom() -> None:
