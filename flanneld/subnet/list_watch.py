@@ -1,96 +1,120 @@
-"""Watch of a key in etcd that survives lost connections, lost history and replaced clusters."""
+"""List and watch: one loop for every store, over a new source for each list."""
 
 from __future__ import annotations
 
 import logging
 import math
+import threading
 from collections.abc import Callable
+from typing import Any, Generic, Protocol, TypeVar
 
 from flanneld.compat.glog import V
-from flanneld.errors import Retryable
+from flanneld.errors import Cancelled, Retryable
 from flanneld.model import Event
 from flanneld.runtime import clock
 from flanneld.runtime.complaints import PACE, Once, Outage
-from flanneld.subnet.etcd.keys import KeyClient, KeyReply, Position, PossibleGap, RelistNeeded
+from flanneld.runtime.loop import StepLoop
 from flanneld.subnet.store import Deliver
 
 log = logging.getLogger(__name__)
 
-#: Function that reads the current state; returns its events and the position to watch from.
-Start = Callable[[KeyClient], tuple[list[Event], Position]]
-#: Function that returns the events of a change. Raises ``RelistNeeded`` if everything must be read again.
-EventsOf = Callable[[KeyReply], list[Event]]
+At = TypeVar("At")
+#: Function to call when a watch has begun.
+Contact = Callable[[], object]
 
 
-class KeyWatchMachine:
-    """State machine that watches a key, or all keys of a directory if ``recursive``.
+class RelistNeeded(Retryable):
+    """Error for a watch that cannot continue from its position: relist. The text gives the reason."""
 
-    ``start`` reads the current state, ``news`` turns a change into events, ``deliver`` takes the events of
-    both.
 
-    After each loss of etcd the state is read again. Neither the revision nor the cluster ID reveals a
-    restored backup. The restored history may have overtaken ours. A cluster restored with the same member
-    URLs and token has the same ID.
+class PossibleGap(RelistNeeded):
+    """``RelistNeeded`` as a precaution: perhaps no event was lost."""
 
-    ``pause_time`` is the delay after a failure, in seconds. An outage is logged at its start, once a minute,
-    and at its end.
+
+class Source(Protocol[At]):
+    """One list of a store and the changes after it. It is over with its first error."""
+
+    def start(self) -> tuple[list[Event], At]:
+        """Read the current state. Return its events, and the position to watch from."""
+        ...
+
+    def changes(self, after: At) -> tuple[list[Event], At]:
+        """Wait for the next changes after a position. The same position without events is a silence.
+
+        Raises ``RelistNeeded`` if changes since then are lost.
+        """
+        ...
+
+    def cancel(self) -> None:
+        """End the current call and refuse each later one. May be called repeatedly, from any thread."""
+        ...
+
+    def close(self) -> None:
+        """Close the connections. Only for the thread that makes the calls."""
+        ...
+
+
+class ListWatch(Generic[At]):
+    """State machine that lists a store and follows its changes. After each loss it lists again.
+
+    ``open_source`` returns the next source. It is given the function to call when a watch has begun, which
+    ends an outage. In the log ``name`` is what is watched, and ``back`` the end of an outage. The starts of
+    lists, silences and failures keep ``pace`` seconds apart.
+
+    An outage is logged at its start, once a minute, and at its end.
     """
 
     def __init__(
-        self,
-        client: KeyClient,
-        path: str,
-        start: Start,
-        news: EventsOf,
-        deliver: Deliver,
-        *,
-        recursive: bool,
-        pause_time: float,
+        self, open_source: Callable[[Contact], Source[At]], name: str, *, back: str, pace: float
     ) -> None:
-        self._outage = Outage(log, f"Watching {path}", f"Watching {path}: etcd is back")
-        self._rereads = Once(again=PACE)
-        self._watcher = client.watcher(path, recursive=recursive, contact=self._outage.answered)
-        self._start = start
-        self._news = news
-        self._deliver = deliver
-        self._pause_time = pause_time
-        self._path = path
-        #: Position up to which the history is known; None to read the state again.
-        self._at: Position | None = None
+        self.name = name
+        self._open = open_source
+        self._pace = pace
+        self._outage = Outage(log, f"Watching {name}", f"Watching {name}: {back}")
+        self._relists = Once(again=PACE)
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._wake: Callable[[], None] = lambda: None
+        self._source: Source[At] | None = None
+        #: Reason why another thread wants a new source. It ends a pause.
+        self._cut: RelistNeeded | None = None
+        #: Position up to which the changes are known; None to list.
+        self.at: At | None = None
         self._list_not_before = -math.inf
         self._not_before = -math.inf
 
-    def step(self, now: float) -> float:
-        """Read the state or wait for the next change; return the time of the next step.
+    def run(self, deliver: Deliver, alive: Callable[[], None]) -> None:
+        """Step until ``close``. Raises ``Cancelled`` then."""
+        loop = StepLoop(lambda now: self.step(now, deliver), stop=self._closed, heartbeat=lambda _: alive())
+        self._wake = loop.cancel
+        try:
+            loop.run()
+        finally:
+            self._end()
+        raise Cancelled
 
-        Raises ``Cancelled`` after ``cancel``.
+    def step(self, now: float, deliver: Deliver) -> float:
+        """List, or wait for the next changes. Return the time of the next step.
+
+        Raises ``Cancelled`` after ``close``.
         """
         due = self._due()
         if now < due:
             return due
         events: list[Event] = []
         try:
-            if self._at is None:
-                self._list_not_before = now + self._pause_time
-                events, self._at = self._start(self._watcher.client)
-            else:
-                events, self._at = self._read(self._at, now)
+            events = self._next(now)
         except RelistNeeded as reason:
+            self._end()
             level = V(1) if isinstance(reason, PossibleGap) else logging.WARNING
-            self._rereads.warn(log, str(reason), f"Relisting {self._path}: {reason}", level)
-            self._at = None
+            self._relists.warn(log, str(reason), f"Relisting {self.name}: {reason}", level)
         except Retryable as problem:
+            self._end()
             self._outage.failed(problem)
-            self._at = None
-            self._not_before = clock.now() + self._pause_time
+            self._not_before = clock.now() + self._pace
         if events:
-            self._deliver(events)
+            deliver(events)
         return self._due()
-
-    @property
-    def listens(self) -> bool:
-        """True if the next step waits for a change, False if it sends a request."""
-        return self._at is not None
 
     @property
     def problem(self) -> Retryable | None:
@@ -98,28 +122,113 @@ class KeyWatchMachine:
         return self._outage.problem
 
     def reread(self) -> None:
-        """Read the state again with ``start``. May be called from any thread."""
-        self._watcher.reread()
+        """List again. May be called from any thread."""
+        self._renew(RelistNeeded("requested by the removal guard"))
 
     def reconnect(self) -> None:
-        """Continue over a new connection. May be called from any thread."""
-        self._watcher.reconnect()
-
-    def cancel(self) -> None:
-        """Make ``step`` raise ``Cancelled`` at once. May be called repeatedly, from any thread."""
-        self._watcher.cancel()
+        """List again over a new connection. May be called from any thread."""
+        self._renew(PossibleGap("the connection was given up"))
 
     def close(self) -> None:
-        """Close the connection. Only for the thread that calls ``step``."""
-        self._watcher.close()
+        """Make ``step`` raise ``Cancelled`` at once. May be called repeatedly, from any thread."""
+        self._closed.set()
+        self._renew(None)
 
-    def _read(self, at: Position, now: float) -> tuple[list[Event], Position]:
-        changes = self._watcher.read(at)
-        self._outage.over()
-        if not changes.replies:
-            self._not_before = now + self._pause_time
-        return [event for reply in changes.replies for event in self._news(reply)], changes.at
+    def _next(self, now: float) -> list[Event]:
+        source = self._current()
+        try:
+            if self.at is None:
+                self._list_not_before = now + self._pace
+                events, at = source.start()
+            else:
+                events, at = source.changes(self.at)
+        except (Cancelled, Retryable):
+            self._check()
+            raise
+        # What was read before another thread asked for a list does not count.
+        self._check()
+        if self.at is not None:
+            self._outage.over()
+            if not events and at == self.at:
+                self._not_before = now + self._pace
+        self.at = at
+        return events
+
+    def _current(self) -> Source[At]:
+        with self._lock:
+            if self._source is None and not self._closed.is_set():
+                self._cut = None
+                self._source = self._open(self._outage.answered)
+            self._check()
+            assert self._source is not None
+            return self._source
+
+    def _check(self) -> None:
+        """Raise ``Cancelled`` after ``close``, and the reason if another thread wants a new source."""
+        if self._closed.is_set():
+            raise Cancelled
+        if self._cut is not None:
+            raise self._cut
+
+    def _renew(self, reason: RelistNeeded | None) -> None:
+        with self._lock:
+            self._cut = self._cut or reason
+            if self._source is not None:
+                self._source.cancel()
+        self._wake()
+
+    def _end(self) -> None:
+        with self._lock:
+            source, self._source, self.at = self._source, None, None
+        if source is not None:
+            source.close()
 
     def _due(self) -> float:
-        """Return the time of the next step, so that failures and relists keep ``pause_time`` apart."""
-        return max(self._not_before, self._list_not_before if self._at is None else -math.inf)
+        """Return the time of the next step."""
+        return max(
+            self._not_before if self._cut is None else -math.inf,
+            self._list_not_before if self.at is None else -math.inf,
+        )
+
+
+class Watches:
+    """The running watches of a store. For any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: list[ListWatch[Any]] = []
+        self._is_closed = False
+
+    @property
+    def problem(self) -> Retryable | None:
+        """The current failure of a watch, or None."""
+        with self._lock:
+            return next((each.problem for each in self._running if each.problem), None)
+
+    def run(self, watch: ListWatch[Any], deliver: Deliver, alive: Callable[[], None]) -> None:
+        """Run a watch until ``close``. Raises ``Cancelled`` then."""
+        with self._lock:
+            if self._is_closed:
+                raise Cancelled
+            self._running.append(watch)
+        try:
+            watch.run(deliver, alive)
+        finally:
+            with self._lock:
+                self._running.remove(watch)
+
+    def reread(self) -> None:
+        with self._lock:
+            for watch in self._running:
+                watch.reread()
+
+    def reconnect(self) -> None:
+        with self._lock:
+            for watch in self._running:
+                watch.reconnect()
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            for watch in self._running:
+                watch.close()

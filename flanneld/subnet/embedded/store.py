@@ -26,12 +26,11 @@ from flanneld.subnet.etcd.keys import (
     NoConfig,
     NotFound,
     Position,
-    RelistNeeded,
     StoredKey,
     check_history,
-    check_reread,
 )
 from flanneld.subnet.etcd.store import EtcdStore
+from flanneld.subnet.list_watch import Contact, RelistNeeded
 
 #: Changes to keep: more than a large cluster makes in a minute, for which a client may be disconnected.
 KEPT = 10_000
@@ -314,7 +313,7 @@ class EmbeddedClient:
         self.check()
         self.store.remove(key)
 
-    def watcher(self, key: str, *, recursive: bool, contact: Callable[[], object]) -> EmbeddedWatcher:
+    def watcher(self, key: str, *, recursive: bool, contact: Contact) -> EmbeddedWatcher:
         return EmbeddedWatcher(EmbeddedClient(self.store), key, recursive=recursive, contact=contact)
 
     def missing(self, key: str, example: str, *, elsewhere: bool) -> NoConfig:
@@ -337,14 +336,11 @@ class EmbeddedClient:
 class EmbeddedWatcher:
     """``Watcher`` of a store in this process."""
 
-    def __init__(
-        self, client: EmbeddedClient, key: str, *, recursive: bool, contact: Callable[[], object]
-    ) -> None:
+    def __init__(self, client: EmbeddedClient, key: str, *, recursive: bool, contact: Contact) -> None:
         self.client = client
         self._key = key
         self._recursive = recursive
         self._contact = contact
-        self._reread = threading.Event()
 
     def read(self, after: Position) -> KeyChanges:
         store = self.client.store
@@ -352,7 +348,6 @@ class EmbeddedWatcher:
         while True:
             writes = store.writes
             self.client.check()
-            check_reread(self._reread)
             changes = store.changes(self._key, recursive=self._recursive, after=after)
             self._contact()
             if changes.replies or clock.now() > deadline:
@@ -360,13 +355,6 @@ class EmbeddedWatcher:
             store.listen(writes, TICK)
             store.tick()
             after = changes.at
-
-    def reread(self) -> None:
-        self._reread.set()
-        self.client.store.wake()
-
-    def reconnect(self) -> None:
-        """Do nothing: a file has no connection."""
 
     def cancel(self) -> None:
         self.client.cancel()

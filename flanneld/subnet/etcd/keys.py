@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from msgspec import Struct
 
 from flanneld.errors import Retryable
-
-if TYPE_CHECKING:
-    from threading import Event
+from flanneld.model import Event
+from flanneld.subnet.list_watch import Contact, ListWatch, RelistNeeded
 
 
 class Position(Struct, frozen=True, gc=False):
@@ -73,14 +72,6 @@ class Conflict(Retryable):
     """Error for a conditional write whose condition did not hold: another writer was first."""
 
 
-class RelistNeeded(Retryable):
-    """Error for a watch that cannot continue from its position: relist. The text gives the reason."""
-
-
-class PossibleGap(RelistNeeded):
-    """``RelistNeeded`` as a precaution: perhaps no event was lost."""
-
-
 class NoConfig(Retryable):
     """Error for a network config that the operator has not written yet."""
 
@@ -126,8 +117,11 @@ class KeyClient(Protocol):
         """Delete a key unconditionally. Raises ``NotFound``."""
         ...
 
-    def watcher(self, key: str, *, recursive: bool, contact: Callable[[], object]) -> Watcher:
-        """Return a watcher of a key or a directory, with a connection of its own."""
+    def watcher(self, key: str, *, recursive: bool, contact: Contact) -> Watcher:
+        """Return a watcher of a key or a directory, with a connection of its own, for one list.
+
+        ``contact`` is called when a watch has begun.
+        """
         ...
 
     def missing(self, key: str, example: str, *, elsewhere: bool) -> NoConfig:
@@ -158,13 +152,9 @@ class Watcher(Protocol):
         """
         ...
 
-    def reread(self) -> None:
-        """Make the current or next ``read`` raise ``RelistNeeded``. May be called from any thread."""
+    def cancel(self) -> None:
+        """Make each ``read`` raise ``Cancelled``. May be called repeatedly, from any thread."""
         ...
-
-    def reconnect(self) -> None: ...
-
-    def cancel(self) -> None: ...
 
     def close(self) -> None:
         """Close the connection. Only for the thread that reads."""
@@ -182,8 +172,41 @@ def check_history(after: Position, now: Position) -> None:
         raise RelistNeeded("etcd's revision went back; was it restored?")
 
 
-def check_reread(wanted: Event) -> None:
-    """Raise ``RelistNeeded`` if a reread was requested, and clear the request."""
-    if wanted.is_set():
-        wanted.clear()
-        raise RelistNeeded("requested by the removal guard")
+#: Function that reads the current state; returns its events and the position to watch from.
+Start = Callable[[KeyClient], tuple[list[Event], Position]]
+#: Function that returns the events of a change. Raises ``RelistNeeded`` if everything must be read again.
+EventsOf = Callable[[KeyReply], list[Event]]
+
+
+class KeySource:
+    """``Source`` on a watcher: ``start`` lists with its client, ``news`` turns a change into events."""
+
+    def __init__(self, watcher: Watcher, start: Start, news: EventsOf) -> None:
+        self._watcher = watcher
+        self._start = start
+        self._news = news
+        self.cancel = watcher.cancel
+        self.close = watcher.close
+
+    def start(self) -> tuple[list[Event], Position]:
+        return self._start(self._watcher.client)
+
+    def changes(self, after: Position) -> tuple[list[Event], Position]:
+        changes = self._watcher.read(after)
+        return [event for reply in changes.replies for event in self._news(reply)], changes.at
+
+
+def watch_keys(
+    client: KeyClient, key: str, start: Start, news: EventsOf, *, recursive: bool, pace: float
+) -> ListWatch[Position]:
+    """Return the watch of a key, or of all keys of a directory.
+
+    It lists after each loss of etcd. Neither the revision nor the cluster ID reveals a restored backup: the
+    restored history may have overtaken ours, and a cluster restored with the same member URLs and token has
+    the same ID.
+    """
+
+    def open_source(contact: Contact) -> KeySource:
+        return KeySource(client.watcher(key, recursive=recursive, contact=contact), start, news)
+
+    return ListWatch(open_source, key, back="etcd is back", pace=pace)

@@ -26,7 +26,8 @@ from flanneld.model import (
 from flanneld.runtime import clock
 from flanneld.runtime.complaints import BatchedWarnings
 from flanneld.subnet.codec import format_key, parse_attrs, parse_key
-from flanneld.subnet.etcd.keys import KeyClient, KeyReply, NotFound, Position, RelistNeeded, StoredKey
+from flanneld.subnet.etcd.keys import KeyClient, KeyReply, NotFound, Position, StoredKey
+from flanneld.subnet.list_watch import RelistNeeded
 
 log = logging.getLogger(__name__)
 

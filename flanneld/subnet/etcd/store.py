@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import posixpath
-import threading
 from collections.abc import Callable, Iterable
 from ipaddress import IPv4Network, IPv6Network
 
@@ -37,12 +36,11 @@ from flanneld.model import (
 )
 from flanneld.runtime import clock, randomness
 from flanneld.runtime.complaints import Once
-from flanneld.runtime.loop import StepLoop
 from flanneld.subnet.allocation import choose, fits, public_ips_in, unfollowed
 from flanneld.subnet.codec import format_attrs
-from flanneld.subnet.etcd.keys import Conflict, KeyClient, KeyReply, NotFound, Position
+from flanneld.subnet.etcd.keys import Conflict, KeyClient, KeyReply, NotFound, Position, watch_keys
 from flanneld.subnet.etcd.leases import LeaseReader, Listing, node_address, say_kept
-from flanneld.subnet.list_watch import KeyWatchMachine
+from flanneld.subnet.list_watch import ListWatch, Watches
 from flanneld.subnet.store import NO_FACTS, Deliver, IsSelf, LocalFacts
 
 log = logging.getLogger(__name__)
@@ -91,9 +89,8 @@ class EtcdStore:
         self._is_elsewhere = is_elsewhere
         self._addresses = addresses
         self._once = Once()
-        self._lock = threading.Lock()
-        self._closed = threading.Event()
-        self._watches: dict[KeyWatchMachine, StepLoop] = {}
+        self._closed = False
+        self._watches = Watches()
         #: The leases as last read, until a watch starts from them. ``_known`` is valid until we write.
         self._known: Listing | None = None
         self._unwatched: Listing | None = None
@@ -185,13 +182,13 @@ class EtcdStore:
         raise Retryable(f"the lease {lease} changes all the time", "give each node its own -public-ip")
 
     def watch(self, deliver: Deliver, alive: Callable[[], None]) -> None:
-        def beat(_within: float) -> None:
+        def beat() -> None:
             self._reader.complain()
             alive()
 
-        self._run(self.watch_machine(deliver), beat)
+        self._watches.run(self.lease_watch(), deliver, beat)
 
-    def watch_machine(self, deliver: Deliver) -> KeyWatchMachine:
+    def lease_watch(self) -> ListWatch[Position]:
         """Return the state machine of ``watch``."""
 
         def start(client: KeyClient) -> tuple[list[Event], Position]:
@@ -200,20 +197,14 @@ class EtcdStore:
                 listing = self._reader.read_all(client)
             return [listing.snapshot()], listing.at
 
-        return KeyWatchMachine(
-            self._requests,
-            self._reader.path,
-            start,
-            self._reader.news,
-            deliver,
-            recursive=True,
-            pause_time=self._pause_time,
+        return watch_keys(
+            self._requests, self._reader.path, start, self._reader.news, recursive=True, pace=self._pause_time
         )
 
     def watch_own(self, lease: Lease, deliver: Deliver, alive: Callable[[], None]) -> None:
-        self._run(self.own_watch_machine(lease, deliver), lambda _within: alive())
+        self._watches.run(self.own_watch(lease), deliver, alive)
 
-    def own_watch_machine(self, lease: Lease, deliver: Deliver) -> KeyWatchMachine:
+    def own_watch(self, lease: Lease) -> ListWatch[Position]:
         """Return the state machine of ``watch_own``."""
         path = self._reader.key_of(lease.key)
 
@@ -231,59 +222,34 @@ class EtcdStore:
             # An invalid value in our own lease counts as overwritten by another node.
             return [Added(Lease(LeaseAttrs(), *lease.key, asof=reply.node.modified))]
 
-        return KeyWatchMachine(
-            self._requests, path, start, news, deliver, recursive=False, pause_time=self._pause_time
-        )
+        return watch_keys(self._requests, path, start, news, recursive=False, pace=self._pause_time)
 
     def reread(self) -> None:
-        with self._lock:
-            for machine in self._watches:
-                machine.reread()
+        self._watches.reread()
 
     @property
     def problem(self) -> Retryable | None:
         """The current failure of a watch, or None."""
-        with self._lock:
-            return next((each.problem for each in self._watches if each.problem), None)
+        return self._watches.problem
 
     def reconnect(self) -> None:
-        with self._lock:
-            self._requests.reconnect()
-            for machine in self._watches:
-                machine.reconnect()
+        self._requests.reconnect()
+        self._watches.reconnect()
 
     def close(self) -> None:
-        with self._lock:
-            self._closed.set()
-            for machine, loop in self._watches.items():
-                machine.cancel()
-                loop.cancel()
-            self._requests.cancel()
+        self._closed = True
+        self._watches.close()
+        self._requests.cancel()
 
     # ---- reading -----------------------------------------------------------------------------
 
     def _list(self) -> Listing:
-        if self._closed.is_set():
+        if self._closed:
             raise Cancelled
         listing = self._known
         if listing is None or not listing.is_fresh():
             listing = self._known = self._unwatched = self._reader.read_all(self._requests)
         return listing
-
-    def _run(self, machine: KeyWatchMachine, heartbeat: Callable[[float], None]) -> None:
-        """Step a watch until ``close``. Raises ``Cancelled`` then."""
-        loop = StepLoop(machine.step, stop=self._closed, heartbeat=heartbeat)
-        with self._lock:
-            if self._closed.is_set():
-                raise Cancelled
-            self._watches[machine] = loop
-        try:
-            loop.run()
-            raise Cancelled
-        finally:
-            machine.close()
-            with self._lock:
-                del self._watches[machine]
 
     # ---- acquiring ---------------------------------------------------------------------------
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 import posixpath
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote, urlencode
 
@@ -20,18 +19,9 @@ from msgspec.structs import replace
 from flanneld.subnet.etcd import v2_messages
 from flanneld.subnet.etcd.endpoints import Server
 from flanneld.subnet.etcd.http import Answer, Request
-from flanneld.subnet.etcd.keys import (
-    Conflict,
-    KeyChanges,
-    KeyReply,
-    NoConfig,
-    NotFound,
-    Position,
-    PossibleGap,
-    RelistNeeded,
-    check_reread,
-)
+from flanneld.subnet.etcd.keys import Conflict, KeyChanges, KeyReply, NoConfig, NotFound, Position
 from flanneld.subnet.etcd.transport import Send, Transport
+from flanneld.subnet.list_watch import Contact, PossibleGap, RelistNeeded
 
 #: Changes that etcd queues for a stream.
 _QUEUE = 100
@@ -48,14 +38,13 @@ class V2Client(etcd.Client):  # type: ignore[misc] # python-etcd has no types
     api = "v2"
     names_ipv6 = False
 
-    def __init__(self, transport: Transport, contact: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, transport: Transport, contact: Contact = lambda: None) -> None:
         super().__init__()
         self._transport = transport
         self._contact = contact
         #: Position and timeout of the watch that is being requested.
         self._after: Position | None = None
         self._poll_timeout = 0.0
-        self._reread = threading.Event()
 
     def root(self, prefix: str) -> str:
         return "/" + posixpath.normpath(f"/{prefix}").lstrip("/")
@@ -81,7 +70,7 @@ class V2Client(etcd.Client):  # type: ignore[misc] # python-etcd has no types
     def remove(self, key: str) -> None:
         self.delete(key)
 
-    def watcher(self, key: str, *, recursive: bool, contact: Callable[[], object]) -> V2Watcher:
+    def watcher(self, key: str, *, recursive: bool, contact: Contact) -> V2Watcher:
         own = Transport(self._transport.servers, self._transport.timeouts)
         return V2Watcher(V2Client(own, contact), key, recursive=recursive)
 
@@ -125,10 +114,6 @@ class V2Client(etcd.Client):  # type: ignore[misc] # python-etcd has no types
             last = reply.node.modified
         return found, begun
 
-    def reread(self) -> None:
-        self._reread.set()
-        self.reconnect()
-
     def reconnect(self) -> None:
         self._transport.reconnect()
 
@@ -171,8 +156,6 @@ class V2Client(etcd.Client):  # type: ignore[misc] # python-etcd has no types
             if answer.at.index and answer.status < 500:
                 self._contact()
             if after is not None and answer.status == 200:
-                # Not earlier: a reread shuts the connection down, so it must be there by then.
-                check_reread(self._reread)
                 v2_messages.check_history(after, answer.at)
                 if self._transport.losses > losses:
                     raise PossibleGap("the connection was lost, or given up")
@@ -259,12 +242,6 @@ class V2Watcher:
             self.client.fetch(posixpath.join(self._key, "nobody") if self._recursive else self._key)
         except NotFound:
             return  # a quorum answered
-
-    def reread(self) -> None:
-        self.client.reread()
-
-    def reconnect(self) -> None:
-        self.client.reconnect()
 
     def cancel(self) -> None:
         self.client.cancel()

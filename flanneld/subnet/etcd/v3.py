@@ -16,20 +16,10 @@ from flanneld.subnet.etcd import v3_messages
 from flanneld.subnet.etcd.carriers import Stream, open_carrier
 from flanneld.subnet.etcd.endpoints import Server, Servers
 from flanneld.subnet.etcd.http import ServerFailed
-from flanneld.subnet.etcd.keys import (
-    Conflict,
-    KeyChanges,
-    KeyReply,
-    NoConfig,
-    NotFound,
-    Position,
-    PossibleGap,
-    RelistNeeded,
-    StoredKey,
-    check_reread,
-)
+from flanneld.subnet.etcd.keys import Conflict, KeyChanges, KeyReply, NoConfig, NotFound, Position, StoredKey
 from flanneld.subnet.etcd.transport import EtcdTimeouts, Transport, no_answer, server_failed
 from flanneld.subnet.etcd.v3_messages import AccessRefused, CallServer, GatewayMessage, LeaseGone, LoginNeeded
+from flanneld.subnet.list_watch import Contact, PossibleGap, RelistNeeded
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +42,8 @@ class V3Client:
         self._written: dict[str, tuple[int, int]] = {}
         #: By server name: the time of its last response.
         self._answered: dict[str, float] = {}
+        #: By key: until when a watch behind the store's revision is not restarted.
+        self.trusted: dict[str, float] = {}
 
     # ---- interface ---------------------------------------------------------------------------
 
@@ -94,7 +86,7 @@ class V3Client:
         if not found:
             raise NotFound(at)
 
-    def watcher(self, key: str, *, recursive: bool, contact: Callable[[], object]) -> V3Watcher:
+    def watcher(self, key: str, *, recursive: bool, contact: Contact) -> V3Watcher:
         return V3Watcher(self, key, recursive=recursive, contact=contact)
 
     def missing(self, key: str, example: str, *, elsewhere: bool) -> NoConfig:
@@ -250,7 +242,7 @@ TRUST = 600.0
 class V3Watcher:
     """``keys.Watcher`` on v3. ``contact`` is called once the watch has started."""
 
-    def __init__(self, client: V3Client, key: str, *, recursive: bool, contact: Callable[[], object]) -> None:
+    def __init__(self, client: V3Client, key: str, *, recursive: bool, contact: Contact) -> None:
         self.client = client
         self._key = key
         self._recursive = recursive
@@ -265,13 +257,8 @@ class V3Watcher:
         self._at: Position | None = None
         #: The latest store revision that the stream has named.
         self._told = 0
-        #: Until when a watch behind the store's revision is not restarted.
-        self._trusted_until = -math.inf
         #: The watch was restarted as overdue and has sent nothing since.
         self._in_doubt = False
-        #: True if we dropped the connection ourselves: its failure says nothing about the server.
-        self._gave_up = False
-        self._reread = threading.Event()
 
     def read(self, after: Position) -> KeyChanges:
         try:
@@ -281,29 +268,18 @@ class V3Watcher:
             self._check()
             self.client.distrust()
             assert self._server  # the one that failed
-            if not self._gave_up:
-                raise no_answer({self._server.name: failure}) from None
+            raise no_answer({self._server.name: failure}) from None
         except Retryable as reason:
             self.close()
             if self._in_doubt and isinstance(reason, RelistNeeded):
                 raise PossibleGap(reason.problem) from None
             raise
-        self._gave_up = False
-        check_reread(self._reread)
-        raise PossibleGap("the connection was given up")
-
-    def reread(self) -> None:
-        self._reread.set()
-        self.reconnect()
-
-    def reconnect(self) -> None:
-        self._gave_up = True
-        self._drop()
 
     def cancel(self) -> None:
         with self._lock:
             self._is_cancelled = True
-        self._drop()
+            if self._stream is not None:
+                self._stream.cancel()
 
     def close(self) -> None:
         if self._stream is not None:
@@ -314,8 +290,6 @@ class V3Watcher:
         if self._stream is None or self._at != after:
             self.close()
             self._open(after)
-        # Not earlier: a reread shuts the connection down, so it must be there by then.
-        check_reread(self._reread)
         assert self._begun
         assert self._stream
         while True:
@@ -346,9 +320,10 @@ class V3Watcher:
         """
         if found and not self._recursive:
             return found.modified > after.index
-        if now.index <= self._told or clock.now() < self._trusted_until:
+        trusted = self.client.trusted
+        if now.index <= self._told or clock.now() < trusted.get(self._key, -math.inf):
             return False
-        self._trusted_until = clock.now() + TRUST
+        trusted[self._key] = clock.now() + TRUST
         return True
 
     def _reply(self, action: str, found: v3_messages.KeyValue, at: Position) -> KeyReply:
@@ -390,12 +365,6 @@ class V3Watcher:
                 raise Cancelled
             self._stream = stream
         return stream
-
-    def _drop(self) -> None:
-        with self._lock:
-            stream = self._stream
-        if stream is not None:
-            stream.cancel()
 
     def _check(self) -> None:
         if self._is_cancelled:

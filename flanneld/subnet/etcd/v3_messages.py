@@ -16,7 +16,8 @@ from msgspec import Meta, Struct
 
 from flanneld.errors import Retryable
 from flanneld.subnet.etcd.http import NO_ACCESS, Answer, ServerFailed, json_object, not_etcd, parsed_object
-from flanneld.subnet.etcd.keys import Position, RelistNeeded, StoredKey, check_history
+from flanneld.subnet.etcd.keys import Position, StoredKey, check_history
+from flanneld.subnet.list_watch import RelistNeeded
 
 _CANCELLED, _DEADLINE_EXCEEDED, _NOT_FOUND = 1, 4, 5
 _PERMISSION_DENIED, _UNAVAILABLE, _UNAUTHENTICATED = 7, 14, 16

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import posixpath
-import threading
 from collections import deque
 from collections.abc import Callable
 
@@ -13,11 +12,10 @@ from msgspec import Struct
 from flanneld.errors import Cancelled, Refused
 from flanneld.model import Event, LeaseKey
 from flanneld.runtime import clock
-from flanneld.runtime.loop import StepLoop
 from flanneld.runtime.waits import Signal
 from flanneld.subnet.codec import parse_attrs, parse_key
-from flanneld.subnet.etcd.keys import KeyClient, KeyReply, NotFound, Position, RelistNeeded
-from flanneld.subnet.list_watch import KeyWatchMachine
+from flanneld.subnet.etcd.keys import KeyClient, KeyReply, NotFound, Position, watch_keys
+from flanneld.subnet.list_watch import RelistNeeded
 from flanneld.subnet.remote.wire import WireEvent, WireLease
 
 log = logging.getLogger(__name__)
@@ -49,10 +47,7 @@ class ChangeLog:
 
     def __init__(self, client: KeyClient, prefix: str, pause: float) -> None:
         self._root = client.root(prefix)
-        self._machine = KeyWatchMachine(
-            client, self._root, self._start, self._news, _ignore, recursive=True, pause_time=pause
-        )
-        self._stop = threading.Event()
+        self._watch = watch_keys(client, self._root, self._start, self._news, recursive=True, pace=pause)
         self._changed = Signal()
         self._entries: deque[LogEntry] = deque()
         #: The index after which every change is in the log, None until etcd has answered.
@@ -63,23 +58,18 @@ class ChangeLog:
     @property
     def problem(self) -> str:
         """Reason why etcd cannot be watched now; empty if it can."""
-        return str(self._machine.problem or "")
+        return str(self._watch.problem or "")
 
     def run(self, alive: Callable[[], None]) -> None:
         """Follow etcd until ``close`` (raises ``Cancelled``)."""
-        try:
-            StepLoop(self._machine.step, stop=self._stop, heartbeat=lambda _within: alive()).run()
-        finally:
-            self._machine.close()
-        raise Cancelled
+        self._watch.run(_ignore, alive)
 
     def close(self) -> None:
         """End ``run`` and every wait. From any thread."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-        self._stop.set()
-        self._machine.cancel()
+        self._watch.close()
 
     def next_after(
         self, after: int, wanted: Wanted, is_there: Callable[[], bool], now: Callable[[], int]

@@ -24,13 +24,12 @@ from flanneld.subnet.etcd.keys import (
     NoConfig,
     NotFound,
     Position,
-    PossibleGap,
-    RelistNeeded,
     StoredKey,
     check_history,
 )
 from flanneld.subnet.etcd.store import EtcdStore
 from flanneld.subnet.etcd.v2 import V2Watcher
+from flanneld.subnet.list_watch import RelistNeeded
 from tests.unit.simulation.world import World
 
 #: Seconds for which a poll or a silent stream lasts.
@@ -184,6 +183,8 @@ class SimulatedClient:
         self._is_cancelled = False
         self._written: dict[str, int] = {}
         self._seen = 0
+        #: The watcher of each key that was opened last.
+        self.watchers: dict[str, SimulatedWatcher] = {}
 
     def root(self, prefix: str) -> str:
         return prefix
@@ -235,7 +236,12 @@ class SimulatedClient:
 
     def watcher(self, key: str, *, recursive: bool, contact: Callable[[], object]) -> SimulatedWatcher:
         made = SimulatedWatcher(self._etcd, self, key, recursive=recursive, contact=contact)
-        self._etcd.watchers.append(made)
+        former, self.watchers[key] = self.watchers.get(key), made
+        watchers = self._etcd.watchers
+        if former in watchers:
+            watchers[watchers.index(former)] = made
+        else:
+            watchers.append(made)
         return made
 
     def missing(self, key: str, example: str, *, elsewhere: bool) -> NoConfig:
@@ -247,6 +253,9 @@ class SimulatedClient:
 
     def cancel(self) -> None:
         self._is_cancelled = True
+        for watcher in self.watchers.values():
+            self._etcd.watchers.remove(watcher)
+        self.watchers.clear()
 
     def _ask(self) -> None:
         if self._is_cancelled:
@@ -321,7 +330,7 @@ class SimulatedStream:
 
 
 class SimulatedWatcher:
-    """``keys.Watcher`` of one process. ``wake`` is called with the time at which ``read`` would return."""
+    """``Watcher`` of one process. ``wake`` is called with the time at which ``read`` would return."""
 
     def __init__(
         self,
@@ -337,7 +346,7 @@ class SimulatedWatcher:
         self._key = key
         self._recursive = recursive
         self._contact = contact
-        self._wants_reread = False
+        self._is_cancelled = False
         self.is_broken = False
         self.stream = SimulatedStream(etcd, self)
         self._v2 = V2Watcher(self.stream, key, recursive=recursive)  # type: ignore[arg-type]
@@ -354,7 +363,7 @@ class SimulatedWatcher:
 
     def wait(self, at: Position) -> float:
         """Begin to wait for what comes after now; return when ``read`` would return without news."""
-        if self.is_broken or self._wants_reread:
+        if self.is_broken or self._is_cancelled:
             return max(self._etcd.world.time, self.stalled_until)
         if not self._etcd.is_down:
             self._contact()
@@ -366,10 +375,8 @@ class SimulatedWatcher:
         return at.index < self._etcd.index
 
     def read(self, after: Position) -> KeyChanges:
-        if self._wants_reread:
-            self._wants_reread = False
-            self.stream.close()
-            raise PossibleGap("the connection was given up")
+        if self._is_cancelled:
+            raise Cancelled
         if self.is_broken:
             self.is_broken = False
             self.stream.close()
@@ -393,26 +400,18 @@ class SimulatedWatcher:
         found = self._etcd.history[after.index + 1 - self._etcd.first :]
         return [each for each in found if self.concerns(each.node.key)]
 
-    def reread(self) -> None:
-        self._wants_reread = True
+    def cancel(self) -> None:
+        self._is_cancelled = True
         self.hear(0.0)
 
-    def reconnect(self) -> None:
-        self.is_broken = True
-
-    def cancel(self) -> None:
-        self.client.cancel()
-
     def close(self) -> None:
-        if self in self._etcd.watchers:
-            self._etcd.watchers.remove(self)
+        self.stream.close()
 
 
 def _reply(change: Change, after: Position) -> KeyReply:
     return KeyReply(change.action, change.node, (), Position(change.node.modified, after.cluster))
 
 
-def open_manager(etcd: SimulatedEtcd, before_request: Callable[[], None]) -> EtcdStore:
+def store_on(client: SimulatedClient) -> EtcdStore:
     """The product's store over a client of one process."""
-    client = SimulatedClient(etcd, before_request)
     return EtcdStore(client, PREFIX, "simulation", pause_time=1.0, addresses=lambda: ADDRESSES)

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from flanneld.model import Lease
 from flanneld.subnet.etcd.both import BothStores
-from flanneld.subnet.etcd.store import EtcdStore
+from flanneld.subnet.etcd.keys import Position
 from flanneld.subnet.kube.nodes import DEFAULT_PREFIX
 from flanneld.subnet.kube.store import KubeOptions, KubeStore
 from flanneld.subnet.kube.watch import NodeWatchMachine
-from flanneld.subnet.list_watch import KeyWatchMachine
+from flanneld.subnet.list_watch import ListWatch
 from flanneld.subnet.store import Deliver, Store
-from tests.unit.simulation.etcd import SimulatedEtcd, SimulatedWatcher, open_manager
+from tests.unit.simulation.etcd import SimulatedClient, SimulatedEtcd, store_on
 from tests.unit.simulation.kube import SimulatedApi, SimulatedApiServer
 
 if TYPE_CHECKING:
@@ -46,46 +46,54 @@ class SimulatedEtcdStore:
     contested = True
 
     def __init__(self, etcds: Sequence[SimulatedEtcd], process: Process) -> None:
-        sides = [open_manager(etcd, process.count_operation) for etcd in etcds]
+        self._clients = [SimulatedClient(etcd, process.count_operation) for etcd in etcds]
+        sides = [store_on(client) for client in self._clients]
         self._both = BothStores(*sides, pause=process.world.pause) if len(sides) > 1 else None
         self._sides = sides
         self.manager: Store = self._both or sides[0]
-        self._watches: list[KeyWatchMachine] = []
+        self._watches: list[ListWatch[Position]] = []
 
     def watch(self, process: Process, deliver: Deliver) -> None:
-        for side, hear in self._heard(self._both.hearing(deliver) if self._both else deliver):
-            self._follow(process, f"{side.api} watch", side.watch_machine(hear))
+        hear = self._both.hearing(deliver) if self._both else None
+        for side, client in zip(self._sides, self._clients, strict=True):
+            told = partial(hear, side.api) if hear else deliver
+            self._follow(process, f"{side.api} watch", side.lease_watch(), client, told)
 
     def watch_own(self, process: Process, lease: Lease, deliver: Deliver) -> None:
-        for side, hear in self._heard(self._both.hearing_own(lease, deliver) if self._both else deliver):
-            self._follow(process, f"{side.api} own watch", side.own_watch_machine(lease, hear))
+        hear = self._both.hearing_own(lease, deliver) if self._both else None
+        for side, client in zip(self._sides, self._clients, strict=True):
+            told = partial(hear, side.api) if hear else deliver
+            self._follow(process, f"{side.api} own watch", side.own_watch(lease), client, told)
 
     def reread(self) -> None:
-        self.manager.reread()
-        for machine in self._watches:
-            machine.reread()
+        for watch in self._watches:
+            watch.reread()
 
     def close(self) -> None:
-        for machine in self._watches:
-            machine.close()
+        for watch in self._watches:
+            watch.close()
         self.manager.close()
 
-    def _heard(self, deliver: Any) -> list[tuple[EtcdStore, Deliver]]:
-        return [(side, partial(deliver, side.api) if self._both else deliver) for side in self._sides]
-
-    def _follow(self, process: Process, name: str, machine: KeyWatchMachine) -> None:
-        watcher = machine._watcher
-        assert isinstance(watcher, SimulatedWatcher)
-        self._watches.append(machine)
+    def _follow(
+        self,
+        process: Process,
+        name: str,
+        watch: ListWatch[Position],
+        client: SimulatedClient,
+        deliver: Deliver,
+    ) -> None:
+        self._watches.append(watch)
 
         def step(now: float) -> float:
-            wakeup = machine.step(now)
-            at = machine._at
+            wakeup = watch.step(now, deliver)
+            watcher = client.watchers[watch.name]
+            watcher.wake = task.wake
             # What came before the wait is news at once.
-            return wakeup if at is None or watcher.has_more_than(at) else max(wakeup, watcher.wait(at))
+            if watch.at is None or watcher.has_more_than(watch.at):
+                return wakeup
+            return max(wakeup, watcher.wait(watch.at))
 
         task = process.start(name, step)
-        watcher.wake = task.wake
 
 
 class SimulatedKubeStore:

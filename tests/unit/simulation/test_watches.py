@@ -13,7 +13,14 @@ from flanneld.errors import Cancelled
 from flanneld.model import Added, Event, LeaseAttrs, Removed, Snapshot
 from flanneld.subnet.kube.nodes import DEFAULT_PREFIX
 from flanneld.subnet.kube.store import KubeOptions, KubeStore
-from tests.unit.simulation.etcd import PREFIX, V2_QUEUE, SimulatedEtcd, SimulatedWatcher, open_manager
+from tests.unit.simulation.etcd import (
+    PREFIX,
+    V2_QUEUE,
+    SimulatedClient,
+    SimulatedEtcd,
+    SimulatedWatcher,
+    store_on,
+)
 from tests.unit.simulation.kube import SimulatedApi, SimulatedApiServer
 from tests.unit.simulation.world import World
 
@@ -36,7 +43,8 @@ class EtcdWatch:
         self.etcd = SimulatedEtcd(world, api, CONFIG)
         self.write(1)
         self.events: list[Event] = []
-        self.machine = open_manager(self.etcd, lambda: None).watch_machine(self.events.extend)
+        self.client = SimulatedClient(self.etcd, lambda: None)
+        self.machine = store_on(self.client).lease_watch()
 
     def write(self, number: int) -> None:
         self.etcd.put(f"{PREFIX}/subnets/10.0.{number}.0-24", LEASE % number, 86400)
@@ -44,8 +52,12 @@ class EtcdWatch:
     def step(self) -> list[str]:
         """Step, and return what was told."""
         self.events.clear()
-        self.due = self.machine.step(self.world.time)
+        self.due = self.machine.step(self.world.time, self.events.extend)
         return [_told(event) for event in self.events]
+
+    @property
+    def watcher(self) -> SimulatedWatcher:
+        return self.client.watchers[self.machine.name]
 
 
 def _told(event: Event) -> str:
@@ -65,9 +77,9 @@ def watch(world: World, request: pytest.FixtureRequest) -> EtcdWatch:
 
 
 def test_etcd_is_listed_and_then_watched(watch: EtcdWatch) -> None:
-    assert not watch.machine.listens
+    assert watch.machine.at is None
     assert watch.step() == ["all: 10.0.1.0/24"]
-    assert watch.machine.listens
+    assert watch.machine.at is not None
     watch.write(2)
     assert watch.step() == ["+10.0.2.0/24"]
     watch.etcd.delete(f"{PREFIX}/subnets/10.0.1.0-24")
@@ -78,8 +90,7 @@ def test_etcd_is_listed_and_then_watched(watch: EtcdWatch) -> None:
 
 def test_a_stream_that_etcd_dropped_is_noticed(watch: EtcdWatch) -> None:
     watch.step()
-    watcher, at = watch.machine._watcher, watch.machine._at
-    assert isinstance(watcher, SimulatedWatcher)
+    watcher, at = watch.watcher, watch.machine.at
     assert at is not None
     watcher.wait(at)
     for number in range(2, 152):
@@ -97,7 +108,7 @@ def test_forgotten_history_is_read_again_but_not_at_once(watch: EtcdWatch) -> No
     watch.write(2)
     watch.etcd.compact()
     assert watch.step() == []
-    assert (watch.machine.listens, watch.due) == (False, watch.world.time + 0.75)
+    assert (watch.machine.at, watch.due) == (None, watch.world.time + 0.75)
     assert watch.step() == []
     watch.world.time += 0.75
     assert watch.step() == ["all: 10.0.1.0/24, 10.0.2.0/24"]
@@ -136,7 +147,7 @@ def test_reread_reads_everything_and_a_cut_ends_the_watch(watch: EtcdWatch) -> N
     watch.world.time += 1
     assert watch.step() == []
     assert watch.step() == ["all: 10.0.1.0/24"]
-    watch.machine.cancel()
+    watch.machine.close()
     with pytest.raises(Cancelled):
         watch.step()
 

@@ -26,8 +26,9 @@ from flanneld.subnet.embedded.store import PREFIX, EmbeddedClient, KeyStore, Mom
 from flanneld.subnet.etcd.api_choice import open_client
 from flanneld.subnet.etcd.copy import Migration
 from flanneld.subnet.etcd.endpoints import EtcdOptions, Servers
-from flanneld.subnet.etcd.keys import Conflict, NotFound, Position, RelistNeeded
+from flanneld.subnet.etcd.keys import Conflict, NotFound, Position
 from flanneld.subnet.etcd.transport import EtcdTimeouts, Transport
+from flanneld.subnet.list_watch import RelistNeeded
 from tests.clock import Clock
 from tests.local_etcd import LocalEtcd
 

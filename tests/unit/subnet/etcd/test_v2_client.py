@@ -16,9 +16,10 @@ from msgspec.structs import replace
 
 from flanneld.errors import Cancelled, Retryable
 from flanneld.runtime.sockets.interruptible import InterruptibleSocket, Unreachable
-from flanneld.subnet.etcd.keys import Conflict, NotFound, Position, RelistNeeded
+from flanneld.subnet.etcd.keys import Conflict, NotFound, Position
 from flanneld.subnet.etcd.transport import EtcdTimeouts
 from flanneld.subnet.etcd.v2 import V2Client, V2Watcher
+from flanneld.subnet.list_watch import RelistNeeded
 from tests.etcd_clients import transport_to
 from tests.lab.impostor import http
 from tests.lab.wait import wait_for

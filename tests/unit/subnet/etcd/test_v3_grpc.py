@@ -20,7 +20,7 @@ from flanneld.subnet.etcd.api_choice import open_etcd
 from flanneld.subnet.etcd.endpoints import EtcdOptions, Servers
 from flanneld.subnet.etcd.grpc import Grpc
 from flanneld.subnet.etcd.http import NoSuchApi, ServerFailed
-from flanneld.subnet.etcd.keys import NotFound, Position, RelistNeeded
+from flanneld.subnet.etcd.keys import NotFound, Position
 from flanneld.subnet.etcd.transport import EtcdTimeouts
 from flanneld.subnet.etcd.v3 import V3Client
 from flanneld.subnet.etcd.v3_messages import AccessRefused, GatewayRefused
@@ -250,31 +250,6 @@ def test_a_write_whose_answer_is_lost_is_recognised_at_the_next_server(etcd: Loc
 
 def test_a_watch_goes_on_at_another_server_when_its_own_falls_silent(etcd: LocalEtcd, keys: V3Keys) -> None:
     check_watch_over_silence(etcd, keys, client)
-
-
-def test_a_watch_whose_connection_was_given_up_calls_for_a_list(etcd: LocalEtcd, keys: V3Keys) -> None:
-    asker = client(etcd.url, timeouts=PATIENT)
-    at = asker.fetch("/moved", recursive=True).at
-    begun = threading.Semaphore(0)
-    watcher = asker.watcher("/moved", recursive=True, contact=begun.release)
-    failures: list[Exception] = []
-
-    def wait() -> None:
-        try:
-            watcher.read(at)
-        except RelistNeeded as reason:
-            failures.append(reason)
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    assert begun.acquire(timeout=DEADLINE)
-    asker.reconnect()
-    watcher.reconnect()
-    thread.join(DEADLINE)
-    assert [str(reason) for reason in failures] == ["the connection was given up"]
-    keys.put("/moved/a", "1")
-    assert len(watcher.read(at).replies) == 1
-    watcher.close()
 
 
 def test_request_to_a_silent_server_can_be_cancelled() -> None:

@@ -16,13 +16,10 @@ from msgspec.structs import replace
 from flanneld.errors import Cancelled
 from flanneld.model import Added, Event, Lease, LeaseAttrs, Removed, Snapshot
 from flanneld.runtime import clock
-from flanneld.subnet.etcd.api_choice import open_client, open_etcd
+from flanneld.subnet.etcd.api_choice import open_etcd
 from flanneld.subnet.etcd.endpoints import EtcdOptions
-from flanneld.subnet.etcd.keys import KeyClient, Position
 from flanneld.subnet.etcd.transport import EtcdTimeouts
-from flanneld.subnet.list_watch import KeyWatchMachine
 from flanneld.subnet.store import Deliver
-from tests.etcd_clients import transport_to
 from tests.lab.etcd_v3 import V3Keys
 from tests.lab.wait import PATIENCE, wait_for
 from tests.local_etcd import DEADLINE, LocalEtcd, Relay, free_port, running_etcd, server, silent
@@ -359,29 +356,6 @@ def test_reconnection_of_our_own_loses_no_lease_and_is_no_warning(
         watched.put(f"10.1.{number}.0-24", value(number))
         wait_for(lambda: len(known(watched.events)) == number, DEADLINE, "the lease")  # noqa: B023
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
-
-
-@pytest.mark.parametrize("api", ["v2", "v3"])
-def test_relist_is_a_pause_after_the_beginning_of_the_last_list(api: str, etcd: LocalEtcd) -> None:
-    client = open_client(api, transport_to(etcd.url, timeouts=QUICK))
-    lists: list[Position] = []
-
-    def start(client: KeyClient) -> tuple[list[Event], Position]:
-        lists.append(client.fetch("/relisted", recursive=True).at)
-        return [], lists[-1]
-
-    etcd.keys(api).put("/relisted/a", "1")
-    machine = KeyWatchMachine(
-        client, "/", start, lambda _: [], lambda _: None, recursive=True, pause_time=5.0
-    )
-    now = clock.now() + 1000
-    machine.step(now)
-    machine.reread()
-    due = now + 5.0
-    assert wait_for(lambda: machine.step(now + 1.0) == due, DEADLINE, "the relist")
-    machine.step(due)
-    machine.close()
-    assert len(lists) == 2
 
 
 # ---- one lease -----------------------------------------------------------------------------------

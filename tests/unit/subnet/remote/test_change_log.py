@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from flanneld.subnet.etcd.keys import KeyReply, Position, RelistNeeded, StoredKey
+from flanneld.subnet.etcd.keys import KeyReply, Position, StoredKey
 from flanneld.subnet.etcd.transport import EtcdTimeouts
 from flanneld.subnet.etcd.v3 import V3Client
+from flanneld.subnet.list_watch import RelistNeeded
 from flanneld.subnet.remote.change_log import ChangeLog
 from tests.etcd_clients import transport_to
 
