@@ -15,7 +15,7 @@ from flanneld.ctl.checks import containers, encryption, packets, stale_objects
 from flanneld.ctl.checks.containers import Container
 from flanneld.ctl.checks.encryption import CharonState
 from flanneld.ctl.checks.packets import Drop
-from flanneld.ctl.checks.stale_objects import CniConf, LeftRules
+from flanneld.ctl.checks.stale_objects import CniFile, LeftRules
 from flanneld.ctl.compare import ActualState, Comparison, ShadowingRoute
 from flanneld.ctl.lookups import Lost
 from flanneld.ctl.path_mtu import PathToPeer, sample
@@ -86,7 +86,7 @@ class Facts(Struct, frozen=True, gc=False):
     firewalls: tuple[str, ...] = ()
     left_rules: tuple[LeftRules, ...] = ()
     #: In the order in which container runtimes read them.
-    cni: tuple[CniConf, ...] = ()
+    cni: tuple[CniFile, ...] = ()
     #: Received and sent packets by flannel device.
     traffic: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     #: By VXLAN device that is not up: what has its UDP port.

@@ -87,10 +87,10 @@ def check(theme: str, name: str, meaning: str) -> Callable[[Callable[[Facts], It
     return lambda look: Check(theme, name, meaning, look)
 
 
-def few(items: Sequence[str], separator: str = ", ") -> str:
+def few(items: Sequence[object], separator: str = ", ") -> str:
     """Return the first items as text, and how many more there are."""
-    shown = separator.join(items[:_FEW])
-    return f"{shown}, and {len(items) - _FEW} more" if len(items) > _FEW else shown
+    shown = separator.join(map(str, items[:_FEW]))
+    return f"{shown}{separator}and {len(items) - _FEW} more" if len(items) > _FEW else shown
 
 
 def as_at_start(facts: Facts, topic: Topic) -> Iterator[Finding]:

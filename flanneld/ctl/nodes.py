@@ -14,8 +14,7 @@ from flanneld.compat.glog import counted
 from flanneld.ctl.findings import Severity
 from flanneld.ctl.output import TextTable
 from flanneld.ctl.source import DataSource
-from flanneld.diagnostics.responder import device, store_kind
-from flanneld.diagnostics.status import PeerStatus, Status, addresses, known, resources
+from flanneld.diagnostics.status import PeerStatus, Status, addresses, known, resources, store_kind
 from flanneld.model import IPAddress
 from flanneld.network import survey
 from flanneld.network.query import DEFAULT_PORT
@@ -190,13 +189,14 @@ def own_node(status: Status) -> ClusterNode:
     """Return this node, by its own status."""
     lease, uplink = known(status.lease), known(status.uplink)
     network, health, store = known(status.network), known(status.health), known(status.store)
-    of_device = device(resources(status.local))
+    made = vxlan_of(status)
+    vni = made.vni if made else None
     return ClusterNode(
         subnets=lease.subnets if lease else (),
         public_ips=uplink.public_ips if uplink else (),
         macs=(known(lease.macs) or ()) if lease else (),
         backend=status.backend,
-        vni=of_device["vni"],
+        vni=vni,
         expires=known(lease.expires) if lease else None,
         state="in the kernel",
         is_own=True,
@@ -207,8 +207,8 @@ def own_node(status: Status) -> ClusterNode:
                 f"{each.network} /{each.subnet_len}" for each in (network.ranges if network else ())
             ),
             backend=status.backend,
-            vni=of_device["vni"],
-            port=of_device["port"],
+            vni=vni,
+            port=made.port if made else None,
             mtu=known(status.mtu),
             uplink_mtu=uplink.mtu if uplink else None,
             store=store_kind(store.name) if store else None,

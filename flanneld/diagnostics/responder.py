@@ -8,7 +8,6 @@ reasons.
 from __future__ import annotations
 
 import logging
-import re
 import socket
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -20,6 +19,7 @@ from msgspec import Struct
 from flanneld import __version__
 from flanneld.diagnostics import conditions
 from flanneld.diagnostics.components import Components
+from flanneld.diagnostics.status import store_kind
 from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork, Lease, family_of
 from flanneld.network.query import answer, decode
 from flanneld.runtime import clock
@@ -92,15 +92,6 @@ def device(local: Iterable[Resource]) -> Facts:
     """Return VNI and port of this node's VXLAN device, None for each without one."""
     made = next((each for each in local if isinstance(each, Vxlan)), None)
     return {"vni": made.vni if made else None, "port": made.port if made else None}
-
-
-def store_kind(name: str) -> str:
-    """Return the kind of store out of its name, without its address; for etcd with its API."""
-    for start, kind in (("Kubernetes ", "kubernetes"), ("flannel server ", "remote"), ("store ", "file")):
-        if name.startswith(start):
-            return kind
-    apis = re.findall(r"\betcd (v[23]) at ", name)
-    return f"etcd {'+'.join(sorted(apis))}" if apis else "etcd"
 
 
 log = logging.getLogger(__name__)

@@ -7,6 +7,7 @@ ignores keys that it does not know. Addresses and objects are texts here, and pa
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any, TypeVar
@@ -398,3 +399,12 @@ def _parsed(parse: Callable[[Any], Value], told: object) -> Value:
         return parse(told)
     except (LookupError, TypeError, ValueError) as error:
         raise NotUnderstood(f"{type(error).__name__}: {error}") from None
+
+
+def store_kind(name: str) -> str:
+    """Return the kind of store out of its name, without its address; for etcd with its API."""
+    for start, kind in (("Kubernetes ", "kubernetes"), ("flannel server ", "remote"), ("store ", "file")):
+        if name.startswith(start):
+            return kind
+    apis = re.findall(r"\betcd (v[23]) at ", name)
+    return f"etcd {'+'.join(sorted(apis))}" if apis else "etcd"

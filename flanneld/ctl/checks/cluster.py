@@ -74,12 +74,10 @@ def _check(rule: ClusterRule) -> Check:
 
 
 def _finding(rule: ClusterRule, found: list[Remark]) -> Finding:
-    some = "; ".join(f"{each.node.name}: {each.text}" for each in found[:_FEW])
-    more = f"; and {len(found) - _FEW} more" if len(found) > _FEW else ""
     number = len({each.node.name for each in found})
     return Finding(
         f"{counted(number, 'node')} {rule.problem}",
-        some + more,
+        few([f"{each.node.name}: {each.text}" for each in found], "; "),
         rule.why,
         Advice(rule.advice),
         severity=rule.severity,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from flanneld.backends.registry import described
 from flanneld.compat.glog import counted
-from flanneld.ctl.findings import Advice, Finding, Fix, Severity, as_at_start, check
+from flanneld.ctl.findings import Advice, Finding, Fix, Severity, as_at_start, check, few
 from flanneld.ctl.lookups import between_nodes, listed
 from flanneld.ctl.path_mtu import takes_mtu
 from flanneld.diagnostics.status import known
@@ -246,10 +246,9 @@ def probes(facts: Facts) -> Iterator[Finding]:
         if (probe := known(peer.probe)) and probe.rtt is None and peer.subnets[0] not in passing
     ]
     if silent:
-        some = ", ".join(silent[:3])
         yield Finding(
             f"{counted(len(silent), 'peer')} did not answer the last ICMP echo",
-            some + (f", and {len(silent) - 3} more" if len(silent) > 3 else ""),
+            few(silent),
             "packets to their containers are most likely lost as well",
             Advice(
                 "flannelctl trace with that address; see whether the peer runs, and what filters between both"

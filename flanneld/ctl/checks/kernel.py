@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from flanneld.backends.cloud.contract import FORWARDING, ROUTES
 from flanneld.compat.glog import counted
 from flanneld.ctl.compare import Comparison
-from flanneld.ctl.findings import Advice, Finding, Fix, Severity, check
+from flanneld.ctl.findings import Advice, Finding, Fix, Severity, check, few
 from flanneld.diagnostics.status import known
 from flanneld.network import iproute2_commands
 from flanneld.network.rtnetlink.links import PORT_REMEDY, SeenLink
@@ -120,7 +120,7 @@ def missing(facts: Facts) -> Iterator[Finding]:
     if lost and not facts.lacking:
         yield Finding(
             f"the kernel lacks {counted(len(lost), 'object')}",
-            _some(lost),
+            few(lost, "; "),
             "packets to these peers are lost or misrouted",
             Advice("start the daemon, or look at its log: it puts them back at once, or says why it cannot"),
         )
@@ -154,7 +154,7 @@ def stale(facts: Facts) -> Iterator[Finding]:
     if extra:
         yield Finding(
             f"the kernel holds {counted(len(extra), 'object')} of peers that are gone",
-            _some(extra),
+            few(extra, "; "),
             "packets go to nodes that are gone, or to the wrong ones",
             Advice("start the daemon: it removes them; `flanneld -plan` shows them as commands"),
         )
@@ -262,8 +262,3 @@ def fights(facts: Facts) -> Iterator[Finding]:
                 "between two repairs packets are lost",
                 Advice("flannelctl events names the program, if it still runs; exclude flannel* there"),
             )
-
-
-def _some(entries: list[Comparison]) -> str:
-    shown = "; ".join(map(str, entries[:_FEW]))
-    return shown + (f"; and {len(entries) - _FEW} more" if len(entries) > _FEW else "")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from flanneld.ctl.findings import Advice, Finding, Fix, Severity, check
+from flanneld.ctl.findings import Advice, Finding, Fix, Severity, check, few
 from flanneld.diagnostics.status import Status, known
 from flanneld.errors import Retryable
 from flanneld.network.firewall.driver import IptablesRunner
@@ -35,7 +35,7 @@ class LeftRules(Struct, frozen=True, gc=False):
     commands: tuple[Command, ...]
 
 
-class CniConf(Struct, frozen=True, gc=False):
+class CniFile(Struct, frozen=True, gc=False):
     """A CNI config file, and the types of its plug-ins."""
 
     path: str
@@ -59,11 +59,11 @@ def read_left_rules(told: Status) -> Iterator[LeftRules]:
                 yield LeftRules(lines, tuple(commands_of(place, network.version, edits)))
 
 
-def cni_confs(directory: Path) -> Iterator[CniConf]:
+def cni_confs(directory: Path) -> Iterator[CniFile]:
     """Yield the CNI configs in the order of container runtimes. Invalid files are skipped."""
     for path in sorted(directory.glob("*")):
         if path.suffix in _CNI_SUFFIXES and (types := _types(path)):
-            yield CniConf(str(path), types)
+            yield CniFile(str(path), types)
 
 
 def _types(path: Path) -> tuple[str, ...]:
@@ -76,16 +76,14 @@ def _types(path: Path) -> tuple[str, ...]:
 
 #: Plug-ins that delegate to the one with the next config.
 _GO_BETWEENS = frozenset({"multus", "multus-shim"})
-_FEW_RULES = 2
 
 
 @check("E", "left rules", "flannel's rules are in one place only")
 def left_rules(facts: Facts) -> Iterator[Finding]:
     for each in facts.left_rules:
-        more = f"; and {len(each.rules) - _FEW_RULES} more" if len(each.rules) > _FEW_RULES else ""
         yield Finding(
             "rules of flannel are in a place that the daemon does not use",
-            "; ".join(each.rules[:_FEW_RULES]) + more,
+            few(each.rules, "; "),
             "packets still pass them; with another subnet they masquerade wrongly",
             Fix(each.commands),
         )

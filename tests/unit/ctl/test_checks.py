@@ -22,7 +22,7 @@ from flanneld.ctl.checks.containers import Container
 from flanneld.ctl.checks.encryption import CharonState
 from flanneld.ctl.checks.kernel import NEW_MAC
 from flanneld.ctl.checks.packets import Drop
-from flanneld.ctl.checks.stale_objects import CniConf, LeftRules
+from flanneld.ctl.checks.stale_objects import CniFile, LeftRules
 from flanneld.ctl.compare import Comparison, Difference, Outside, ShadowingRoute
 from flanneld.ctl.doctor import CHECKS, as_json, examine, report, verdict
 from flanneld.ctl.facts import Dropped, Facts, LackingFeature
@@ -179,9 +179,9 @@ def container(**changes: Any) -> Facts:
 
 NO_WIREGUARD = LackingFeature("wireguard", "it cannot make a device of this kind", "wireguard")
 ACCEPT = (("iptables", "-I", "FORWARD", "-s", "10.5.0.0/16", "-j", "ACCEPT"),)
-FLANNEL = CniConf("/etc/cni/net.d/10-flannel.conflist", ("flannel", "portmap"))
-CALICO = CniConf("/etc/cni/net.d/10-calico.conflist", ("calico",))
-MULTUS = CniConf("/etc/cni/net.d/00-multus.conf", ("multus",))
+FLANNEL = CniFile("/etc/cni/net.d/10-flannel.conflist", ("flannel", "portmap"))
+CALICO = CniFile("/etc/cni/net.d/10-calico.conflist", ("calico",))
+MULTUS = CniFile("/etc/cni/net.d/00-multus.conf", ("multus",))
 
 #: By the name of a check: what it must find something in.
 CASES: dict[str, list[Facts]] = {

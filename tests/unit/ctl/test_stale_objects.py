@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flanneld.ctl.checks.stale_objects import CniConf, cni_confs
+from flanneld.ctl.checks.stale_objects import CniFile, cni_confs
 
 
 def test_configs_come_in_the_order_of_their_names_with_the_plug_ins_that_they_name(tmp_path: Path) -> None:
     (tmp_path / "20-other.conf").write_text('{"type": "bridge"}')
     (tmp_path / "10-flannel.conflist").write_text('{"plugins": [{"type": "flannel"}, {"type": "portmap"}]}')
     assert list(cni_confs(tmp_path)) == [
-        CniConf(f"{tmp_path}/10-flannel.conflist", ("flannel", "portmap")),
-        CniConf(f"{tmp_path}/20-other.conf", ("bridge",)),
+        CniFile(f"{tmp_path}/10-flannel.conflist", ("flannel", "portmap")),
+        CniFile(f"{tmp_path}/20-other.conf", ("bridge",)),
     ]
 
 

@@ -6,7 +6,8 @@ from ipaddress import IPv4Address, ip_address, ip_network
 
 import pytest
 
-from flanneld.diagnostics.responder import RATE, Budget, Place, device, store_kind
+from flanneld.diagnostics.responder import RATE, Budget, Place, device
+from flanneld.diagnostics.status import store_kind
 from flanneld.model import Lease, LeaseAttrs
 from flanneld.runtime import clock
 from flanneld.state.resources import Vxlan
