@@ -1,20 +1,29 @@
-"""The pictures can be read by everybody, and the way of a packet has the entries that the daemon writes."""
+"""The pictures can be read by everybody, and show what the daemon does."""
 
 from __future__ import annotations
 
-from ipaddress import IPv4Network
+import json
+from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
 import pytest
 from msgspec.structs import replace
 
+from flanneld.backends import registry
+from flanneld.backends.contract import Backend, Host, OtherBackend
+from flanneld.backends.wireguard import keys
+from flanneld.config import parse
+from flanneld.errors import Refused
+from flanneld.model import Lease, LeaseAttrs, Uplink
 from flanneld.network.firewall.iptables_text import rule_text
 from flanneld.network.firewall.rules import Nets, Purpose, desired_rules
+from flanneld.state.resources import Route
 
 DOCS = Path(__file__).parent
-PICTURES = ("house.svg", "packet.svg")
+PICTURES = ("house.svg", "packet.svg", "switch.svg")
 SVG = "{http://www.w3.org/2000/svg}"
 NETWORK = IPv4Network("10.5.0.0/16")
 SUBNETS = (IPv4Network("10.5.29.0/24"), IPv4Network("10.5.96.0/24"))
@@ -60,3 +69,44 @@ def test_each_picture_is_shown_on_a_page() -> None:
 
 def test_way_of_a_packet_has_entries() -> None:
     assert len(ENTRIES) > 8
+
+
+VXLAN, WIREGUARD = {"Type": "vxlan"}, {"Type": "wireguard"}
+#: ``Backend`` in the network config, before the switch and in each of its phases.
+PHASES: list[dict[str, Any]] = [
+    VXLAN,
+    {**VXLAN, "Also": WIREGUARD},
+    {**WIREGUARD, "Also": VXLAN},
+    WIREGUARD,
+]
+WAYS = {
+    (int(each.attrib["data-own"]), int(each.attrib["data-peer"])): each.text
+    for each in picture("switch.svg").iter(f"{SVG}text")
+    if each.get("class") == "way"
+}
+
+
+def node(phase: dict[str, Any], number: int) -> Backend:
+    """Return the backend of a node in a phase; nodes of different numbers have different keys and MACs."""
+    config = parse(json.dumps({"Network": str(NETWORK), "Backend": phase}))
+    facts = {
+        "vxlan": {4: f"0a:00:00:00:00:{number:02x}"},
+        "wireguard": keys.private_key(bytes([number] * 32)),
+    }
+    both = tuple(facts[each["Type"]] for each in (phase, phase.get("Also")) if each)
+    address = IPv4Address(f"192.0.2.{number}")
+    uplink = Uplink("eth0", 2, 1500, address, address)
+    identity = both if "Also" in phase else both[0]
+    host = Host(uplink, None, lambda _: None, lambda _: None, bytes, identity=identity)
+    return registry.factory_for(config)(config, host)
+
+
+@pytest.mark.parametrize(("own", "peer"), [(own, peer) for own in range(4) for peer in range(4)])
+def test_device_to_a_peer_in_the_picture_of_a_switch_is_that_of_its_route(own: int, peer: int) -> None:
+    lease = Lease(node(PHASES[peer], 12).attributes(), SUBNETS[1])
+    try:
+        led = [*node(PHASES[own], 11).peer(Lease(LeaseAttrs(), SUBNETS[0]), lease)]
+    except (Refused, OtherBackend):
+        led = []
+    devices = [each.device for each in led if isinstance(each, Route)]
+    assert WAYS[own, peer] == (devices[0] if devices else "not reached")

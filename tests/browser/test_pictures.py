@@ -28,7 +28,7 @@ MISPLACED = """(() => {
 BACKGROUND = "getComputedStyle(document.querySelector('.page')).fill"
 
 
-@pytest.mark.parametrize("name", ["house.svg", "packet.svg"])
+@pytest.mark.parametrize("name", ["house.svg", "packet.svg", "switch.svg"])
 def test_picture_is_readable_in_light_and_dark(name: str, tmp_path: Path) -> None:
     with browser(tmp_path / "profile") as shown:
         for scheme, background in (("light", "rgb(255, 255, 255)"), ("dark", "rgb(13, 17, 23)")):
