@@ -15,7 +15,7 @@ from flanneld import __version__
 from flanneld.backends.contract import Backend
 from flanneld.config import Config
 from flanneld.diagnostics.cleanup import sweep_network
-from flanneld.diagnostics.health_server import Checks, HealthServer
+from flanneld.diagnostics.serving import Checks, HealthServer
 from flanneld.errors import Cancelled, FlannelError, Retryable
 from flanneld.lease_server import LeaseService, open_file_store
 from flanneld.network_names import Choice, NetworkNames, RemoteNames, StoreNames

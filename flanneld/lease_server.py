@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from flanneld import __version__
-from flanneld.diagnostics.health_server import Checks, HealthServer
+from flanneld.diagnostics.serving import Checks, HealthServer
 from flanneld.errors import Cancelled, Fatal, Retryable
 from flanneld.options import Options
 from flanneld.runtime import process

@@ -14,7 +14,7 @@ from typing import Any
 from msgspec import Struct, field
 
 from flanneld import options
-from flanneld.diagnostics import status_socket
+from flanneld.diagnostics import serving
 from flanneld.diagnostics.status import (
     EventStatus,
     LeaseStatus,
@@ -91,9 +91,9 @@ def find_source(words: Sequence[str], environ: Mapping[str, str], socket_path: s
     ``words`` and ``environ`` are as for flanneld. Raises the errors of ``options.read``.
     """
     wanted = options.read(words, environ, program="flannelctl COMMAND")
-    path = Path(socket_path) if socket_path else status_socket.path_beside(Path(wanted.subnet_file))
+    path = Path(socket_path) if socket_path else serving.path_beside(Path(wanted.subnet_file))
     try:
-        return _of_the_daemon(status_socket.ask(path, DAEMON_TIME), wanted)
+        return _of_the_daemon(serving.ask(path, DAEMON_TIME), wanted)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         hangs = isinstance(error, TimeoutError)

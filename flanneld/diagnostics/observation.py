@@ -30,7 +30,7 @@ class Observation:
         if options.healthz_port <= 0:
             return
         # Only imported with -healthz-port.
-        from flanneld.diagnostics.health_server import Checks, HealthServer
+        from flanneld.diagnostics.serving import Checks, HealthServer
 
         checks = Checks(
             self._supervisor.overdue,
@@ -47,7 +47,7 @@ class Observation:
         """Start the status socket, once traffic flows or startup has to wait. Later calls do nothing."""
         if self._has_socket:
             return
-        from flanneld.diagnostics.status_socket import StatusSocket, path_beside
+        from flanneld.diagnostics.serving import StatusSocket, path_beside
 
         self._has_socket = True
         server = StatusSocket(path_beside(Path(self._components.options.subnet_file)), self._document)

@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 
 from flanneld.errors import Fatal, cause_of, printable
 from flanneld.runtime import clock, waits
+from flanneld.runtime.server import READABLE, WRITABLE, Conversation, Limits, PolledServer
 from flanneld.runtime.sockets.host_addresses import address_of
 from flanneld.runtime.sockets.interruptible import TCP_OPTIONS
-from flanneld.runtime.sockets.server import READABLE, WRITABLE, Conversation, Limits, ThreadedServer
 from flanneld.subnet.remote.rest import NOT_FOUND, TEXT, RestAnswer, RestApi, RestRequest
 from flanneld.subnet.remote.wire import INDEX
 
@@ -57,7 +57,7 @@ _CHUNKED = re.compile(rb"\ntransfer-encoding:", re.IGNORECASE)
 METRICS = "text/plain; version=0.0.4; charset=utf-8"
 
 
-class LeaseServer(ThreadedServer):
+class LeaseServer(PolledServer):
     """Server on one listening socket until ``close``."""
 
     def __init__(
@@ -67,8 +67,8 @@ class LeaseServer(ThreadedServer):
         tls: ssl.SSLContext | None = None,
         connections: int = CONNECTIONS,
     ) -> None:
-        seats = Limits(FIRST_TIME, SEATS, SEATS_OF_ONE_SOURCE)
-        super().__init__(listener, self._receive, seats, connections)
+        limits = Limits(FIRST_TIME, SEATS, SEATS_OF_ONE_SOURCE, threads=connections)
+        super().__init__(listener, self._receive, limits, "Cannot answer a request")
         self.api = api
         self.tls = tls
         #: Answers not sent yet.
@@ -99,8 +99,7 @@ class LeaseServer(ThreadedServer):
         finally:
             if not is_complete:
                 connection.close()
-        handle = partial(_RequestHandler, connection, received, self)
-        return partial(self.start, connection, handle)
+        return connection, partial(_RequestHandler, connection, received, self)
 
     def answer(self, request: RestRequest) -> RestAnswer:
         with self.lock:

@@ -17,8 +17,8 @@ import pytest
 
 from flanneld.ctl.main import COMMANDS, FINE, NO_DAEMON, PROBLEMS, USAGE, _problem_of, run
 from flanneld.ctl.source import last_words
+from flanneld.diagnostics.serving import StatusSocket
 from flanneld.diagnostics.status import Status
-from flanneld.diagnostics.status_socket import StatusSocket
 from tests.unit.ctl.documents import status_of
 
 DEADLINE = 20.0

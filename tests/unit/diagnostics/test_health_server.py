@@ -14,8 +14,8 @@ from http.client import HTTPConnection
 import pytest
 from msgspec.structs import replace
 
-from flanneld.diagnostics import health_server
-from flanneld.diagnostics.health_server import Checks, HealthServer
+from flanneld.diagnostics import serving as health_server
+from flanneld.diagnostics.serving import Checks, HealthServer
 from flanneld.errors import Fatal
 
 DEADLINE = 60.0
@@ -295,7 +295,7 @@ def test_an_address_that_is_not_ours_is_fatal_and_named(ip: str, port: int) -> N
 
 
 def test_the_http_library_is_not_imported_before_it_serves() -> None:
-    program = "import sys, flanneld.diagnostics.health_server; "
+    program = "import sys, flanneld.diagnostics.serving; "
     program += "print('http.server' in sys.modules, 'socketserver' in sys.modules)"
     assert (
         subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout
@@ -305,7 +305,7 @@ def test_the_http_library_is_not_imported_before_it_serves() -> None:
 
 STARVED = """
 import os, resource, socket, threading, time
-from flanneld.diagnostics.health_server import Checks, HealthServer
+from flanneld.diagnostics.serving import Checks, HealthServer
 
 server = HealthServer("127.0.0.1", 0, Checks(overdue=list, ready=lambda: True))
 threading.Thread(target=server.serve, daemon=True).start()

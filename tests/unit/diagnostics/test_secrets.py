@@ -14,8 +14,8 @@ import pytest
 
 from flanneld.diagnostics.components import Components
 from flanneld.diagnostics.describe import describe
+from flanneld.diagnostics.serving import StatusSocket
 from flanneld.diagnostics.status import encoded, known
-from flanneld.diagnostics.status_socket import StatusSocket
 from flanneld.errors import Retryable, printable
 from flanneld.options import read
 from flanneld.reconcile.counted_manager import counted

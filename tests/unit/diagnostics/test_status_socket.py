@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from flanneld.diagnostics import status_socket
-from flanneld.diagnostics.status_socket import StatusSocket, ask, path_beside
+from flanneld.diagnostics import serving as status_socket
+from flanneld.diagnostics.serving import StatusSocket, ask, path_beside
 
 DEADLINE = 20.0
 

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from flanneld.runtime.sockets.server import ConnectionOrigin, Limits, _source, to_evict
+from flanneld.runtime.server import ConnectionOrigin, Limits, _source, to_evict
 
 LIMITS = Limits(3.0, connections=6, per_source=3, reserved=2)
 HERE, ELSEWHERE = (
@@ -46,7 +46,7 @@ def test_a_crowd_displaces_itself(
 
 FEW_DESCRIPTORS = """
 import resource, socket
-from flanneld.runtime.sockets.server import READABLE, Limits, PolledServer
+from flanneld.runtime.server import READABLE, Limits, PolledServer
 
 def talk(connection):
     yield READABLE

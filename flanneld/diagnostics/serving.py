@@ -1,18 +1,29 @@
-"""HTTP server of /healthz, /readyz and /metrics, for kubelet and load balancers."""
+"""Servers of a daemon's state: HTTP for kubelet and load balancers, and the status socket for flannelctl.
+
+HTTP has /healthz, /readyz and /metrics. Each connection to the status socket receives the status as a JSON
+document. Without connections it costs one sleeping thread and one file descriptor. The socket lies beside the
+subnet file and has mode 0600.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import io
 import logging
+import os
 import socket
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from functools import cache, partial
+from pathlib import Path
 from typing import Protocol
 
 from msgspec import Struct
 
 from flanneld.errors import Fatal, cause_of
-from flanneld.runtime.sockets.server import Conversation, Limits, PolledServer, receive, send
+from flanneld.runtime import clock, waits
+from flanneld.runtime.server import WRITABLE, Conversation, Limits, PolledServer, receive, send
+from flanneld.subnet.subnet_file import beside
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +34,7 @@ MAX_HEAD = 16 * 1024
 #: Connections in total, per source, and reserved for this host: kubelet opens one per probe.
 CONNECTIONS, OF_ONE_SOURCE, OF_THIS_HOST = 64, 16, 16
 #: Backlog of connections to accept.
-_QUEUE = 128
+_BACKLOG = 128
 
 
 class Checks(Struct, frozen=True):
@@ -43,7 +54,7 @@ class Checks(Struct, frozen=True):
     metrics: Callable[[str], tuple[int, str, bytes]] | None = None
 
 
-def answer(path: str, checks: Checks) -> tuple[int, str]:
+def health_answer(path: str, checks: Checks) -> tuple[int, str]:
     """Return HTTP status and body; the first line of each body is upstream's."""
     name, _, query = path.partition("?")
     match name:
@@ -63,7 +74,7 @@ def _each(parts: list[tuple[str, str]]) -> list[str]:
     return [f"[-]{name}: {problem}" if problem else f"[+]{name} ok" for name, problem in parts]
 
 
-class HealthServer:
+class HealthServer(PolledServer):
     """Server on one address and port (0: any free one) from its construction to ``close``.
 
     Raises ``Fatal`` if it cannot listen there.
@@ -71,32 +82,16 @@ class HealthServer:
 
     def __init__(self, ip: str, port: int, checks: Checks) -> None:
         try:
-            self._listener = _listen(ip, port)
+            listener = _listen(ip, port)
         except (OSError, OverflowError, UnicodeError) as error:
             raise Fatal(
                 f"cannot listen for health checks on {ip} port {port}: {cause_of(error)}",
                 "give a free port with -healthz-port and an address of this host with -healthz-ip",
             ) from error
-        self._server = PolledServer(
-            self._listener,
-            partial(_talk, checks),
-            Limits(REQUEST_TIME, CONNECTIONS, OF_ONE_SOURCE, OF_THIS_HOST),
-            "Cannot answer a health check",
-        )
+        limits = Limits(REQUEST_TIME, CONNECTIONS, OF_ONE_SOURCE, OF_THIS_HOST)
+        super().__init__(listener, partial(_talk, checks), limits, "Cannot answer a health check")
+        self.port: int = listener.getsockname()[1]
         log.info("Start healthz server on %s:%d", f"[{ip}]" if ":" in ip else ip, self.port)
-
-    @property
-    def port(self) -> int:
-        port: int = self._listener.getsockname()[1]
-        return port
-
-    def serve(self) -> None:
-        """Answer until ``close``."""
-        self._server.serve()
-
-    def close(self) -> None:
-        """End ``serve`` at once. May be called repeatedly, from any thread."""
-        self._server.close()
 
 
 def _listen(ip: str, port: int) -> socket.socket:
@@ -104,7 +99,7 @@ def _listen(ip: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((ip, port))
-        listener.listen(_QUEUE)
+        listener.listen(_BACKLOG)
     except BaseException:
         listener.close()
         raise
@@ -160,7 +155,7 @@ def _handler() -> Callable[[bytes, Checks], _Response]:
             if self._checks.metrics and self.path.partition("?")[0] == "/metrics":
                 self._send(*self._checks.metrics(self.headers.get("Accept", "")))
                 return
-            status, text = answer(self.path, self._checks)
+            status, text = health_answer(self.path, self._checks)
             self._send(status, "text/plain; charset=utf-8", text.encode(errors="backslashreplace"))
 
         def _send(self, status: int, content_type: str, body: bytes) -> None:
@@ -175,3 +170,100 @@ def _handler() -> Callable[[bytes, Checks], _Response]:
             """Suppress the log of requests: health checks come every few seconds."""
 
     return Handler
+
+
+#: Seconds for one reader, from its connection to the last byte. 65,000 peers take 2 s of CPU.
+READER_TIME = 30.0
+#: Readers at a time. One more replaces the oldest, so that stuck readers do not block others.
+READERS = 16
+
+
+def path_beside(subnet_file: Path) -> Path:
+    """Return the socket's path: ``flanneld.sock`` beside ``subnet.env``, another name beside ``blue.env``."""
+    return beside(subnet_file, "sock")
+
+
+class StatusSocket:
+    """Server of the status socket. ``document`` yields the answer in pieces, in the thread of ``serve``."""
+
+    def __init__(self, path: Path, document: Callable[[], Iterable[bytes]]) -> None:
+        self._path = path
+        self._document = document
+        self._server: PolledServer | None = None
+        self._inode = 0
+
+    def open(self) -> bool:
+        """Listen, replacing an existing socket. Return False, with a log line, if that is impossible."""
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        new = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        try:
+            self._path.parent.mkdir(0o755, parents=True, exist_ok=True)
+            new.unlink(missing_ok=True)
+            # Before it has a name, because another file could take that name before a chmod.
+            os.fchmod(listener.fileno(), 0o600)
+            listener.bind(str(new))
+            listener.listen(_BACKLOG)
+            self._inode = new.lstat().st_ino
+            new.replace(self._path)
+        except OSError as error:
+            listener.close()
+            with contextlib.suppress(OSError):
+                new.unlink(missing_ok=True)
+            log.warning("No status socket at %s: %s", self._path, error)
+            return False
+        limits = Limits(READER_TIME, connections=READERS, per_source=READERS)
+        self._server = PolledServer(listener, self._tell, limits, "Cannot tell our status")
+        return True
+
+    def serve(self) -> None:
+        """Answer until ``close``."""
+        assert self._server is not None
+        self._server.serve()
+
+    def _tell(self, reader: socket.socket) -> Conversation:
+        for piece in self._document():
+            yield from send(reader, piece)
+            yield WRITABLE  # let other readers proceed
+
+    def close(self) -> None:
+        """End ``serve`` at once. May be called repeatedly, from any thread."""
+        # First, because the process may end as soon as ``serve`` does.
+        with contextlib.suppress(OSError):  # closed or removed already
+            # A successor may have replaced it.
+            if self._path.lstat().st_ino == self._inode:
+                self._path.unlink()
+        if self._server is not None:
+            self._server.close()
+
+
+def ask(path: Path, within: float) -> bytes:
+    """Return the status of the daemon behind a socket.
+
+    Raises ``OSError``, which is ``TimeoutError`` after ``within`` seconds of silence.
+    """
+    deadline = clock.now() + READER_TIME
+    said = bytearray()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(within)
+        _connect(connection, path, within)
+        while True:
+            left = deadline - clock.now()
+            if left <= 0:
+                raise TimeoutError(f"no whole answer within {READER_TIME:g} s")
+            connection.settimeout(min(left, within))
+            piece = connection.recv(1 << 16)
+            if not piece:
+                return bytes(said)
+            said += piece
+
+
+def _connect(connection: socket.socket, path: Path, within: float) -> None:
+    def attempt() -> bool:
+        try:
+            connection.connect(str(path))
+        except BlockingIOError:  # the backlog is full
+            return False
+        return True
+
+    if not waits.until(attempt, within=within, every=0.05):
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))

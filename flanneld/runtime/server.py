@@ -1,4 +1,8 @@
-"""Servers for many connections, with limits on time and number, none blocking another."""
+"""Server of one listening socket for many connections, with limits on time and number, none blocking another.
+
+All connections share one thread until their first request is there. So those that only wait, or send slowly,
+take a file descriptor each, and no thread.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
-from contextlib import suppress
 from ipaddress import ip_address
 from typing import Any
 
@@ -24,8 +27,8 @@ from flanneld.runtime.complaints import PACE
 log = logging.getLogger(__name__)
 
 #: Coroutine of one connection. It yields the event to wait for (``select.POLLIN`` or ``POLLOUT``) and ends
-#: with the connection. It may be resumed without the event, so it must not block. If it returns a function,
-#: that takes the connection over.
+#: with the connection. It may be resumed without the event, so it must not block. If it returns the socket,
+#: which it may have wrapped, and a function, that is called in a thread, and the connection ends with it.
 Conversation = Generator[int, None, Any]
 #: Yielded to wait until the peer sends, or accepts more data.
 READABLE, WRITABLE = select.POLLIN, select.POLLOUT
@@ -36,18 +39,21 @@ _AT_ONCE = 16
 _STARVED = 0.1
 #: Prefix length of one IPv6 source: a host may use 2^64 addresses of its network.
 _IPV6_SOURCE = 64
+#: Bytes of a thread's stack: 8 MiB of address space each, the default, soon are more than a limit allows.
+_STACK = 512 << 10
 
 
 class Limits(Struct, frozen=True, gc=False):
     """Limits of a server.
 
-    ``seconds`` is a connection's lifetime; ``reserved`` connections are for this host.
+    ``seconds`` is the lifetime of a connection without a thread; ``reserved`` ones are for this host.
     """
 
     seconds: float
     connections: int
     per_source: int
     reserved: int = 0
+    threads: int = 0
 
 
 class ConnectionOrigin(Struct, frozen=True, gc=False):
@@ -81,10 +87,12 @@ def to_evict(old: Sequence[ConnectionOrigin], new: ConnectionOrigin, limits: Lim
 
 
 class PolledServer:
-    """Server of one listening socket. ``talk`` returns the coroutine of a new connection.
+    """Server in the thread of ``serve``. ``talk`` returns the coroutine of a new connection.
 
-    ``failing`` is logged for a coroutine that fails through a bug.
+    ``failing`` is logged for a coroutine or a function that fails through a bug.
     """
+
+    _wake = -1
 
     def __init__(
         self,
@@ -99,10 +107,14 @@ class PolledServer:
         self._failing = failing
         self._closing = threading.Event()
         self._poll = select.poll()
-        self._wake = -1
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        #: Open connections by file descriptor, oldest first.
+        #: Open connections without a thread by file descriptor, oldest first.
         self._open: dict[int, _Open] = {}
+        #: Guards counters, also those of a subclass.
+        self.lock = threading.Lock()
+        self._threads = 0
+        #: When a refused connection was logged last.
+        self._refused = -math.inf
 
     def serve(self) -> None:
         """Serve until ``close``."""
@@ -110,6 +122,8 @@ class PolledServer:
         own = self._listener.fileno()
         self._poll.register(own, select.POLLIN)
         self._poll.register(self._wake, select.POLLIN)
+        if self._limits.threads:
+            threading.stack_size(_STACK)
         try:
             while not self._closing.is_set():
                 for fd, _ in self._poll.poll(self._patience()):
@@ -119,11 +133,13 @@ class PolledServer:
             for fd in tuple(self._open):
                 self._end(fd)
             self._listener.close()
+            if self._limits.threads:
+                threading.stack_size(0)
 
     @property
     def connections(self) -> int:
         """Number of open connections. May be read from any thread."""
-        return len(self._open)
+        return len(self._open) + self._threads
 
     def close(self) -> None:
         """End ``serve`` at once. May be called repeatedly, from any thread."""
@@ -178,12 +194,43 @@ class PolledServer:
                 return
             self._poll.unregister(fd)
             del self._open[fd]
-            done.value()
+            self._start(*done.value)
         except OSError:  # the client failed
             self._end(fd)
         except Exception:  # a bug must not end the daemon
             log.exception("%s", self._failing)
             self._end(fd)
+
+    def _start(self, connection: socket.socket, handle: Callable[[], object]) -> None:
+        """Call ``handle`` in a thread, and close the connection after it; at once if there is no room."""
+        with self.lock:
+            has_room = self._threads < self._limits.threads
+            self._threads += has_room
+        if has_room:
+            thread = threading.Thread(
+                target=self._run, args=(connection, handle), name="request", daemon=True
+            )
+            with contextlib.suppress(RuntimeError):  # no memory for a thread
+                thread.start()
+                return
+            with self.lock:
+                self._threads -= 1
+        if clock.now() - self._refused >= PACE:
+            self._refused = clock.now()
+            log.warning("Too many connections: refusing one of %s; start another server", _peer(connection))
+        connection.close()
+
+    def _run(self, connection: socket.socket, handle: Callable[[], object]) -> None:
+        try:
+            handle()
+        except Exception:  # a bug must not end the daemon
+            log.exception("%s of %s", self._failing, _peer(connection))
+        finally:
+            with contextlib.suppress(OSError):  # the client has gone
+                connection.shutdown(socket.SHUT_WR)
+            connection.close()
+            with self.lock:
+                self._threads -= 1
 
     def _cut_off_the_late(self) -> None:
         now = time.monotonic()
@@ -229,79 +276,7 @@ def _source(connection: socket.socket, address: object) -> ConnectionOrigin:
     return ConnectionOrigin(str(host), is_local)
 
 
-#: Bytes of a handler's stack: 8 MiB of address space each, the default, soon are more than a limit allows.
-_STACK = 512 << 10
-
-
-class ThreadedServer:
-    """Server on one listening socket.
-
-    ``receive`` is the coroutine of a new connection. It has a seat within ``seats``, and no thread. It
-    returns a call of ``start``, which gives the connection one of ``limit`` threads.
-    """
-
-    def __init__(
-        self,
-        listener: socket.socket,
-        receive: Callable[[socket.socket], Conversation],
-        seats: Limits,
-        limit: int,
-    ) -> None:
-        self.lock = threading.Lock()
-        self._threads = 0
-        self._limit = limit
-        self._refused = -math.inf
-        self._front = PolledServer(listener, receive, seats, "Cannot receive a request")
-
-    @property
-    def connections(self) -> int:
-        return self._threads + self._front.connections
-
-    def serve(self) -> None:
-        """Answer until ``close``."""
-        threading.stack_size(_STACK)
-        try:
-            self._front.serve()
-        finally:
-            threading.stack_size(0)
-
-    def close(self) -> None:
-        """End ``serve``. May be called repeatedly, from any thread."""
-        self._front.close()
-
-    def start(self, connection: socket.socket, handle: Callable[[], object]) -> None:
-        """Call ``handle`` in a thread, and close the connection after it; at once if there is no room."""
-        with self.lock:
-            has_room = self._threads < self._limit
-            self._threads += has_room
-        if has_room:
-            thread = threading.Thread(
-                target=self._run, args=(connection, handle), name="request", daemon=True
-            )
-            with suppress(RuntimeError):  # no memory for a thread
-                thread.start()
-                return
-            with self.lock:
-                self._threads -= 1
-        if clock.now() - self._refused >= PACE:
-            self._refused = clock.now()
-            log.warning("Too many connections: refusing one of %s; start another server", _peer(connection))
-        connection.close()
-
-    def _run(self, connection: socket.socket, handle: Callable[[], object]) -> None:
-        try:
-            handle()
-        except Exception:  # a bug must not end the daemon
-            log.exception("Cannot answer a request of %s", _peer(connection))
-        finally:
-            with suppress(OSError):  # the client has gone
-                connection.shutdown(socket.SHUT_WR)
-            connection.close()
-            with self.lock:
-                self._threads -= 1
-
-
 def _peer(connection: socket.socket) -> object:
-    with suppress(OSError):
+    with contextlib.suppress(OSError):
         return connection.getpeername()
     return "a client that has gone"
