@@ -283,7 +283,7 @@ class Fleet:
         self.claims = Claims()
         #: Held by the network whose controller steps.
         self._turn = threading.Lock()
-        self._choice = Choice(wanted.networks)
+        self._choice = Choice(wanted.networks, wanted.max_networks)
         #: Replaced, never changed in place: other threads read it.
         self._networks: dict[str, Network] = {}
         #: Networks that startup waits for; None until the store has listed them.
@@ -419,6 +419,8 @@ class Fleet:
             self._options,
             networks=(),
             watch_networks=False,
+            # Who makes a network in the store is not to be root on each host.
+            allow_extension=self._options.allow_extension and "allow-extension" in self._options.given,
             subnet_file=str(network.subnet_file),
             healthz_port=0,
             # The other set of chains has room for one network only.

@@ -93,13 +93,23 @@ class RemoteNames:
 class Choice:
     """Filter for the networks of the store that this daemon serves."""
 
-    def __init__(self, allowed: tuple[str, ...]) -> None:
+    def __init__(self, allowed: tuple[str, ...], most: int) -> None:
         self._allowed = frozenset(allowed)
+        self._most = most
+        self._served: frozenset[str] = frozenset()
         self._once = Once()
 
     def of(self, names: list[str]) -> list[str]:
-        """Return the names that are allowed and valid as file names. Others are logged once."""
-        return [name for name in sorted(names) if self._is_good(name)]
+        """Return the names that are allowed and valid as file names; those served before come first.
+
+        Others are logged once, as are those beyond ``most`` unless -networks lists them.
+        """
+        good = sorted(filter(self._is_good, names), key=lambda name: (name not in self._served, name))
+        most = len(self._allowed) or self._most
+        for name in good[most:]:
+            self._once.warn(log, name, f"Ignoring the network {name}: -max-networks is {most}")
+        self._served = frozenset(good[:most])
+        return good[:most]
 
     def _is_good(self, name: str) -> bool:
         if not is_network_name(name):

@@ -135,6 +135,12 @@ class Options(Struct, frozen=True):
     watch_networks: bool = _flag(
         "watch-networks", False, "join and leave networks as the store has them: those of -networks, else all"
     )
+    max_networks: int = _flag("max-networks", 64, "serve at most this `number` of the store's networks")
+    allow_extension: bool = _flag(
+        "allow-extension",
+        True,
+        "let the config run commands as root (backend extension)\nwith several networks only if given",
+    )
     subnet_dir: str = _flag(
         "subnet-dir", "/run/flannel/networks", "`directory` with a subnet file for each of several networks"
     )

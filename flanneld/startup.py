@@ -19,7 +19,7 @@ from msgspec import Struct, structs
 from flanneld.backends import registry
 from flanneld.backends.contract import NO_SERVICES, Backend, Factory, HostServices
 from flanneld.config import Config
-from flanneld.errors import NoAnswer, Retryable, prefixed, shown
+from flanneld.errors import Fatal, NoAnswer, Retryable, prefixed, shown
 from flanneld.model import Family, IPAddress, Lease, LeaseAttrs, LeaseKey, Uplink, overlap, single
 from flanneld.network import ipsec_traces
 from flanneld.network.rtnetlink.kernel import Kernel
@@ -125,6 +125,10 @@ def load(
     log.info("Found network config - Backend type: %s", shown(config.backend_type))
     for warning in config.warnings:
         log.warning("%s", warning)
+    if not options.allow_extension and any(
+        each.backend_type == "extension" for each in (config, config.also) if each
+    ):
+        raise Fatal("the network config would run commands here as root", "-allow-extension lets it")
     make_backend = registry.factory_for(config)
     services = structs.replace(
         services,

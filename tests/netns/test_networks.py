@@ -17,6 +17,7 @@ from tests.netns.test_remote import REMOTE, server
 PREFIX = "/coreos.com/network"
 BLUE = {"Network": "10.6.0.0/16", "Backend": {"Type": "host-gw"}}
 RED = {"Network": "10.7.0.0/16", "Backend": {"Type": "vxlan", "VNI": 7}}
+BLACK = {"Network": "10.9.0.0/16", "Backend": {"Type": "extension", "SubnetAddCommand": "touch harmed"}}
 #: It wants what red has.
 PINK = {"Network": "10.8.0.0/16", "Backend": {"Type": "vxlan", "VNI": 7}}
 
@@ -85,6 +86,8 @@ def check(lab: Lab, *flags: str) -> None:
         wait_for(lambda: masqueraded(one) == {"10.6.0.0/16", "10.7.0.0/16"}, 60, "rules of both networks")
     put(lab, "pink", PINK)
     one.wait_for_log("it wants VNI 7, which the network red has")
+    put(lab, "black", BLACK)
+    one.wait_for_log("the network config would run commands here as root; -allow-extension lets it")
     # The device has the base address of the subnet.
     red = f"{subnet(other, 'red').rpartition('.')[0]}.0"
     wait_for(lambda: one.run("ping", "-c1", "-W1", red, check=False).returncode == 0, 60, f"{red} to answer")

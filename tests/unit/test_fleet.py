@@ -126,14 +126,24 @@ def test_equal_claims_and_overlapping_ranges_clash(one: str, other: str, *, expe
 def test_names_that_are_not_allowed_or_no_file_names_are_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    choice = Choice(("red", "blue"))
+    choice = Choice(("red", "blue"), most=1)
     names = ["blue", "green", "../etc", "red"]
     assert choice.of(names) == choice.of(names) == ["blue", "red"]
-    assert Choice(()).of(names) == ["blue", "green", "red"]
+    assert Choice((), most=9).of(names) == ["blue", "green", "red"]
     assert [record.getMessage() for record in caplog.records if "green" in record.getMessage()] == [
         'Network "green" is not allowed; -networks lists those that are'
     ]
     assert sum("../etc" in record.getMessage() for record in caplog.records) == 2
+
+
+def test_networks_served_before_come_first_and_one_too_many_is_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    choice = Choice((), most=2)
+    assert choice.of(["green", "red"]) == ["green", "red"]
+    assert choice.of(["blue", "green", "red"]) == choice.of(["blue", "red", "green"]) == ["green", "red"]
+    assert caplog.messages == ["Ignoring the network blue: -max-networks is 2"]
+    assert choice.of(["blue", "red"]) == ["red", "blue"]
 
 
 class Faulty:

@@ -43,6 +43,8 @@ DEFAULTS = {
     "token-file": "",
     "networks": "",
     "watch-networks": False,
+    "max-networks": 64,
+    "allow-extension": True,
     "subnet-dir": "/run/flannel/networks",
     "iface": (),
     "iface-regex": (),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 from collections.abc import Iterator
@@ -116,6 +117,25 @@ def test_an_unknown_backend_ends_the_load(
     keys.put(f"{prefix}/config", '{"Network": "10.5.0.0/16", "Backend": {"Type": "pigeons"}}')
     with pytest.raises(Fatal, match='unknown backend type "pigeons"'):
         startup.load(options, manager, SingleAttempts())
+
+
+@pytest.mark.parametrize("also", [False, True])
+def test_commands_of_a_config_are_refused_unless_allowed(
+    etcd: LocalEtcd, keys: V3Keys, tmp_path: Path, also: bool
+) -> None:
+    prefix = f"/startup/commands/{also}"
+    commands = {"Type": "extension", "SubnetAddCommand": "true"}
+    backend = {"Type": "host-gw", "Also": commands} if also else commands
+    keys.put(f"{prefix}/config", json.dumps({"Network": "10.5.0.0/16", "Backend": backend}))
+    options = flags(etcd, tmp_path, prefix, "-allow-extension=false")
+    manager = open_store(options, {})
+    with pytest.raises(Fatal, match="would run commands here as root; -allow-extension lets it"):
+        startup.load(options, manager, SingleAttempts())
+    manager.close()
+    options = flags(etcd, tmp_path, prefix)
+    manager = open_store(options, {})
+    startup.load(options, manager, SingleAttempts())
+    manager.close()
 
 
 @pytest.mark.parametrize(("wait", "failure"), [("0", Fatal), ("3600", Retryable)])
