@@ -34,8 +34,8 @@ class PossibleGap(RelistNeeded):
 class Source(Protocol[At]):
     """One list of a store and the changes after it. It is over with its first error."""
 
-    def start(self) -> tuple[list[Event], At]:
-        """Read the current state. Return its events, and the position to watch from."""
+    def start(self) -> tuple[list[Event], At | None]:
+        """Read the current state. Return its events, and the position to watch from; None to list again."""
         ...
 
     def changes(self, after: At) -> tuple[list[Event], At]:

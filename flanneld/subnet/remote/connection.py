@@ -86,8 +86,6 @@ class RemoteConnection:
         self._http: HTTPConnection | None = None
         self._server: RemoteServer | None = None
         self._token: JoinToken | None = None
-        #: ``disconnect`` was called since the last request with a time limit.
-        self._is_cut = False
 
     def ask(
         self, method: str, target: str, body: str | None = None, alive: Callable[[], None] | None = None
@@ -96,12 +94,9 @@ class RemoteConnection:
 
         A request may be sent twice, because all requests are idempotent for their node. With ``alive`` the
         first byte of the answer has no time limit: ``alive`` is called at least every minute, and the end of
-        the connection ends the request, also if it came since the last request without ``alive``. The kernel
-        detects a lost server.
+        the connection ends the request. The kernel detects a lost server.
         """
         with self._turn:
-            if alive is None:
-                self._is_cut = False
             problems = []
             for _ in self._servers.servers:
                 server = self._servers.servers[self._servers.good]
@@ -120,7 +115,6 @@ class RemoteConnection:
 
     def disconnect(self) -> None:
         """End the connection; the next request makes another. From any thread."""
-        self._is_cut = True
         self._socket.disconnect()
 
     def cancel(self) -> None:
@@ -163,9 +157,6 @@ class RemoteConnection:
     ) -> RemoteAnswer:
         if self._http is None:
             self._connect(server)
-        # Not earlier: from now on ``disconnect`` finds a connection to end.
-        if alive is not None and self._is_cut:
-            raise ConnectionAbortedError
         assert self._http is not None
         assert isinstance(self._http.sock, _PacedSocket)
         paced = self._http.sock

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import quote
@@ -14,7 +12,7 @@ from msgspec import Struct, structs
 from flanneld.compat import json as gojson
 from flanneld.compat.json import GoJsonError
 from flanneld.config import Config, parse
-from flanneld.errors import Cancelled, Refused, Retryable, cause_of
+from flanneld.errors import Refused, Retryable, cause_of
 from flanneld.model import (
     Added,
     Event,
@@ -27,10 +25,10 @@ from flanneld.model import (
     family_of,
     is_same_node,
 )
-from flanneld.runtime import clock, files, waits
-from flanneld.runtime.complaints import Outage
+from flanneld.runtime import clock, files
 from flanneld.subnet.allocation import fits
 from flanneld.subnet.codec import format_key
+from flanneld.subnet.list_watch import Contact, ListWatch, PossibleGap, Watches
 from flanneld.subnet.remote import wire
 from flanneld.subnet.remote.connection import (
     RemoteAnswer,
@@ -88,9 +86,7 @@ class RemoteStore:
         self._root = f"/v1/{quote(options.network, safe='') or '_'}"
         self._requests = RemoteConnection(self._servers)
         self._pause = pause
-        self._stop = threading.Event()
-        self._lock = threading.Lock()
-        self._watches: set[_Watch] = set()
+        self._watches = Watches()
         #: Last written attributes of our lease. They authorize the server to replace them.
         self._written: LeaseAttrs | None = None
         #: The server names the index of a lease.
@@ -100,8 +96,7 @@ class RemoteStore:
     @property
     def problem(self) -> Retryable | None:
         """Current failure of a watch, or None."""
-        with self._lock:
-            return next((each.problem for each in self._watches if each.problem), None)
+        return self._watches.problem
 
     @property
     def addresses(self) -> frozenset[IPAddress]:
@@ -183,22 +178,15 @@ class RemoteStore:
         self._follow(target, own, deliver, alive, absent=Removed(lease.key))
 
     def reread(self) -> None:
-        with self._lock:
-            for watch in self._watches:
-                watch.disconnect()
+        self._watches.reread()
 
     def reconnect(self) -> None:
-        with self._lock:
-            self._requests.disconnect()
-            for watch in self._watches:
-                watch.disconnect()
+        self._requests.disconnect()
+        self._watches.reconnect()
 
     def close(self) -> None:
-        with self._lock:
-            self._stop.set()
-            self._requests.cancel()
-            for watch in self._watches:
-                watch.cancel()
+        self._watches.close()
+        self._requests.cancel()
 
     # ---- one request ---------------------------------------------------------------------------
 
@@ -260,99 +248,65 @@ class RemoteStore:
         alive: Callable[[], None],
         absent: Event | None = None,
     ) -> None:
-        watch = _Watch(self._servers, self._root + target, self._stop, self._pause, absent)
-        with self._lock:
-            if self._stop.is_set():
-                raise Cancelled
-            self._watches.add(watch)
-        try:
-            watch.run(events, deliver, alive)
-        finally:
-            with self._lock:
-                self._watches.discard(watch)
-            watch.close()
+        path = self._root + target
+
+        def open_source(contact: Contact) -> _Source:
+            return _Source(self._servers, path, events, alive, contact, absent)
+
+        watch = ListWatch(open_source, path, back="the server is back", pace=self._pause)
+        self._watches.run(watch, deliver, alive)
 
 
-class _Watch:
-    """Watch: a snapshot, then a sequence of long requests. A new snapshot follows any loss."""
+class _Source:
+    """``Source`` of one target: a snapshot, then a sequence of long requests.
+
+    ``absent`` is the event to deliver while the server has no such lease.
+    """
 
     def __init__(
         self,
         servers: RemoteServers,
         target: str,
-        stop: threading.Event,
-        pause: float,
+        events: Callable[[WatchResult], list[Event]],
+        alive: Callable[[], None],
+        contact: Contact,
         absent: Event | None,
     ) -> None:
         self._servers = servers
         self._connection = RemoteConnection(servers)
         self._target = target
-        self._stop = stop
-        self._pause = pause
+        self._events = events
+        self._alive = alive
+        self._contact = contact
         self._absent = absent
-        self._outage = Outage(log, f"Watching {target}", f"Watching {target}: the server is back")
+        self._is_absent = False
+        self.cancel = self._connection.cancel
+        self.close = self._connection.reset
 
-    @property
-    def problem(self) -> Retryable | None:
-        return self._outage.problem
+    def start(self) -> tuple[list[Event], str | None]:
+        answer = self._connection.ask("GET", self._target)
+        if self._absent is not None and answer.status != 200 and answer.body.startswith(_ABSENT):
+            self._contact()
+            was_absent, self._is_absent = self._is_absent, True
+            return [] if was_absent else [self._absent], None
+        result = self._understood(answer)
+        self._contact()
+        return self._events(result), result.cursor
 
-    def run(
-        self,
-        events: Callable[[WatchResult], list[Event]],
-        deliver: Deliver,
-        alive: Callable[[], None],
-    ) -> None:
-        cursor: str | None = None
-        is_absent = False
-        started = -math.inf
-        while True:
-            alive()
-            if cursor is None:
-                self._rest_since(started)
-                started = clock.now()
-            try:
-                result = self._next(cursor, alive)
-            except Retryable as problem:
-                if cursor is None:
-                    self._outage.failed(problem)
-                cursor = None
-                continue
-            self._outage.over()
-            if result is None:
-                if self._absent is not None and not is_absent:
-                    deliver([self._absent])
-                is_absent, cursor = True, None
-                continue
-            is_absent, cursor = False, result.cursor
-            if news := events(result):
-                deliver(news)
+    def changes(self, after: str) -> tuple[list[Event], str]:
+        target = f"{self._target}?next={quote(after, safe='')}"
+        try:
+            result = self._understood(self._connection.ask("GET", target, None, self._alive))
+        except Retryable as reason:
+            # Servers end requests that wait, and forget cursors: only a list that fails is an outage.
+            raise PossibleGap(reason.problem, reason.remedy) from None
+        return self._events(result), result.cursor
 
-    def disconnect(self) -> None:
-        self._connection.disconnect()
-
-    def cancel(self) -> None:
-        self._connection.cancel()
-
-    def close(self) -> None:
-        self._connection.reset()
-
-    def _next(self, cursor: str | None, alive: Callable[[], None]) -> WatchResult | None:
-        """Return the server's next result; None if the lease does not exist."""
-        if cursor is None:
-            answer = self._connection.ask("GET", self._target)
-        else:
-            answer = self._connection.ask("GET", f"{self._target}?next={quote(cursor, safe='')}", None, alive)
+    def _understood(self, answer: RemoteAnswer) -> WatchResult:
         if answer.status == 200:
             return _result(answer)
-        if self._absent is not None and answer.body.startswith(_ABSENT):
-            return None
         self._servers.skip(answer.server)
         raise refused(answer)
-
-    def _rest_since(self, began: float) -> None:
-        """Wait until a pause has passed since the last list."""
-        if waits.pause(self._stop, max(0.0, min(began + self._pause - clock.now(), self._pause))):
-            raise Cancelled
 
 
 def _result(answer: RemoteAnswer) -> WatchResult:

@@ -28,6 +28,7 @@ class Memory:
         self.changes: list[Event] = []
         self.failures: list[Exception] = []
         self.stuck = ""
+        self.has_position = True
         self.on_start: Callable[[], None] = lambda: None
         self.watch: ListWatch[int] = ListWatch(self._open, "it", back="it is back", pace=pace)
 
@@ -49,11 +50,11 @@ class MemorySource:
         self.is_stuck = threading.Event()
         self.is_closed = False
 
-    def start(self) -> tuple[list[Event], int]:
+    def start(self) -> tuple[list[Event], int | None]:
         self._wait("start")
         self._store.on_start()
         self._contact()
-        return [Snapshot(())], len(self._store.changes)
+        return [Snapshot(())], len(self._store.changes) if self._store.has_position else None
 
     def changes(self, after: int) -> tuple[list[Event], int]:
         self._wait("changes")
@@ -222,3 +223,13 @@ def test_closed_store_starts_no_watch(memory: Memory) -> None:
     with pytest.raises(Cancelled):
         watches.run(memory.watch, lambda _: None, lambda: None)
     assert memory.sources == []
+
+
+def test_list_without_a_position_is_repeated_by_the_same_source(memory: Memory) -> None:
+    memory.has_position = False
+    assert memory.step(0.0) == ([Snapshot(())], PACE)
+    memory.has_position = True
+    assert memory.step(PACE)[0] == [Snapshot(())]
+    memory.changes.append(added(1))
+    assert memory.step(PACE)[0] == [added(1)]
+    assert len(memory.sources) == 1
