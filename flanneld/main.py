@@ -130,7 +130,7 @@ def _serve_alone(wanted: Options, environ: Mapping[str, str]) -> int:
             service = lease_server.LeaseService(wanted, environ, supervisor, store)
             service.start()
     else:
-        with prefixed("Failed to create Store"):
+        with prefixed("Failed to create SubnetManager"):
             manager = counted(open_store(wanted, environ))
     log.info("Created subnet manager: %s", manager.name)
     metrics = service.server.metrics_text if service else None

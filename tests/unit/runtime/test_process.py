@@ -13,7 +13,7 @@ import pytest
 
 #: Ends the daemon before it does anything, with status 1.
 WRONG = "-etcd-keyfile=/no/such/file"
-WRONG_SAID = "Failed to create Store: only one of -etcd-certfile and -etcd-keyfile is set"
+WRONG_SAID = "Failed to create SubnetManager: only one of -etcd-certfile and -etcd-keyfile is set"
 LINE = re.compile(r"[IWEF]\d{4} .*\.py:\d+\] ")
 
 
