@@ -14,14 +14,23 @@ from typing import Any
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from pyroute2.netlink import rtnl as kernels
 from pyroute2.netlink.rtnl.ifaddrmsg import ifaddrmsg
 from pyroute2.netlink.rtnl.ndmsg import ndmsg
 from pyroute2.netlink.rtnl.rtmsg import rtmsg
 
-from flanneld.model import IPAddress, IPNetwork
+from flanneld.model import Family, IPAddress, IPNetwork
 from flanneld.network import lookups
 from flanneld.network.rtnetlink import messages as rtnl
-from flanneld.network.rtnetlink.netlink import HEADER, MalformedNetlink, attribute, attributes, messages, u32
+from flanneld.network.rtnetlink.netlink import (
+    HEADER,
+    MalformedNetlink,
+    attribute,
+    attributes,
+    message,
+    messages,
+    u32,
+)
 from flanneld.state.resources import (
     PROTO_BOOT,
     PROTO_FLANNEL,
@@ -505,3 +514,20 @@ def test_any_bytes_can_be_walked(body: bytes, noise: bytes) -> None:
     assert whole[offset:end] == body
     assert all(HEADER.size <= offset <= end <= len(whole) for _, _, _, _, offset, end in rest)
     assert sum(4 + len(payload) for payload in attributes(noise, 0, len(noise)).values()) <= len(noise)
+
+
+def test_groups_of_notifications_have_the_kernels_numbers() -> None:
+    assert (rtnl.GROUP_LINK, rtnl.GROUP_NEIGH) == (kernels.RTNLGRP_LINK, kernels.RTNLGRP_NEIGH)
+    addresses = kernels.RTNLGRP_IPV4_IFADDR, kernels.RTNLGRP_IPV6_IFADDR
+    assert addresses == (rtnl.GROUP_IPV4_ADDRESS, rtnl.GROUP_IPV6_ADDRESS)
+    routes = kernels.RTNLGRP_IPV4_ROUTE, kernels.RTNLGRP_IPV6_ROUTE
+    assert routes == (rtnl.GROUP_IPV4_ROUTE, rtnl.GROUP_IPV6_ROUTE)
+
+
+@pytest.mark.parametrize(("family", "number"), [(4, 2), (6, 10)])
+def test_dump_of_neighbors_asks_for_one_device_and_nothing_else(family: Family, number: int) -> None:
+    asked = ndmsg(message(0, 0, rtnl.neighbors_request(family, INDEX)))
+    asked.decode()
+    fields = {name: asked[name] for name in ("family", "ifindex", "state", "flags", "ndm_type")}
+    assert fields == {"family": number, "ifindex": 0, "state": 0, "flags": 0, "ndm_type": 0}
+    assert asked.get_attrs("NDA_IFINDEX") == [INDEX]

@@ -13,8 +13,8 @@ from flanneld.network.firewall.netlink import Removal, Removals
 from flanneld.network.rtnetlink.netlink import NetlinkSocket, attribute, message
 
 # linux/netfilter/nfnetlink.h and nf_tables.h
-NF_TABLES, DELRULE, NEWGEN = 10 << 8, 8, 15
-RULE_TABLE, RULE_CHAIN, PROCESS_NAME = 1, 2, 3
+NF_TABLES, DELTABLE, DELCHAIN, DELRULE, NEWGEN = 10 << 8, 2, 5, 8, 15
+TABLE_NAME, CHAIN_TABLE, CHAIN_NAME, RULE_TABLE, RULE_CHAIN, PROCESS_NAME = 1, 1, 3, 1, 2, 3
 IPV4 = b"\x02\0\0\0"
 DELETION = message(
     NF_TABLES | DELRULE, 0, IPV4 + attribute(RULE_TABLE, b"nat\0") + attribute(RULE_CHAIN, b"POSTROUTING\0")
@@ -48,6 +48,22 @@ def test_remover_is_named_by_the_end_of_its_transaction(
     end.send(GENERATION)
     assert listener.read() == {NAMED}
     assert listener.read() == set()
+
+
+@pytest.mark.parametrize(
+    ("kind", "names", "chain"),
+    [
+        (DELTABLE, attribute(TABLE_NAME, b"nat\0"), ""),
+        (DELCHAIN, attribute(CHAIN_TABLE, b"nat\0") + attribute(CHAIN_NAME, b"FLANNEL-FWD\0"), "FLANNEL-FWD"),
+    ],
+)
+def test_removal_of_a_table_or_a_chain_is_told(
+    kernel: tuple[Removals, socket.socket], kind: int, names: bytes, chain: str
+) -> None:
+    listener, end = kernel
+    end.send(message(NF_TABLES | kind, 0, IPV4 + names))
+    end.send(GENERATION)
+    assert listener.read() == {Removal(4, "nat", chain, "iptables")}
 
 
 def test_the_end_of_a_transaction_that_comes_a_moment_later_is_waited_for(

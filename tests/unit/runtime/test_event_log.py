@@ -100,6 +100,15 @@ def test_garbage_in_the_file_is_passed_over(garbage: bytes, history: Path, event
     assert texts(events)[0] == "before the file"
 
 
+def test_file_that_has_room_is_added_to(tmp_path: Path, events: Events) -> None:
+    path = tmp_path / "events"
+    events.keep(path)
+    file = path.stat().st_ino
+    log.info("a line more")
+    assert path.stat().st_ino == file
+    assert b"a line more" in path.read_bytes()
+
+
 def test_file_is_bounded(tmp_path: Path, events: Events) -> None:
     path = tmp_path / "events"
     events.keep(path)

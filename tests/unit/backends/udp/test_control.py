@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -248,3 +249,13 @@ def test_a_closing_daemon_leaves_the_pump_alone(pump: Running, client: ProxyClie
 
 def test_a_pump_of_another_version_is_not_the_wanted_one(pump: Running) -> None:
     assert replace(pump.settings, version="another") != pump.settings
+
+
+def test_pump_gets_what_its_python_needs_and_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/bin")
+    monkeypatch.setenv("PYTHONUTF8", "1")
+    monkeypatch.setenv("FLANNELD_ETCD_PASSWORD", "secret")
+    monkeypatch.setattr(sys, "path", ["", "/one", "/other"])
+    found = client_module._environment()
+    assert (found["PATH"], found["PYTHONUTF8"], found["PYTHONPATH"]) == ("/bin", "1", "/one:/other")
+    assert "secret" not in found.values()

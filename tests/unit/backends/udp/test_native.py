@@ -6,6 +6,7 @@ import ctypes
 import errno
 import os
 import random
+import re
 import shutil
 import socket
 import subprocess
@@ -744,3 +745,11 @@ def test_a_loop_that_fails_ends_the_other_and_says_why(pump: Pump) -> None:
     pump._threads[0].join(10)
     pump._threads[1].join(10)
     assert sorted(pump.results) == [0, errno.EISDIR]
+
+
+def test_options_of_the_library_have_its_numbers() -> None:
+    words = re.search(r"enum { (VNET_HEADER.*) };", (C / "pump.h").read_text())
+    assert words
+    for word in words[1].split(", "):
+        name, number = word.split(" = ")
+        assert getattr(native, f"_{name}") == int(number)
