@@ -7,7 +7,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
+
+from msgspec import Struct
 
 from flanneld.compat import flags
 from flanneld.compat.flags import compile_re2
@@ -29,7 +31,7 @@ def endpoints(text: str, source: str) -> tuple[str, ...]:
     """
     urls = [url.strip(" ") for url in text.split(",")]
     for number, url in enumerate(urls, 1):
-        if not (_is_http(url) or _is_host_and_port(url) or (not url and any(urls))):
+        if not (url_parts(url) or (not url and any(urls))):
             # A stray comma or slash in a password leaves parts of it in any element.
             name = f"element {number}" if "@" in text else flags.quoted(url)
             raise Fatal(
@@ -39,16 +41,28 @@ def endpoints(text: str, source: str) -> tuple[str, ...]:
     return tuple(filter(None, urls))
 
 
-def servers(text: str, source: str) -> tuple[str, ...]:
+class RemoteServer(Struct, frozen=True, gc=False):
+    """Flannel server: one element of ``-remote``."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def servers(text: str, source: str) -> tuple[RemoteServer, ...]:
     """Read flannel servers, split at commas: ``host:port`` each, an IPv6 address in brackets."""
-    servers = tuple(text.split(",")) if text else ()
-    for server in servers:
-        if not _is_host_and_port(server):
+    servers = []
+    for each in text.split(",") if text else ():
+        parts = _host_and_port(each)
+        if parts is None:
             raise Fatal(
-                f"{source}: {flags.quoted(server)} is not host:port",
+                f"{source}: {flags.quoted(each)} is not host:port",
                 "give servers like 10.0.0.1:8888, separated by single commas without spaces",
             )
-    return servers
+        servers.append(RemoteServer(parts.hostname or "", parts.port or 0))
+    return tuple(servers)
 
 
 def is_network_name(text: str) -> bool:
@@ -67,24 +81,24 @@ def network_names(text: str, source: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _is_host_and_port(text: str) -> bool:
-    if not text.isascii() or not text.isprintable() or any(char in text for char in " /@?#"):
-        return False
-    try:
-        parts = urlsplit(f"//{text}")
-        return bool(parts.hostname) and bool(parts.port)
-    except ValueError:
-        return False
+def url_parts(text: str) -> SplitResult | None:
+    """Return the parts of an http or https URL, or of ``host:port`` alone; None for other texts."""
+    if not text.isprintable() or " " in text:  # urlsplit would drop some of these silently
+        return None
+    with suppress(ValueError):
+        parts = urlsplit(text)
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
+            return parts
+    return _host_and_port(text)
 
 
-def _is_http(url: str) -> bool:
-    if not url.isprintable() or " " in url:  # urlsplit would drop some of these silently
-        return False
-    try:
-        parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        return False
+def _host_and_port(text: str) -> SplitResult | None:
+    if text.isascii() and text.isprintable() and not any(char in text for char in " /@?#"):
+        with suppress(ValueError):
+            parts = urlsplit(f"//{text}")
+            if parts.hostname and parts.port:
+                return parts
+    return None
 
 
 def _address_of(make: Callable[[str], IPAddress], example: str) -> ParseValue:

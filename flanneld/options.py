@@ -113,7 +113,7 @@ class Options(Struct, frozen=True):
         "token", "", "`token` for a server that requires one; visible to other users of this host"
     )
     token_file: str = _flag("token-file", "", "`file` with the token for a server that requires one")
-    remote: tuple[str, ...] = _flag(
+    remote: tuple[option_values.RemoteServer, ...] = _flag(
         "remote",
         "",
         "lease `servers` (-listen) to use instead of etcd: host:port,host:port",
@@ -348,7 +348,7 @@ def _words(flag: Flag, value: Any) -> Iterator[str]:
     elif flag.repeatable:
         yield from map(_word, value)
     elif isinstance(value, tuple):
-        yield ",".join(map(_word, value))
+        yield ",".join(_word(str(each)) for each in value)
     else:
         yield _word(str(value).lower() if isinstance(value, bool) else str(value))
 

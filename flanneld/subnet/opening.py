@@ -5,14 +5,12 @@ from __future__ import annotations
 import posixpath
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 from flanneld.options import Options
 from flanneld.subnet.store import Store
 
 if TYPE_CHECKING:
     from flanneld.subnet.etcd.endpoints import EtcdOptions
-    from flanneld.subnet.remote.connection import RemoteServer
     from flanneld.subnet.remote.store import RemoteOptions
     from flanneld.subnet.remote.tls import TlsFiles
 
@@ -68,16 +66,7 @@ def remote_options(options: Options, network: str = "") -> RemoteOptions:
     """Return how to reach the flannel servers, and the token for them."""
     from flanneld.subnet.remote.store import RemoteOptions
 
-    servers, tls = remote_servers(options), remote_tls(options)
-    return RemoteOptions(servers, tls, network, options.token, options.token_file)
-
-
-def remote_servers(options: Options) -> tuple[RemoteServer, ...]:
-    """Return the flannel servers in the given order."""
-    from flanneld.subnet.remote.connection import RemoteServer
-
-    parts = [urlsplit(f"//{server}") for server in options.remote]
-    return tuple(RemoteServer(each.hostname or "", each.port or 0) for each in parts)
+    return RemoteOptions(options.remote, remote_tls(options), network, options.token, options.token_file)
 
 
 def remote_tls(options: Options) -> TlsFiles:

@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 from msgspec import Struct
 
 from flanneld.errors import Fatal
+from flanneld.option_values import url_parts
 from flanneld.runtime import randomness
 from flanneld.runtime.sockets.host_addresses import HostAddresses
 
@@ -124,27 +125,25 @@ def _default_scheme(options: EtcdOptions) -> str:
     """
     scheme, separator, _ = options.endpoints[0].partition("://")
     if separator:
-        return scheme
+        return scheme.lower()
     return "https" if options.certfile and options.keyfile else "http"
 
 
 def _server(url: str, number: int, options: EtcdOptions) -> Server:
-    try:
-        parts = urlsplit(url if "://" in url else f"{_default_scheme(options)}://{url}")
-        port, host = parts.port or _DEFAULT_PORTS[parts.scheme], parts.hostname or ""
-    except (ValueError, KeyError):
-        host = ""
-    if not host or not host.isascii():
+    parts = url_parts(url)
+    host = parts.hostname if parts else None
+    if parts is None or not host or not host.isascii():
         # The URL itself is not shown: it may contain a password.
         raise Fatal(
             f"element {number} of -etcd-endpoints is no URL", "give client URLs like http://10.0.0.1:2379"
         )
-    path = parts.path.rstrip("/")
-    name = f"{parts.scheme}://{f'[{host}]' if ':' in host else host}:{port}{path}"
+    scheme, path = parts.scheme or _default_scheme(options), parts.path.rstrip("/")
+    port = parts.port or _DEFAULT_PORTS[scheme]
+    name = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}{path}"
     user, password = options.username, options.password
     if not user and parts.username:
         user, password = unquote(parts.username), unquote(parts.password or "")
-    return Server(name, parts.scheme, host, port, path, user, password)
+    return Server(name, scheme, host, port, path, user, password)
 
 
 def _mentions_tls(options: EtcdOptions, schemes: set[str]) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 from msgspec import Struct
 
 from flanneld.errors import NoAnswer, Retryable, cause_of, printable
+from flanneld.option_values import RemoteServer
 from flanneld.runtime.sockets.host_addresses import HostAddresses
 from flanneld.runtime.sockets.interruptible import InterruptibleSocket, PacedReader, TooSlow, Unreachable
 from flanneld.subnet.remote.token import JoinToken, fingerprint_of
@@ -26,16 +27,6 @@ ANSWER_TIME = 30.0
 #: Bytes of an answer, at most: the leases of a large cluster take a few MB.
 _LONGEST = 64 << 20
 _CHECK = "see whether flanneld -listen runs there, and whether both sides use TLS"
-
-
-class RemoteServer(Struct, frozen=True, gc=False):
-    """One element of ``-remote``."""
-
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 class RemoteServers:

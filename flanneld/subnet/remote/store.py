@@ -25,18 +25,13 @@ from flanneld.model import (
     family_of,
     is_same_node,
 )
+from flanneld.option_values import RemoteServer
 from flanneld.runtime import clock, files
 from flanneld.subnet.allocation import fits
 from flanneld.subnet.codec import format_key
 from flanneld.subnet.list_watch import Contact, ListWatch, PossibleGap, Watches
 from flanneld.subnet.remote import wire
-from flanneld.subnet.remote.connection import (
-    RemoteAnswer,
-    RemoteConnection,
-    RemoteServer,
-    RemoteServers,
-    refused,
-)
+from flanneld.subnet.remote.connection import RemoteAnswer, RemoteConnection, RemoteServers, refused
 from flanneld.subnet.remote.tls import TlsFiles, client_context
 from flanneld.subnet.remote.token import JoinToken, parse_token
 from flanneld.subnet.remote.wire import Acquisition, Reservation, WatchResult, WireLease

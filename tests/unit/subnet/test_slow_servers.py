@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from flanneld.errors import NoAnswer, Retryable
+from flanneld.option_values import RemoteServer
 from flanneld.runtime.sockets import interruptible
 from flanneld.subnet.etcd.api_choice import open_client
 from flanneld.subnet.etcd.transport import EtcdTimeouts
 from flanneld.subnet.remote import connection
-from flanneld.subnet.remote.connection import RemoteConnection, RemoteServer, RemoteServers
+from flanneld.subnet.remote.connection import RemoteConnection, RemoteServers
 from tests.etcd_clients import opened, transport_to
 from tests.lab.etcd_v3 import V3Keys
 from tests.lab.listener import end

@@ -16,8 +16,8 @@ from msgspec import structs
 from flanneld.diagnostics.plan import all_leases
 from flanneld.errors import Cancelled, Fatal
 from flanneld.model import Added, Event, Lease, LeaseAttrs, Snapshot
+from flanneld.option_values import RemoteServer
 from flanneld.subnet.embedded.store import config_of, store_of, write_config
-from flanneld.subnet.remote.connection import RemoteServer
 from flanneld.subnet.remote.rest import RestApi, RestRequest
 from flanneld.subnet.remote.store import RemoteOptions, RemoteStore
 from flanneld.subnet.store import Deliver, LocalFacts

@@ -12,9 +12,9 @@ import pytest
 
 from flanneld.errors import Fatal, NoAnswer, Refused, Retryable
 from flanneld.model import LeaseAttrs
+from flanneld.option_values import RemoteServer
 from flanneld.runtime import clock
 from flanneld.subnet.embedded.tokens import Tokens, fingerprint_of_pem
-from flanneld.subnet.remote.connection import RemoteServer
 from flanneld.subnet.remote.store import RemoteOptions, RemoteStore
 from flanneld.subnet.remote.tls import identity_context
 from flanneld.subnet.remote.token import Denied, JoinToken, Permission, parse_token

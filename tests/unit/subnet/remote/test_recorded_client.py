@@ -17,8 +17,8 @@ import pytest
 
 from flanneld.errors import Cancelled, Retryable
 from flanneld.model import Added, Event, Lease, LeaseAttrs, Removed, Snapshot
+from flanneld.option_values import RemoteServer
 from flanneld.runtime import clock
-from flanneld.subnet.remote.connection import RemoteServer
 from flanneld.subnet.remote.store import RemoteOptions, RemoteStore
 from tests.local_etcd import answering, hang_up, server
 from tests.unit.subnet.remote.servers import exchange
