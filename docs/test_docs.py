@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from flanneld import config, options
+from flanneld.backends.registry import BUILT_IN, described
 from flanneld.ctl import main as flannelctl
 from flanneld.ctl.checks.cluster import RULES
 from flanneld.ctl.doctor import CHECKS
@@ -196,6 +197,19 @@ def test_page_tells_the_bounds_of_the_buckets() -> None:
 
 def enumerated(words: list[str]) -> str:
     return f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+OPTIONS = {name: own for name in BUILT_IN if (own := described(name).options)}
+
+
+@pytest.mark.parametrize("backend", OPTIONS)
+def test_page_has_the_options_of_a_backend_with_their_defaults(backend: str) -> None:
+    pages = page("backends") + page("encryption")
+    section = pages.partition(f"\n## {backend}\n")[2].partition("\n## ")[0]
+    told = dict(re.findall(r"^\| `(\w+)`.*? \| `?([^|`]+)`? \|", section, re.MULTILINE))
+    assert {each.name for each in OPTIONS[backend]} <= set(told)
+    defaults = {each.name: json.dumps(each.default).strip('"') for each in OPTIONS[backend] if each.default}
+    assert {name: told[name] for name in defaults} == defaults
 
 
 # Figures of the first page.
