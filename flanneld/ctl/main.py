@@ -320,7 +320,7 @@ def _mtu(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
     from flanneld.network import survey
 
     peer = peer_named(arguments.peer, source.status)
-    found = list(paths(peer, source.status, survey.path_mtu))
+    found = paths([peer], source.status, survey.path_mtus)
     rows = [
         (each.name, each.state, str(each.target), str(each.required), str(each.carried or "-"), each.note)
         for each in found

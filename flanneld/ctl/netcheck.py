@@ -14,12 +14,12 @@ from msgspec import Struct
 from flanneld.ctl.compare import wanted_route
 from flanneld.ctl.nodes import answer_remedy, our_addresses, port_of, target_of, told, vxlan_of
 from flanneld.ctl.output import TextTable
-from flanneld.ctl.path_mtu import at_a_glance, peer_named
+from flanneld.ctl.path_mtu import paths, peer_named
 from flanneld.ctl.source import DataSource
 from flanneld.diagnostics.status import PeerStatus, Status, UplinkStatus, known
 from flanneld.model import IPAddress, family_of
 from flanneld.network.query import ORDINARY
-from flanneld.network.survey import Channel, EchoChannel, QueryChannel, Reply, ask, glance_at_mtu, survey
+from flanneld.network.survey import Channel, EchoChannel, QueryChannel, Reply, ask, path_mtus, survey
 from flanneld.state.resources import Vxlan
 
 _NO_CONTAINER = frozenset({errno.EHOSTUNREACH, errno.ENETUNREACH})
@@ -352,7 +352,7 @@ def _of_peer(peer: PeerStatus, source: DataSource) -> Iterator[Result]:
     status, about = source.status, peer.name
     through: set[IPAddress] = set()
     if known(status.mtu) and known(status.uplink):
-        for path in at_a_glance([peer], status, glance_at_mtu):
+        for path in paths([peer], status, path_mtus):
             carried = f"{path.carried or '-'} of {path.required} bytes"
             yield Result(f"path MTU, {path.name}", about, path.state, carried, path.note)
             if path.name == "tunnel" and path.carried is not None:

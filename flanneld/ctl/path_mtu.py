@@ -30,6 +30,8 @@ class PathToPeer(Struct, frozen=True, gc=False):
     peer: str = ""
     #: The MTU to lower if the path carries less; this backend takes its own from it.
     setting: str = "Backend.MTU"
+    #: Bytes that the outer headers take of this MTU.
+    headers: int = 0
 
     @property
     def state(self) -> str:
@@ -44,14 +46,19 @@ class PathToPeer(Struct, frozen=True, gc=False):
         if self.carried == self.required:
             return ""
         if self.name == "underlay":
-            return f"larger packets are lost or taken apart: set {self.setting} to {self.carried} or less"
-        return "larger packets of containers are lost"
+            return f"larger packets are lost or taken apart: {self.remedy(self.carried)}"
+        return f"larger packets of containers are lost: {self.remedy(self.carried + self.headers)}"
+
+    def remedy(self, outer: int) -> str:
+        """Return what makes packets between the nodes at most ``outer`` bytes long."""
+        inside = f", which leaves {outer - self.headers} inside the tunnel" if self.headers else ""
+        return f"set {self.setting} to {outer} or less{inside}; then {MADE_ANEW}"
 
 
-#: Finds the MTU to a target, at most the wanted one.
-Find = Callable[[IPAddress, int], int | None]
-#: Finds, for many targets at once, whether the wanted size is carried, and else whether anything is.
-Glance = Callable[[Sequence[tuple[IPAddress, int]]], Sequence[int | None]]
+#: What a new MTU takes: daemons read it when they start, and containers when they are made.
+MADE_ANEW = "restart flanneld on all nodes, and make their containers anew"
+#: Finds, for many targets at once, a size that each path carries, at most the wanted one.
+Find = Callable[[Sequence[tuple[IPAddress, int]]], Sequence[int | None]]
 
 
 def peer_named(name: str, told: Status) -> PeerStatus:
@@ -68,26 +75,23 @@ def peer_named(name: str, told: Status) -> PeerStatus:
     raise FlannelError(f"no peer is known at {name}", "flannelctl peers lists them")
 
 
-def paths(peer: PeerStatus, told: Status, find: Find) -> Iterator[PathToPeer]:
-    """Yield the path between the nodes and, if the peer's end of the tunnel answers, that through it."""
-    for name, target, required in _ends(peer, told):
-        yield PathToPeer(name, target, required, find(target, required), peer.subnets[0], _setting(told))
-
-
-def sample(told: Status, glance: Glance) -> list[PathToPeer]:
+def sample(told: Status, find: Find) -> list[PathToPeer]:
     """Return the paths to a few peers, first to those that did not answer the last probe."""
     reached = [peer for peer in told.each_peer if peer.state == "in the kernel"]
     reached.sort(key=lambda peer: (probe := known(peer.probe)) is None or probe.rtt is not None)
-    return at_a_glance(reached[:_FEW], told, glance)
+    return paths(reached[:_FEW], told, find)
 
 
-def at_a_glance(peers: Iterable[PeerStatus], told: Status, glance: Glance) -> list[PathToPeer]:
-    """Return the paths to some peers, all probed at once."""
+def paths(peers: Iterable[PeerStatus], told: Status, find: Find) -> list[PathToPeer]:
+    """Return the paths to some peers, all probed at once.
+
+    They are those between the nodes and, if the peer has an address in the overlay, that through the tunnel.
+    """
     ends = [(*end, peer.subnets[0]) for peer in peers for end in _ends(peer, told)]
-    setting = _setting(told)
-    carried = glance([(target, required) for _, target, required, _ in ends])
+    setting, headers = _setting(told), described(told.backend or "").overhead
+    carried = find([(target, required) for _, target, required, _ in ends])
     return [
-        PathToPeer(name, target, required, size, peer, setting)
+        PathToPeer(name, target, required, size, peer, setting, headers.get(target.version, 0))
         for (name, target, required, peer), size in zip(ends, carried, strict=True)
     ]
 
@@ -104,10 +108,17 @@ def _setting(told: Status) -> str:
 
 
 def _ends(peer: PeerStatus, told: Status) -> Iterator[tuple[str, IPAddress, int]]:
-    """Yield name, target and wanted size of each path to a peer."""
+    """Yield name, target and wanted size of each path to a peer.
+
+    Between the nodes that is the size of the tunnel's packets, which Backend.MTU may have made small.
+    """
     uplink, mtu = known(told.uplink), known(told.mtu)
-    if uplink:
-        yield from (("underlay", address, uplink.mtu) for address in peer.addresses)
+    overhead = described(told.backend or "").overhead
+    for address in peer.addresses:
+        headers = overhead.get(address.version)
+        if uplink:
+            outer = mtu + headers if mtu and headers else uplink.mtu
+            yield "underlay", address, min(uplink.mtu, outer)
     ours = {each.address for each in resources(told.local) if isinstance(each, Address)}
     own = {net.version for net in told.own_subnets if net.network_address in ours}
     for net in peer.networks:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.faults.fault import BEHIND, Fault
+from tests.faults.fault import BEHIND, HINT, Fault
 from tests.faults.world import DUAL, HOST_GW
 
 INSIDE = "ip netns exec {container} "
@@ -44,6 +44,13 @@ IN_CONTAINERS = {
         "cni0 has the MTU 1500, the network allows 1450",
         ("ip link set cni0 mtu 1500",),
         cuts=False,
+    ),
+    "container with the MTU of Ethernet": Fault(
+        "containers",
+        "1 container with a larger MTU than the network allows, 1450",
+        (INSIDE + "ip link set eth0 mtu 1500",),
+        cuts=False,
+        severity=HINT,
     ),
     "bridge outside the network": Fault(
         "other bridge",

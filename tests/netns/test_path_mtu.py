@@ -39,6 +39,17 @@ def test_a_path_that_carries_less_is_noticed(lab: Lab, backend: str, inner: int)
     assert carried(node, peer.address) == {"underlay": (1500, 1400), "tunnel": (inner, inner)}
     assert "set Backend.MTU to 1400 or less" in flannelctl(node, "mtu", peer.subnet()).stdout
     assert "does not carry 1500 bytes" in findings(node)["path"]
+    checks = {each["check"]: each for each in answer(node, "netcheck", peer.subnet())["checks"]}
+    assert checks["path MTU, underlay"]["found"] == "1400 of 1500 bytes"
+    change = f"set Backend.MTU to 1400 or less, which leaves {1400 - 1500 + inner} inside the tunnel"
+    assert change in checks["path MTU, underlay"]["note"]
+    lab.etcd.put_config({"Network": NETWORK, "Backend": {"Type": backend, "MTU": 1400}})
+    for each in (node, peer):
+        each.stop()
+        each.start(environment={"WIREGUARD_KEY_FILE": str(each.directory / "wgkey")})
+        each.wait_ready(60)
+    assert carried(node, peer.subnet()) == {"underlay": (1400, 1400), "tunnel": (inner - 100, inner - 100)}
+    assert "path" not in findings(node)
 
 
 def test_a_name_of_no_peer_is_refused(lab: Lab) -> None:

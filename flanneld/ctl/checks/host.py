@@ -9,7 +9,7 @@ from flanneld.backends.registry import described
 from flanneld.compat.glog import counted
 from flanneld.ctl.findings import Advice, Finding, Fix, Severity, as_at_start, check, few
 from flanneld.ctl.lookups import between_nodes, listed
-from flanneld.ctl.path_mtu import takes_mtu
+from flanneld.ctl.path_mtu import MADE_ANEW, takes_mtu
 from flanneld.diagnostics.status import known
 from flanneld.network.host_settings import Topic
 from flanneld.runtime.shell import command, line
@@ -166,7 +166,7 @@ def bridge_subnet(facts: Facts) -> Iterator[Finding]:
 # ---- K: MTU and offload -------------------------------------------------------------------------
 
 
-@check("K", "containers", "bridges of containers are not larger than the network allows")
+@check("K", "containers", "containers and their bridges have no larger MTU than the network allows")
 def container_mtu(facts: Facts) -> Iterator[Finding]:
     allowed = known(facts.status.mtu) or facts.previous.mtu
     own = facts.status.own_subnets
@@ -185,6 +185,30 @@ def container_mtu(facts: Facts) -> Iterator[Finding]:
                 Fix((command("ip", "link", "set", "dev", name, "mtu", allowed),)),
                 about=name,
             )
+    large = [each for each in facts.containers if allowed and each.mtu > allowed]
+    if large:
+        yield Finding(
+            f"{counted(len(large), 'container')} with a larger MTU than the network allows, {allowed}",
+            few([f"{each.address} in {each.path}: {each.mtu}" for each in large], "; "),
+            "this host refuses its large packets; where a program does not make smaller ones, they are lost",
+            Fix(
+                tuple(
+                    command(
+                        "nsenter",
+                        f"--net={each.path}",
+                        "ip",
+                        "link",
+                        "set",
+                        "dev",
+                        each.device,
+                        "mtu",
+                        allowed,
+                    )
+                    for each in large
+                )
+            ),
+            severity=Severity.HINT,
+        )
 
 
 @check("K", "device", "our devices leave room for the outer headers")
@@ -219,7 +243,9 @@ def path(facts: Facts) -> Iterator[Finding]:
                 f"the {each.name} to {each.target} does not carry {each.required} bytes",
                 f"an ICMP echo of {each.required} bytes in one piece is lost, one of {each.carried} is not",
                 "small packets pass and large ones are lost or taken apart: connections hang",
-                Advice(f"flannelctl mtu {each.target} finds the size: set {each.setting} to it"),
+                Advice(
+                    f"flannelctl mtu {each.target} finds the size: set {each.setting} to it, then {MADE_ANEW}"
+                ),
                 about=str(each.target),
                 severity=Severity.HINT if each.name == "underlay" else Severity.PROBLEM,
             )

@@ -269,7 +269,10 @@ CASES: dict[str, list[Facts]] = {
     "refusals": [peer(state="refused", reason="no VtepMAC")],
     "unsafe leases": [peer(state="unsafe", reason="br7 is connected to 10.5.2.0/24; renumber that")],
     "reverse path": [of_host("net/ipv4/conf/eth0/rp_filter", 1)],
-    "containers": [with_links(link("eth0"), flannel(), bridge("cni0", 1500), port_of("cni0"))],
+    "containers": [
+        with_links(link("eth0"), flannel(), bridge("cni0", 1500), port_of("cni0")),
+        container(mtu=1500),
+    ],
     "device": [with_links(link("eth0", 1450), flannel())],
     "path": [
         replace(WELL, paths=(PathToPeer("underlay", ip_address("192.0.2.2"), 1500, 1280),)),
