@@ -150,6 +150,6 @@ def test_thread_in_the_picture_of_the_house_is_in_the_table_of_threads(thread: s
 def test_the_diagrams_are_found() -> None:
     assert len(PARTS) > 20
     assert len(THREADS) > 8
-    assert len(DIAGRAMS) == 2
+    assert len(DIAGRAMS) == 3
     assert len(ALL_STEPS) > 20
     assert len(rows("Where to make a change")) > 10

@@ -7,30 +7,31 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from msgspec.structs import replace
 
-from flanneld import __version__
+from flanneld import __version__, effects
 from flanneld.backends.contract import Backend
 from flanneld.config import Config
 from flanneld.diagnostics.cleanup import sweep_network
+from flanneld.diagnostics.observation import Observation
 from flanneld.diagnostics.serving import Checks, HealthServer
 from flanneld.errors import Cancelled, FlannelError, Retryable
 from flanneld.lease_server import LeaseService, open_file_store
 from flanneld.network_names import Choice, NetworkNames, RemoteNames, StoreNames
+from flanneld.node import Node
 from flanneld.option_values import is_network_name
 from flanneld.options import Options
 from flanneld.reconcile import controller
-from flanneld.reconcile.counted_manager import CountedManager, counted
+from flanneld.reconcile.counted_manager import counted
 from flanneld.runtime import logs, process, waits
 from flanneld.runtime.complaints import Outage
 from flanneld.runtime.instance_lock import DRAIN, HostClaims, InstanceLock
-from flanneld.runtime.loop import Loop, MakeLoop
+from flanneld.runtime.loop import Loop
 from flanneld.runtime.process import Notifier
 from flanneld.runtime.supervisor import Supervisor
 from flanneld.runtime.waits import Backoff
-from flanneld.startup import Admit, claims_to, clash
+from flanneld.startup import claims_to, clash
 from flanneld.subnet import subnet_file
 from flanneld.subnet.embedded.store import KeyStore, store_of
 from flanneld.subnet.opening import etcd_options, open_store, remote_options
@@ -210,30 +211,7 @@ _PAUSE, _END = 1.0, 5.0
 _MANAGERS = ("WATCHDOG_USEC", "WATCHDOG_PID")
 
 
-class ServesOne(Protocol):
-    """Daemon of one network."""
-
-    def serve(self) -> int: ...
-
-
-class MakeDaemon(Protocol):
-    """The class of the daemon of one network."""
-
-    def __call__(
-        self,
-        wanted: Options,
-        environ: Mapping[str, str],
-        supervisor: Supervisor,
-        notifier: process.Notifier,
-        manager: CountedManager,
-        events: logs.Events,
-        more_metrics: Callable[[], str] | None = None,
-        admit: Admit = ...,
-        make_loop: MakeLoop = ...,
-    ) -> ServesOne: ...
-
-
-def run(wanted: Options, environ: Mapping[str, str], make: MakeDaemon) -> int:
+def run(wanted: Options, environ: Mapping[str, str]) -> int:
     """Serve several networks until told to stop. Return 0 then, 1 after a failure."""
     supervisor, notifier = Supervisor(quiet=(Cancelled,)), process.Notifier()
     log.info("flanneld %s %s", __version__, wanted.described())
@@ -245,7 +223,7 @@ def run(wanted: Options, environ: Mapping[str, str], make: MakeDaemon) -> int:
     if service:
         service.start()
     fleet = Fleet(
-        wanted, environ, supervisor, notifier, file, make, service.server.metrics_text if service else str
+        wanted, environ, supervisor, notifier, file, service.server.metrics_text if service else str
     )
     fleet.start()
     ticks: list[tuple[Callable[[], None], float]] = [(fleet.claims.drain, DRAIN)]
@@ -269,7 +247,6 @@ class Fleet:
         supervisor: Supervisor,
         notifier: process.Notifier,
         file: KeyStore | None,
-        make: MakeDaemon,
         more_metrics: Callable[[], str],
     ) -> None:
         self._more_metrics = more_metrics
@@ -278,7 +255,6 @@ class Fleet:
         self._supervisor = supervisor
         self._notifier = notifier
         self._file = file
-        self._make = make
         self._events = logs.remember()
         self.claims = Claims()
         #: Held by the network whose controller steps.
@@ -428,18 +404,17 @@ class Fleet:
         )
         store = store_of(self._file, network.name) if self._file else None
         manager = counted(store or open_store(own, self._environ, network.name))
-        daemon = self._make(
+        make_loop = partial(self._loop, network.supervisor)
+        node = Node(
             own,
-            self._environ,
-            network.supervisor,
-            network.notifier,
+            effects.real(own, self._environ, network.supervisor, network.notifier, make_loop),
             manager,
-            self._events,
             admit=partial(self.claims.take, network.name),
-            make_loop=partial(self._loop, network.supervisor),
+            beside=Observation(),
+            events=self._events,
         )
         try:
-            daemon.serve()
+            node.serve()
         finally:
             self.claims.release(network.name)
 

@@ -9,44 +9,29 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flanneld import __version__, options, startup
+from flanneld import __version__, effects, options, startup
 from flanneld.compat import glog
-from flanneld.diagnostics.components import Components
-from flanneld.diagnostics.host_upkeep import HostUpkeep
 from flanneld.diagnostics.observation import Observation
 from flanneld.errors import Cancelled, Fatal, FlannelError, lacking, prefixed
-from flanneld.network import host_settings
+from flanneld.node import Node
 from flanneld.options import Options
-from flanneld.readiness import Readiness
-from flanneld.reconcile.counted_manager import CountedManager, counted
-from flanneld.reconcile.local_node import services_of_daemon
-from flanneld.reconcile.member import Loops, Member
+from flanneld.reconcile.counted_manager import counted
 from flanneld.runtime import logs, process
 from flanneld.runtime.instance_lock import DRAIN, PATIENCE, HostClaims, InstanceLock
-from flanneld.runtime.loop import MakeLoop
 from flanneld.runtime.process import ensure_descriptors, open_standard_streams, tune_interpreter
 from flanneld.runtime.supervisor import Supervisor
 from flanneld.subnet import subnet_file
 from flanneld.subnet.opening import etcd_options, open_store
-from flanneld.subnet.store import NodeStore
-from flanneld.subnet.subnet_file import SubnetEnv
 
 if TYPE_CHECKING:
     from flanneld.lease_server import LeaseService
-    from flanneld.subnet.cni_conf import CniConfTable
 
 log = logging.getLogger(__name__)
-
-#: Seconds for which the rules that only let traffic through wait for the routes.
-_PEERS_PATIENCE = 5.0
-#: Seconds between two checks of subnet.env.
-_HOST_LOOK = 1.0
 
 
 def main() -> None:
@@ -95,7 +80,7 @@ def _serve(wanted: Options, environ: Mapping[str, str]) -> int:
         if wanted.has_networks:
             from flanneld import fleet  # most daemons have one network
 
-            return fleet.run(wanted, environ, Daemon)
+            return fleet.run(wanted, environ)
         return _serve_alone(wanted, environ)
     except Cancelled:
         return 0
@@ -133,212 +118,17 @@ def _serve_alone(wanted: Options, environ: Mapping[str, str]) -> int:
         with prefixed("Failed to create SubnetManager"):
             manager = counted(open_store(wanted, environ))
     log.info("Created subnet manager: %s", manager.name)
-    metrics = service.server.metrics_text if service else None
     claims = HostClaims(PATIENCE)
-    return Daemon(
+    node = Node(
         wanted,
-        environ,
-        supervisor,
-        notifier,
+        effects.real(wanted, environ, supervisor, notifier),
         manager,
-        events,
-        metrics,
         admit=lambda config, backend: claims.take(startup.claims_to(config, backend), startup.clash),
-        ticks=((claims.drain, DRAIN),),
-    ).serve()
-
-
-class Daemon:
-    """Daemon of one network: its components are built once, in the order in which they are needed."""
-
-    def __init__(
-        self,
-        wanted: Options,
-        environ: Mapping[str, str],
-        supervisor: Supervisor,
-        notifier: process.Notifier,
-        manager: CountedManager,
-        events: logs.Events,
-        more_metrics: Callable[[], str] | None = None,
-        admit: startup.Admit = startup.admit_any,
-        make_loop: MakeLoop | None = None,
-        ticks: Sequence[tuple[Callable[[], None], float]] = (),
-    ) -> None:
-        self._admit = admit
-        self._ticks = ticks
-        self._make_loop = make_loop or supervisor.loop
-        self._options = wanted
-        self._environ = environ
-        self._supervisor = supervisor
-        self._notifier = notifier
-        self._manager = manager
-        self._readiness = Readiness(supervisor.stop, notifier, tell=self._report)
-        self._member: Member | None = None
-        self._loops: Loops | None = None
-        self._host: HostUpkeep | None = None
-        self._cni: CniConfTable | None = None
-        #: Functions to call as soon as subnet.env is written.
-        self._when_written: Callable[[], None] | None = None
-        #: Summary of this node, and the conditions last reported.
-        self._brief = ""
-        self._told: list[str] = []
-        self._components = Components(
-            wanted,
-            manager,
-            events,
-            supervisor.overdue,
-            self._readiness.missing,
-            self._readiness.waiting,
-            more_metrics,
-        )
-        self._observation = Observation(self._components, self._readiness, supervisor)
-
-    def serve(self) -> int:
-        """Run until a stop or until a task fails. Return the exit status."""
-        self._supervisor.start("closer", self._close_on_stop)
-        self._observation.serve_health()
-        try:
-            self._go_to_work(self._join())
-            return self._wait_and_stop()
-        finally:
-            self._end()
-
-    def _report(self, reason: str) -> None:
-        if isinstance(self._manager, NodeStore):
-            self._manager.report(reason)
-        self._observation.serve_status()
-
-    def _join(self) -> Member:
-        """Run the stages of startup up to the lease, waiting for the store and this host."""
-        if self._options.cni_conf:
-            from flanneld.subnet.cni_conf import open_table
-
-            self._cni = open_table(self._options)
-        waiting, manager = self._readiness, self._manager
-        services = services_of_daemon(self._options.secret_dir, self._environ, self._supervisor.stop)
-        loaded = startup.load(self._options, manager, waiting, services)
-        elected = startup.elect(loaded, waiting)
-        with prefixed("Error registering network"):
-            member = startup.join(loaded, elected, waiting, manager.acquire, self._admit)
-        mtu = member.uplink_manager.backend.mtu
-        log.info("Our subnet is %s, backend %s, MTU %d", member.lease, member.config.backend_type, mtu)
-        return member
-
-    def _go_to_work(self, member: Member) -> None:
-        """Create the devices, write subnet.env, and start the tasks that maintain both."""
-        self._member = member
-        self._loops = loops = startup.run(
-            member,
-            self._supervisor,
-            on_synced=self._readiness.complete,
-            on_move=lambda: self._write_subnet_file(member),
-            make_loop=self._make_loop,
-        )
-        self._components.join(member.config, loops)
-        with prefixed("Error registering network"):
-            self._readiness.patiently("the kernel", loops.reconciler.prepare)
-        if self._options.ip_masq:
-            loops.masquerade()
-        self._host = host = self._upkeep(member)
-        self._components.host = host
-        self._write_subnet_file(member)
-        families, uplink = member.config.families, member.uplink_manager.uplink.name
-        either = (uplink, *loops.reconciler.domain.links) if member.config.also else ()
-        host_settings.report(families, uplink, services=self._options.kube_subnet_mgr, either=either)
-        host.maintain()
-        self._supervisor.start(host.name, host.run, host.cancel)
-        self._readiness.await_peers()
-        log.info("Running backend.")
-        loops.start()
-        self._brief = (
-            f"{member.config.backend_type}: subnet {member.lease} through {member.uplink_manager.uplink.name}"
-        )
-        self._say_status(*filter(None, (host.file_problem,)))
-        self._when_written = partial(self._say_ready, member)
-        self._look_at_host()
-        self._observation.watch_conditions(self._tell)
-        self._observation.probe_peers(member.lease, loops.reconciler)
-        self._observation.answer_queries()
-        if not self._options.ip_masq:
-            loops.forward_after(partial(self._readiness.wait_for_peers, _PEERS_PATIENCE))
-        self._observation.serve_status()
-
-    # ---- what others may change on this host --------------------------------------------------
-
-    def _upkeep(self, member: Member) -> HostUpkeep:
-        return HostUpkeep(
-            Path(self._options.subnet_file),
-            member.config.families,
-            lambda: member.uplink_manager.uplink.name,
-            stop=self._supervisor.stop,
-            make_loop=self._make_loop,
-            keep_forwarding=self._options.keep_forwarding,
-            on_write=member.last_run.subnet_file_written,
-            cni=self._cni,
-        )
-
-    def _look_at_host(self) -> None:
-        """Check the record of this run and subnet.env. For one thread."""
-        if self._member is None or self._host is None:
-            return
-        self._member.last_run.try_again()
-        file = self._host.file_problem
-        clear = self._loops.reconciler.encryption.problem if self._loops else ""
-        self._readiness.hold("file", file)
-        self._readiness.hold("encryption", clear)
-        if self._when_written and not (file or clear):
-            self._when_written()
-            self._when_written = None
-
-    def _say_ready(self, member: Member) -> None:
-        """Report readiness: the container runtime can now read subnet.env and start containers."""
-        self._say_status(*self._told)
-        self._notifier.ready()
-        if isinstance(member.manager, NodeStore) and self._options.set_node_network_unavailable:
-            member.manager.mark_available()
-
-    def _write_subnet_file(self, member: Member) -> None:
-        assert self._host is not None
-        mtu = member.uplink_manager.backend.mtu
-        self._host.write(SubnetEnv.of(member.config, member.lease.key, mtu, ip_masq=self._options.ip_masq))
-        self._readiness.hold("file", self._host.file_problem)
-
-    def _tell(self, troubles: list[str]) -> None:
-        self._told = troubles
-        self._say_status(*troubles)
-        if troubles:
-            self._report("; ".join(troubles))
-
-    def _say_status(self, *troubles: str) -> None:
-        self._notifier.status("; ".join([self._brief, *troubles]))
-
-    def _wait_and_stop(self) -> int:
-        ticks = [(self._look_at_host, _HOST_LOOK), *self._ticks]
-        interval = process.watchdog_interval(self._environ)
-        if interval is not None:
-            ticks.append((self._feed_watchdog, interval))
-        self._supervisor.wait(*ticks)
-        self._notifier.stopping()
-        return 1 if self._supervisor.failure else 0
-
-    def _end(self) -> None:
-        """Stop all tasks and close their resources; also after a failed start."""
-        self._supervisor.stop.set()
-        self._manager.close()  # there may be keys in temporary files
-        late = self._supervisor.shutdown()
-        for name in late:
-            log.warning("%s did not stop in time", name)
-        if self._loops:
-            self._loops.reconciler.close(except_for=late)
-
-    def _feed_watchdog(self) -> None:
-        if not self._supervisor.overdue():
-            self._notifier.watchdog()
-
-    def _close_on_stop(self) -> None:
-        """Cut every blocked request of any thread, including this one."""
-        self._supervisor.wait()
-        self._manager.close()
+        beside=Observation(),
+        events=events,
+        more_metrics=service.server.metrics_text if service else None,
+    )
+    return node.serve((claims.drain, DRAIN))
 
 
 def _run_errand(wanted: Options, environ: Mapping[str, str]) -> int:

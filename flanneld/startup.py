@@ -1,4 +1,4 @@
-"""Startup in stages: load, elect, join, desired, run. The daemon, ``-plan`` and ``flannelctl`` take the same.
+"""Startup in stages: load, elect, join, desired. The daemon, ``-plan`` and ``flannelctl`` take the same.
 
 A stage makes its attempts through a ``Waiting``. With ``SingleAttempts`` the whole stage is one attempt: it
 returns its value, or raises ``Retryable`` or ``Fatal``. The callers differ in how they get a lease, and in
@@ -8,7 +8,7 @@ what applies the desired state.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from ipaddress import ip_network
 from pathlib import Path
@@ -17,26 +17,20 @@ from typing import Protocol, TypeVar
 from msgspec import Struct, structs
 
 from flanneld.backends import registry
-from flanneld.backends.contract import NO_SERVICES, Backend, Factory, HostServices
+from flanneld.backends.contract import Backend, Factory, HostServices
 from flanneld.config import Config
+from flanneld.effects import Effects
 from flanneld.errors import Fatal, NoAnswer, Retryable, prefixed, shown
 from flanneld.model import Family, IPAddress, Lease, LeaseAttrs, LeaseKey, Uplink, overlap, single
-from flanneld.network import ipsec_traces
-from flanneld.network.rtnetlink.kernel import Kernel
-from flanneld.network.rtnetlink.monitor import Monitor
-from flanneld.network.rtnetlink.tables import tables
+from flanneld.network.host import HostKernel, HostMonitor
 from flanneld.network.uplink_election import InterfaceChoice, NoInterface
 from flanneld.network.uplink_facts import connected_networks
 from flanneld.options import Options
-from flanneld.reconcile.last_run import LastRun, machine_of
-from flanneld.reconcile.local_node import LocalNode, UplinkManager, find_uplink
-from flanneld.reconcile.member import Loops, Member
+from flanneld.reconcile.last_run import LastRun
+from flanneld.reconcile.local_node import LocalNode, Member, UplinkManager, find_uplink
 from flanneld.runtime import clock
 from flanneld.runtime.complaints import Once
-from flanneld.runtime.loop import MakeLoop
-from flanneld.runtime.supervisor import Supervisor
-from flanneld.state.resources import Blackhole, Link
-from flanneld.state.table import Table
+from flanneld.state.resources import Blackhole
 from flanneld.subnet import subnet_file
 from flanneld.subnet.store import LocalFacts, NodeStore, Store
 from flanneld.subnet.subnet_file import Previous
@@ -88,6 +82,7 @@ class Loaded(Struct, frozen=True, gc=False):
 
     options: Options
     manager: Store
+    effects: Effects
     previous: Previous
     last_run: LastRun
     config: Config
@@ -99,8 +94,8 @@ class Loaded(Struct, frozen=True, gc=False):
 class Elected(Struct, frozen=True, gc=False):
     """The uplink, and the kernel that has it."""
 
-    kernel: Kernel
-    monitor: Monitor
+    kernel: HostKernel
+    monitor: HostMonitor
     choice: InterfaceChoice
     uplink: Uplink
 
@@ -112,15 +107,13 @@ def load(
     options: Options,
     manager: Store,
     waiting: Waiting,
-    services: HostServices = NO_SERVICES,
-    *,
-    is_dry_run: bool = False,
+    effects: Effects,
 ) -> Loaded:
-    """Read the record of the last run and the network config. ``services`` are the backends' services."""
+    """Read the record of the last run and the network config."""
     path = Path(options.subnet_file)
     manager.addresses  # noqa: B018 - starts the lookup of names, which a new lease needs
-    previous, last_run = subnet_file.read(path), LastRun(path, is_dry_run=is_dry_run)
-    reach: Reach = _ask_once if is_dry_run else partial(_ask_or_try, manager, previous, last_run)
+    previous, last_run = effects.read_past(path)
+    reach: Reach = partial(_ask_or_try, manager, previous, last_run) if effects.tries_routes else _ask_once
     config = waiting.ask("the network config", partial(reach, manager.network_config))
     log.info("Found network config - Backend type: %s", shown(config.backend_type))
     for warning in config.warnings:
@@ -131,18 +124,18 @@ def load(
         raise Fatal("the network config would run commands here as root", "-allow-extension lets it")
     make_backend = registry.factory_for(config)
     services = structs.replace(
-        services,
+        effects.services,
         beside=partial(subnet_file.beside, path),
         boot_id=clock.boot_id,
         listen_port=options.wireguard_port,
         cpu_checksums=options.disable_tx_checksum_offload,
     )
-    return Loaded(options, manager, previous, last_run, config, make_backend, services, reach)
+    return Loaded(options, manager, effects, previous, last_run, config, make_backend, services, reach)
 
 
 def elect(loaded: Loaded, waiting: Waiting) -> Elected:
     """Choose the uplink. Wait for it at most ``-iface-wait`` seconds."""
-    kernel, monitor = waiting.patiently("the kernel", _open_kernel)
+    kernel, monitor = waiting.patiently("the kernel", loaded.effects.open_kernel)
     choice = waiting.ask("our node", partial(loaded.reach, partial(_choice, loaded.options, loaded.manager)))
     deadline = clock.now() + loaded.options.iface_wait
     once = Once()
@@ -191,7 +184,7 @@ def join(
     options, manager, config = loaded.options, loaded.manager, loaded.config
     previous, last_run = loaded.previous, loaded.last_run
     kernel, uplink = elected.kernel, elected.uplink
-    machine = machine_of(kernel, uplink)
+    machine = loaded.effects.machine_of(kernel, uplink)
     written = last_run.claim(machine, manager.name, previous.subnets)
     family = config.families[0]
     stored = waiting.ask("the leases", partial(loaded.reach, lambda: manager.stored(uplink.public(family))))
@@ -225,9 +218,10 @@ def join(
     )
 
 
-def desired(member: Member) -> LocalNode:
+def desired(member: Member, effects: Effects) -> LocalNode:
     """Return the node to maintain: the backend's resources, and those that the options add."""
     last_run = member.last_run
+    networks = [network for network, _ in member.uplink_manager.ranges]
     # Packets for a container that has gone must not go round between this host and its gateway.
     blackholes = member.lease.key if member.options.ip_blackhole_route else ()
     return LocalNode(
@@ -235,7 +229,7 @@ def desired(member: Member) -> LocalNode:
         member.monitor,
         member.uplink_manager,
         member.lease,
-        partial(_kernel_tables, member),
+        lambda stale: effects.kernel_tables(member.kernel, stale, networks, member.options),
         extras=tuple(Blackhole(net) for net in blackholes if net is not None),
         former=member.previous.networks,
         devices=last_run.devices,
@@ -246,34 +240,6 @@ def desired(member: Member) -> LocalNode:
         store_addresses=last_run.store_addresses,
         store_tried=last_run.store_tried,
     )
-
-
-def _kernel_tables(member: Member, stale_links: Callable[[], Iterable[Link]]) -> list[Table]:
-    """Return the tables of devices and routes, and of policies and charon left by an ipsec backend."""
-    spread = member.options.route_protocol_spread == "auto"
-    found: list[Table] = [*tables(member.kernel, stale_links, spread=spread)]
-    if ipsec_traces.has_policies():
-        from flanneld.network.xfrm.table import stale_tables  # rarely needed, and takes its time
-
-        found += stale_tables(network for network, _ in member.uplink_manager.ranges)
-    if ipsec_traces.CHARON_PID_FILE.exists():
-        from flanneld.backends.ipsec.table_charon import stale_charon  # the same
-
-        found += stale_charon()
-    return found
-
-
-def run(
-    member: Member,
-    supervisor: Supervisor,
-    *,
-    on_synced: Callable[[], None],
-    on_move: Callable[[], None],
-    make_loop: MakeLoop,
-) -> Loops:
-    """Return the loops of a daemon, not started yet: each comes in its order with the rest of the daemon."""
-    node = desired(member)
-    return Loops(member, node, supervisor, on_synced=on_synced, on_move=on_move, make_loop=make_loop)
 
 
 # ---- their attempts -----------------------------------------------------------------------------
@@ -295,11 +261,6 @@ def _ask_or_try(
         return StoreTrial(manager, previous, last_run).ask(attempt, failure)
 
 
-def _open_kernel() -> tuple[Kernel, Monitor]:
-    kernel = Kernel()
-    return kernel, kernel.listen()
-
-
 def _choice(options: Options, manager: Store) -> InterfaceChoice:
     """Return how to choose the uplink; as in Go, the store's public addresses precede the flags'."""
     ipv4, ipv6 = manager.public_ips() if isinstance(manager, NodeStore) else (None, None)
@@ -313,7 +274,7 @@ def _choice(options: Options, manager: Store) -> InterfaceChoice:
 
 
 def _elected(
-    kernel: Kernel, config: Config, choice: InterfaceChoice, deadline: float, tell: Callable[[str], None]
+    kernel: HostKernel, config: Config, choice: InterfaceChoice, deadline: float, tell: Callable[[str], None]
 ) -> Uplink:
     try:
         return find_uplink(kernel, config, choice, tell)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from msgspec import Struct
 
-from flanneld.diagnostics.components import Components
 from flanneld.model import Lease
+from flanneld.node import Node
 from flanneld.reconcile.local_node import UplinkManager
 from flanneld.reconcile.peers import Peers
 from flanneld.runtime import clock, waits
@@ -38,17 +38,17 @@ class PartHealth(Struct, frozen=True, gc=False):
         return f"{self.name}: {self.problem}"
 
 
-def parts(components: Components) -> list[PartHealth]:
+def parts(node: Node) -> list[PartHealth]:
     """Return all parts. May be called from any thread; costs next to nothing."""
-    return [PartHealth(name, "; ".join(found)) for name, found in _looks(components)]
+    return [PartHealth(name, "; ".join(found)) for name, found in _looks(node)]
 
 
-def unhealthy_parts(components: Components) -> list[PartHealth]:
+def unhealthy_parts(node: Node) -> list[PartHealth]:
     """Return the parts with a condition."""
-    return [part for part in parts(components) if part.problem]
+    return [part for part in parts(node) if part.problem]
 
 
-def watch(components: Components, stop: threading.Event, tell: Callable[[list[str]], None]) -> None:
+def watch(node: Node, stop: threading.Event, tell: Callable[[list[str]], None]) -> None:
     """Report the conditions on each change until ``stop``; an empty list when all are over.
 
     Conditions that end soon are not reported.
@@ -56,7 +56,7 @@ def watch(components: Components, stop: threading.Event, tell: Callable[[list[st
     told: list[str] = []
     since: dict[str, float] = {}
     while not waits.pause(stop, LOOK):
-        now, found = clock.now(), unhealthy_parts(components)
+        now, found = clock.now(), unhealthy_parts(node)
         since = {part.name: since.get(part.name, now) for part in found}
         lasting = [str(part) for part in found if part.name in _AT_ONCE or now - since[part.name] >= LASTING]
         if lasting != told:
@@ -64,38 +64,38 @@ def watch(components: Components, stop: threading.Event, tell: Callable[[list[st
             tell(told)
 
 
-def _looks(components: Components) -> Iterator[tuple[str, Iterable[str]]]:
+def _looks(node: Node) -> Iterator[tuple[str, Iterable[str]]]:
     # Without the seconds, which would change at each check.
-    yield "threads", (line.partition(" for ")[0] for line in components.overdue())
-    yield "store", _of_the_store(components)
-    yield "leases", _of_the_leases(components)
-    if components.lease_keeper:
+    yield "threads", (line.partition(" for ")[0] for line in node.overdue())
+    yield "store", _of_the_store(node)
+    yield "leases", _of_the_leases(node)
+    if node.lease_keeper:
         yield (
             "lease",
-            _of_the_lease(components.lease_keeper.lease, 60.0 * components.options.subnet_lease_renew_margin),
+            _of_the_lease(node.lease_keeper.lease, 60.0 * node.options.subnet_lease_renew_margin),
         )
-    if components.reconciler:
-        yield "uplink", _of_the_uplink(components.reconciler.uplink_manager)
-        tables = components.reconciler.tables
+    if node.reconciler:
+        yield "uplink", _of_the_uplink(node.reconciler.uplink_manager)
+        tables = node.reconciler.tables
         yield "kernel", _of_the_kernel(tables.pending(), contested=tables.is_contested())
-        yield "encryption", filter(None, (components.reconciler.encryption.problem,))
-        yield "sessions", filter(None, (silence(components.reconciler.tables.sessions()),))
-        yield "peers", _of_the_peers(components.reconciler.peers)
-        yield "removals", _of_the_removal_guard(components.reconciler.removal_guard)
-    if components.firewall:
-        yield "firewall", filter(None, (state.trouble for state in components.firewall.states()))
-    for state in components.host.states() if components.host else ():
+        yield "encryption", filter(None, (node.reconciler.encryption.problem,))
+        yield "sessions", filter(None, (silence(node.reconciler.tables.sessions()),))
+        yield "peers", _of_the_peers(node.reconciler.peers)
+        yield "removals", _of_the_removal_guard(node.reconciler.removal_guard)
+    if node.firewall:
+        yield "firewall", filter(None, (state.trouble for state in node.firewall.states()))
+    for state in node.host.states() if node.host else ():
         yield state.name.replace("-", " "), filter(None, (state.trouble,))
 
 
-def _of_the_store(components: Components) -> Iterator[str]:
-    if components.store_problem:
-        yield str(components.store_problem)
+def _of_the_store(node: Node) -> Iterator[str]:
+    if node.store_problem:
+        yield str(node.store_problem)
 
 
-def _of_the_leases(components: Components) -> Iterator[str]:
-    if components.cached:
-        yield f"taken from {components.cached}"
+def _of_the_leases(node: Node) -> Iterator[str]:
+    if node.cached:
+        yield f"taken from {node.cached}"
 
 
 def _of_the_lease(lease: Lease, margin: float) -> Iterator[str]:

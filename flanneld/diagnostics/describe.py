@@ -1,4 +1,4 @@
-"""Description of the daemon for its status socket: components into the status document."""
+"""Description of the daemon for its status socket: node into the status document."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from msgspec.structs import replace
 
 from flanneld import __version__
 from flanneld.config import Config
-from flanneld.diagnostics.components import Components
 from flanneld.diagnostics.conditions import unhealthy_parts
 from flanneld.diagnostics.status import (
     ConditionStatus,
@@ -37,6 +36,7 @@ from flanneld.diagnostics.status import (
 from flanneld.errors import shown
 from flanneld.model import FAMILIES, Lease, Uplink, name_of
 from flanneld.network import resource_json
+from flanneld.node import Node
 from flanneld.reconcile.counters import kind_of, wall
 from flanneld.reconcile.peers import View
 from flanneld.runtime import clock
@@ -45,47 +45,45 @@ from flanneld.state.sessions import Session
 from flanneld.state.table import Failure
 
 if TYPE_CHECKING:
-    from flanneld.diagnostics.probes import Probe  # only with -peer-probes
+    from flanneld.reconcile.probes import Probe  # only with -peer-probes
 
 
-def describe(components: Components) -> Status:
+def describe(node: Node) -> Status:
     """Return the document without the peers."""
-    missing = components.missing()
+    missing = node.missing()
     status = Status(
         version=__version__,
         pid=os.getpid(),
         time=clock.wall(),
-        started=components.started,
-        flags=components.options.described(),
-        subnet_file=components.options.subnet_file,
-        kube_subnet_mgr=components.options.kube_subnet_mgr,
-        answer_port=components.options.answer_port,
-        store=_store(components),
+        started=node.started,
+        flags=node.options.described(),
+        subnet_file=node.options.subnet_file,
+        kube_subnet_mgr=node.options.kube_subnet_mgr,
+        answer_port=node.options.answer_port,
+        store=_store(node),
         health=HealthStatus(
             ready=not missing,
             missing=tuple(missing),
-            waiting=tuple(components.waiting()),
-            late=tuple(components.overdue()),
-            conditions=tuple(
-                ConditionStatus(each.name, each.problem) for each in unhealthy_parts(components)
-            ),
+            waiting=tuple(node.waiting()),
+            late=tuple(node.overdue()),
+            conditions=tuple(ConditionStatus(each.name, each.problem) for each in unhealthy_parts(node)),
         ),
-        network=network(components.config),
-        lease=_lease(components),
-        firewall=_firewall(components),
-        events=tuple(EventStatus(*event) for event in components.events.recent()),
+        network=network(node.config),
+        lease=_lease(node),
+        firewall=_firewall(node),
+        events=tuple(EventStatus(*event) for event in node.events.recent()),
     )
-    return _with_data_plane(status, components)
+    return _with_data_plane(status, node)
 
 
-def _store(components: Components) -> StoreStatus:
-    store, problem = components.store, components.store_problem
+def _store(node: Node) -> StoreStatus:
+    store, problem = node.store, node.store_problem
     return StoreStatus(
-        name=components.manager.name,
-        answers=components.store_is_up,
+        name=node.manager.name,
+        answers=node.store_is_up,
         problem=problem.problem if problem else None,
         remedy=problem.remedy if problem else None,
-        cache=components.cached or None,
+        cache=node.cached or None,
         requests=sum(store.requests.counts),
         errors=store.errors,
         last_event=store.last_event or None,
@@ -105,10 +103,10 @@ def network(config: Config | None) -> NetworkStatus | None:
     )
 
 
-def _lease(components: Components) -> LeaseStatus | None:
-    if components.lease_keeper is None:
+def _lease(node: Node) -> LeaseStatus | None:
+    if node.lease_keeper is None:
         return None
-    return replace(lease(components.lease_keeper.lease), renewals=components.store.renewals.copy())
+    return replace(lease(node.lease_keeper.lease), renewals=node.store.renewals.copy())
 
 
 def lease(own: Lease) -> LeaseStatus:
@@ -117,8 +115,8 @@ def lease(own: Lease) -> LeaseStatus:
     return LeaseStatus(_subnets(own), expires, _public_ips(own), _macs(own))
 
 
-def _with_data_plane(status: Status, components: Components) -> Status:
-    reconciler = components.reconciler
+def _with_data_plane(status: Status, node: Node) -> Status:
+    reconciler = node.reconciler
     if reconciler is None:
         return status
     work, pending = reconciler.tables.work, reconciler.tables.pending()
@@ -131,7 +129,7 @@ def _with_data_plane(status: Status, components: Components) -> Status:
         local=tuple(described(each, pending) for each in reconciler.peers.local_resources()),
         synced=reconciler.peers.synced,
         last_sync=work.last_sync or None,
-        repairs=tuple(RepairStatus(*of, number) for of, number in components.heals().items()),
+        repairs=tuple(RepairStatus(*of, number) for of, number in node.heals().items()),
         fights=reconciler.tables.is_contested(),
         lost_notifications=work.overruns,
         refused=tuple(map(_refusal, pending.values())),
@@ -148,30 +146,30 @@ def uplink(elected: Uplink) -> UplinkStatus:
     )
 
 
-def _firewall(components: Components) -> FirewallStatus | None:
-    firewall = components.firewall
+def _firewall(node: Node) -> FirewallStatus | None:
+    firewall = node.firewall
     if firewall is None:
         return None
     return FirewallStatus(
         place=firewall.placed.place,
-        masquerade=components.options.ip_masq,
-        forward=components.options.iptables_forward_rules,
+        masquerade=node.options.ip_masq,
+        forward=node.options.iptables_forward_rules,
         not_in_place=tuple(f"IPv{family}" for family in firewall.unsettled()),
         fights=any(state.contested for state in firewall.states()),
         repairs=tuple(RuleRepairStatus(*of, number) for of, number in firewall.repairs.items() if number),
     )
 
 
-def peers(components: Components) -> Iterator[PeerStatus]:
+def peers(node: Node) -> Iterator[PeerStatus]:
     """Yield each peer with its desired objects, in the order of the store."""
-    if components.reconciler is None:
+    if node.reconciler is None:
         return
-    view = components.reconciler.peers.view()
-    found = peers_of(view, components.reconciler.tables.pending(), components.reconciler.tables.sessions())
-    if components.prober is None:
+    view = node.reconciler.peers.view()
+    found = peers_of(view, node.reconciler.tables.pending(), node.reconciler.tables.sessions())
+    if node.prober is None:
         yield from found
         return
-    last = components.prober.last
+    last = node.prober.last
     for lease, peer in zip(view.leases, found, strict=True):
         yield replace(peer, probe=_probe(last.get(lease.key)))
 

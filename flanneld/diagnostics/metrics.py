@@ -15,10 +15,10 @@ from typing import Any
 from msgspec import Struct
 
 from flanneld import __version__
-from flanneld.diagnostics.components import Components
 from flanneld.diagnostics.conditions import parts
 from flanneld.diagnostics.describe import states
 from flanneld.model import FAMILIES, Lease
+from flanneld.node import Node
 from flanneld.reconcile.controller import Controller
 from flanneld.reconcile.counters import BOUNDS, FOUND, TOLD, Histogram, wall
 from flanneld.runtime import clock
@@ -31,7 +31,7 @@ _USUAL_ERRORS = ("EEXIST", "EINVAL", "ENETUNREACH", "ENODEV", "EPERM", "other")
 
 #: Number, histogram, numbers by label values, or None for no sample now.
 Reading = float | Histogram | dict[Any, Any] | None
-Read = Callable[[Components], Reading]
+Read = Callable[[Node], Reading]
 
 
 class Metric(Struct, frozen=True):
@@ -46,9 +46,9 @@ class Metric(Struct, frozen=True):
     labels: tuple[str, ...]
     read: Read
 
-    def samples(self, components: Components) -> Iterator[tuple[tuple[str, ...], float] | Histogram]:
+    def samples(self, node: Node) -> Iterator[tuple[tuple[str, ...], float] | Histogram]:
         """Yield label values with a number each, or a histogram."""
-        match self.read(components):
+        match self.read(node):
             case dict() as numbers:
                 # Copied at once, because another thread may add to it.
                 for labels, number in numbers.copy().items():
@@ -65,11 +65,11 @@ class Metric(Struct, frozen=True):
 
 
 def _of_the_reconciler(read: Callable[[Controller], Reading], absent: Reading = None) -> Read:
-    return lambda components: read(components.reconciler) if components.reconciler else absent
+    return lambda node: read(node.reconciler) if node.reconciler else absent
 
 
 def _lease(read: Callable[[Lease], Reading]) -> Read:
-    return lambda components: read(components.lease_keeper.lease) if components.lease_keeper else None
+    return lambda node: read(node.lease_keeper.lease) if node.lease_keeper else None
 
 
 def _public_ips(reconciler: Controller) -> Reading:
@@ -93,9 +93,9 @@ def _peers(reconciler: Controller) -> Reading:
     )
 
 
-def _heals(components: Components) -> Reading:
-    desired = components.reconciler.peers.desired_kinds() if components.reconciler else ()
-    return _from_zero({Kind.RULES, Kind.FILE, *desired}, (TOLD, FOUND)) | components.heals()
+def _heals(node: Node) -> Reading:
+    desired = node.reconciler.peers.desired_kinds() if node.reconciler else ()
+    return _from_zero({Kind.RULES, Kind.FILE, *desired}, (TOLD, FOUND)) | node.heals()
 
 
 def _from_zero(kinds: Iterable[Kind], labels: Iterable[str]) -> dict[tuple[str, str], int]:
@@ -169,13 +169,11 @@ METRICS = (
         "version",
         "python",
     ),
-    _gauge(
-        "flannel_ready", "1 if this node is ready for containers", lambda components: not components.missing()
-    ),
+    _gauge("flannel_ready", "1 if this node is ready for containers", lambda node: not node.missing()),
     _gauge(
         "flannel_condition",
         "1 while this part of the daemon or its host is unhealthy; see `flannelctl status`",
-        lambda components: {part.name: bool(part.problem) for part in parts(components)},
+        lambda node: {part.name: bool(part.problem) for part in parts(node)},
         "part",
     ),
     _gauge(
@@ -204,7 +202,7 @@ METRICS = (
     _counter(
         "flannel_firewall_resyncs_total",
         "repairs of our firewall rules, by the program that removed them",
-        lambda components: components.firewall.repairs if components.firewall else None,
+        lambda node: node.firewall.repairs if node.firewall else None,
         "backend",
         "cause",
     ),
@@ -285,45 +283,45 @@ METRICS = (
     _gauge(
         "flannel_peer_probe_loss_ratio",
         "the share of the last 100 probes that got no answer, with `-peer-probes`",
-        lambda components: components.prober.loss if components.prober else None,
+        lambda node: node.prober.loss if node.prober else None,
     ),
     _histogram(
         "flannel_peer_probe_rtt_seconds",
         "from a probe until its answer",
-        lambda components: components.prober.rtt if components.prober else None,
+        lambda node: node.prober.rtt if node.prober else None,
     ),
     _histogram(
         "flannel_datastore_request_seconds",
         "one request to the store, without watches",
-        lambda components: components.store.requests,
+        lambda node: node.store.requests,
     ),
     _counter(
         "flannel_datastore_errors_total",
         "failed requests, without watches",
-        lambda components: components.store.errors,
+        lambda node: node.store.errors,
     ),
-    _gauge("flannel_datastore_up", "1 if the store answers", lambda components: components.store_is_up),
+    _gauge("flannel_datastore_up", "1 if the store answers", lambda node: node.store_is_up),
     _counter(
         "flannel_lease_renewals_total",
         "renewals of our lease",
-        lambda components: components.store.renewals,
+        lambda node: node.store.renewals,
         "result",
     ),
     _counter(
         "flannel_watch_events_total",
         "lease events received from the store",
-        lambda components: components.store.events,
+        lambda node: node.store.events,
     ),
     _counter(
         "flannel_watch_resyncs_total",
         "relists of all leases, by reason",
-        lambda components: components.store.resyncs,
+        lambda node: node.store.resyncs,
         "reason",
     ),
     _gauge(
         "flannel_watch_last_event_timestamp_seconds",
         "time of the last lease event from the store",
-        lambda components: components.store.last_event,
+        lambda node: node.store.last_event,
     ),
 )
 
@@ -331,7 +329,7 @@ METRICS = (
 # ---- page ---------------------------------------------------------------------------------------
 
 
-def page(components: Components, accept: str) -> tuple[int, str, bytes]:
+def page(node: Node, accept: str) -> tuple[int, str, bytes]:
     """Return status, content type and page for an Accept header; 503 and the remedy without the library."""
     try:
         from prometheus_client import CollectorRegistry, ProcessCollector
@@ -341,16 +339,16 @@ def page(components: Components, accept: str) -> tuple[int, str, bytes]:
         return 503, "text/plain; charset=utf-8", line.encode()
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
-    registry.register(_Collector(components))
-    more = components.more_metrics
+    registry.register(_Collector(node))
+    more = node.more_metrics
     # Only the plain text format can be put together from two texts.
     encode, content_type = choose_encoder("" if more else accept)
     return 200, content_type, encode(registry) + (more().encode() if more else b"")
 
 
 class _Collector:
-    def __init__(self, components: Components) -> None:
-        self._components = components
+    def __init__(self, node: Node) -> None:
+        self._components = node
 
     def describe(self) -> list[Any]:
         """Return nothing: otherwise the library would read all metrics only to learn their names."""

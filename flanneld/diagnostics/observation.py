@@ -1,103 +1,102 @@
-"""Start of the observers: health server, status socket, health conditions, probes to peers."""
+"""Start of the observers of a node: health server, status socket, health conditions, probes, responder."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import closing
 from functools import partial
 from pathlib import Path
 
 from flanneld.diagnostics import conditions
-from flanneld.diagnostics.components import Components
-from flanneld.model import Lease
-from flanneld.readiness import Readiness
-from flanneld.reconcile.controller import Controller
-from flanneld.runtime.loop import StepLoop
-from flanneld.runtime.supervisor import Supervisor
+from flanneld.node import Moment, Node
 
 
 class Observation:
-    """Starter of the servers and watchers. Optional ones are imported when started."""
+    """Starter of the servers and watchers beside a node. Optional ones are imported when started."""
 
-    def __init__(self, components: Components, readiness: Readiness, supervisor: Supervisor) -> None:
-        self._components = components
-        self._readiness = readiness
-        self._supervisor = supervisor
+    def __init__(self) -> None:
         self._has_socket = False
 
-    def serve_health(self) -> None:
-        options = self._components.options
-        if options.healthz_port <= 0:
+    def __call__(self, node: Node, moment: Moment) -> None:
+        """Start what may look at the node from this moment on."""
+        if moment is Moment.BEGINS:
+            _serve_health(node)
             return
-        # Only imported with -healthz-port.
-        from flanneld.diagnostics.serving import Checks, HealthServer
+        if moment is Moment.SERVES:
+            node.tasks.start("conditions", partial(conditions.watch, node, node.tasks.stop, node.tell))
+            _probe_peers(node)
+            _answer_queries(node)
+        if not self._has_socket:
+            self._has_socket = True
+            _serve_status(node)
 
-        checks = Checks(
-            self._supervisor.overdue,
-            self._readiness.is_ready,
-            self._readiness.unready,
-            self._caveats,
-            lambda: [(part.name, part.problem) for part in conditions.parts(self._components)],
-            self._metrics,
-        )
-        server = HealthServer(options.healthz_ip, options.healthz_port, checks)
-        self._supervisor.start("health server", server.serve, server.close)
 
-    def serve_status(self) -> None:
-        """Start the status socket, once traffic flows or startup has to wait. Later calls do nothing."""
-        if self._has_socket:
-            return
-        from flanneld.diagnostics.serving import StatusSocket, path_beside
+def _serve_health(node: Node) -> None:
+    options = node.options
+    if options.healthz_port <= 0:
+        return
+    # Only imported with -healthz-port.
+    from flanneld.diagnostics.serving import Checks, HealthServer
 
-        self._has_socket = True
-        server = StatusSocket(path_beside(Path(self._components.options.subnet_file)), self._document)
-        if server.open():
-            self._supervisor.start("status socket", server.serve, server.close)
+    checks = Checks(
+        node.overdue,
+        node.readiness.is_ready,
+        node.readiness.unready,
+        lambda: [f"leases: taken from {node.cached}"] if node.cached else [],
+        lambda: [(part.name, part.problem) for part in conditions.parts(node)],
+        partial(_metrics, node),
+    )
+    server = HealthServer(options.healthz_ip, options.healthz_port, checks)
+    node.tasks.start("health server", server.serve, server.close)
 
-    def watch_conditions(self, tell: Callable[[list[str]], None]) -> None:
-        """Call ``tell`` with the conditions on each change."""
-        stop = self._supervisor.stop
-        self._supervisor.start("conditions", lambda: conditions.watch(self._components, stop, tell))
 
-    def probe_peers(self, lease: Lease, reconciler: Controller) -> None:
-        number = self._components.options.peer_probes
-        if not number:
-            return
-        from flanneld.diagnostics.probes import Prober
+def _serve_status(node: Node) -> None:
+    """Start the status socket, once traffic flows or startup has to wait."""
+    from flanneld.diagnostics.serving import StatusSocket, path_beside
 
-        heartbeat = partial(self._supervisor.heartbeat, "prober")
-        prober = Prober(number, lease, reconciler, stop=self._supervisor.stop, heartbeat=heartbeat)
-        self._components.prober = prober
-        self._supervisor.start("prober", prober.run)
+    server = StatusSocket(path_beside(Path(node.options.subnet_file)), partial(_document, node))
+    if server.open():
+        node.tasks.start("status socket", server.serve, server.close)
 
-    def answer_queries(self) -> None:
-        """Answer other nodes' queries, with ``-answer-port``."""
-        port = self._components.options.answer_port
-        if not port:
-            return
-        from flanneld.diagnostics.responder import Responder
 
-        responder = Responder(self._components, port)
-        heartbeat = partial(self._supervisor.heartbeat, "responder")
-        loop = StepLoop(responder.step, responder.sources, stop=self._supervisor.stop, heartbeat=heartbeat)
+def _probe_peers(node: Node) -> None:
+    number = node.options.peer_probes
+    if not number or node.member is None or node.reconciler is None:
+        return
+    from flanneld.reconcile.probes import Prober
 
-        def run() -> None:
-            # One process may serve this network again, and the port must be free then.
-            with closing(responder):
-                loop.run()
+    heartbeat = partial(node.tasks.heartbeat, "prober")
+    prober = Prober(number, node.member.lease, node.reconciler, stop=node.tasks.stop, heartbeat=heartbeat)
+    node.prober = prober
+    node.tasks.start("prober", prober.run)
 
-        self._supervisor.start("responder", run, loop.cancel)
 
-    def _caveats(self) -> list[str]:
-        return [f"leases: taken from {self._components.cached}"] if self._components.cached else []
+def _answer_queries(node: Node) -> None:
+    """Answer other nodes' queries, with ``-answer-port``."""
+    port = node.options.answer_port
+    if not port:
+        return
+    from flanneld.diagnostics.responder import Responder
 
-    def _metrics(self, accept: str) -> tuple[int, str, bytes]:
-        from flanneld.diagnostics.metrics import page
+    responder = Responder(node, port)
+    loop = node.make_loop("responder", responder.step, responder.sources)
 
-        return page(self._components, accept)
+    def run() -> None:
+        # One process may serve this network again, and the port must be free then.
+        with closing(responder):
+            loop.run()
 
-    def _document(self) -> Iterable[bytes]:
-        from flanneld.diagnostics.describe import describe, peers
-        from flanneld.diagnostics.status import pieces
+    node.tasks.start("responder", run, loop.cancel)
 
-        return pieces(describe(self._components), peers(self._components))
+
+def _metrics(node: Node, accept: str) -> tuple[int, str, bytes]:
+    from flanneld.diagnostics.metrics import page
+
+    return page(node, accept)
+
+
+def _document(node: Node) -> Iterable[bytes]:
+    from flanneld.diagnostics.describe import describe, peers
+    from flanneld.diagnostics.status import pieces
+
+    return pieces(describe(node), peers(node))

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from msgspec import Struct
 
-from flanneld import startup
+from flanneld import effects, startup
 from flanneld.config import Config
 from flanneld.errors import Cancelled, Retryable, printable
 from flanneld.model import Cached, Event, Lease, LeaseAttrs, LeaseKey, Snapshot, Uplink, overlap
@@ -26,10 +26,12 @@ from flanneld.network.rtnetlink import links
 from flanneld.network.rtnetlink.domain import Domain
 from flanneld.network.rtnetlink.routes import MANY, Behind
 from flanneld.network.rtnetlink.tables import KERNEL_TABLES
+from flanneld.node import Node
 from flanneld.options import Options
 from flanneld.reconcile.controller import Controller
+from flanneld.reconcile.counted_manager import counted
 from flanneld.reconcile.firewall import firewall_settings, place_rules
-from flanneld.reconcile.local_node import LocalNode, services_of_dry_run
+from flanneld.reconcile.local_node import LocalNode
 from flanneld.reconcile.peers import View
 from flanneld.reconcile.reconciler import desired_by_table
 from flanneld.runtime import clock
@@ -138,12 +140,9 @@ class Outcome(Struct, frozen=True, gc=False):
 def dry_run(options: Options, manager: Store) -> Outcome:
     """Return the outcome of a startup. Raises ``Retryable`` or ``Fatal`` where it would wait or end."""
     once, notes = SingleAttempts(), Notes()
-    services = services_of_dry_run(options.secret_dir, os.environ)
-    loaded = startup.load(options, manager, once, services, is_dry_run=True)
-    elected = startup.elect(loaded, once)
-    forecast = Forecast(manager)
-    member = startup.join(loaded, elected, once, forecast.acquire)
-    controller = _run(startup.desired(member), forecast.leases, notes)
+    forecast, harmless = Forecast(manager), effects.dry_run(options, os.environ)
+    member = Node(options, harmless, counted(manager)).join(once, forecast.acquire)
+    controller = _run(startup.desired(member, harmless), forecast.leases, notes)
     peers = controller.peers
     return Outcome(
         config=member.config,

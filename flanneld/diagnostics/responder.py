@@ -18,10 +18,10 @@ from msgspec import Struct
 
 from flanneld import __version__
 from flanneld.diagnostics import conditions
-from flanneld.diagnostics.components import Components
 from flanneld.diagnostics.status import store_kind
 from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork, Lease, family_of
 from flanneld.network.query import answer, decode
+from flanneld.node import Node
 from flanneld.runtime import clock
 from flanneld.runtime.complaints import Once
 from flanneld.state.resources import Address, Resource, Vxlan
@@ -48,9 +48,9 @@ class Place(Struct, frozen=True, gc=False):
         return any(peer.attrs.public(family_of(source)) == source for peer in peers())
 
 
-def places(components: Components) -> frozenset[Place]:
+def places(node: Node) -> frozenset[Place]:
     """Return the addresses to answer at; none before this node has a lease."""
-    controller, keeper = components.reconciler, components.lease_keeper
+    controller, keeper = node.reconciler, node.lease_keeper
     if controller is None or keeper is None:
         return frozenset()
     in_overlay = {each.address for each in controller.peers.local_resources() if isinstance(each, Address)}
@@ -65,9 +65,9 @@ def places(components: Components) -> frozenset[Place]:
     return frozenset(found)
 
 
-def about(components: Components, asker: tuple[str, int]) -> Facts:
+def about(node: Node, asker: tuple[str, int]) -> Facts:
     """Return the answer to a node; ``seen`` is the address from which its query came."""
-    controller, config, keeper = components.reconciler, components.config, components.lease_keeper
+    controller, config, keeper = node.reconciler, node.config, node.lease_keeper
     assert controller is not None
     assert config is not None
     assert keeper is not None
@@ -81,9 +81,9 @@ def about(components: Components, asker: tuple[str, int]) -> Facts:
         **device(controller.peers.local_resources()),
         "mtu": backend.mtu,
         "uplink_mtu": uplink.mtu,
-        "store": store_kind(components.manager.name),
-        "ready": not components.missing(),
-        "conditions": sorted({part.name for part in conditions.unhealthy_parts(components)}),
+        "store": store_kind(node.manager.name),
+        "ready": not node.missing(),
+        "conditions": sorted({part.name for part in conditions.unhealthy_parts(node)}),
         "seen": list(asker),
     }
 
@@ -128,8 +128,8 @@ class Budget:
 class Responder:
     """Responder of one daemon. ``step`` is called by a loop, whenever ``sources`` are readable."""
 
-    def __init__(self, components: Components, port: int) -> None:
-        self._components = components
+    def __init__(self, node: Node, port: int) -> None:
+        self._components = node
         self._port = port
         self._sockets: dict[Place, socket.socket] = {}
         self._budget = Budget()

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from flanneld.errors import Refused
 from flanneld.model import IPAddress, IPNetwork, Lease, LeaseAttrs, LeaseKey, Uplink
-from flanneld.network.host import HostView
+from flanneld.network.host import HostKernel
 from flanneld.network.rtnetlink.links import SeenLink
 from flanneld.runtime import clock, files
 from flanneld.runtime.complaints import Once
@@ -312,7 +312,7 @@ def _subnets(texts: list[str | None]) -> LeaseKey:
     )
 
 
-def machine_of(kernel: HostView, uplink: Uplink) -> Machine:
+def machine_of(kernel: HostKernel, uplink: Uplink) -> Machine:
     """Read the identity of this machine, to tell it from its clones; unreadable parts are empty."""
     try:
         link = kernel.link(uplink.name)

@@ -27,12 +27,14 @@ from flanneld.network.host import HostKernel, HostMonitor
 from flanneld.network.rtnetlink.messages import RTN_UNICAST
 from flanneld.network.uplink_election import InterfaceChoice, elect, keep
 from flanneld.network.uplink_facts import route_to, survey
-from flanneld.reconcile.last_run import Device, StoreAddress
+from flanneld.options import Options
+from flanneld.reconcile.last_run import Device, LastRun, StoreAddress
 from flanneld.runtime.complaints import Once
 from flanneld.runtime.randomness import random_bytes
 from flanneld.state.resources import Link, Resource
 from flanneld.state.table import Table
 from flanneld.subnet.store import Store
+from flanneld.subnet.subnet_file import Previous
 
 if TYPE_CHECKING:
     from flanneld.runtime.command import Finished
@@ -231,6 +233,20 @@ class UplinkManager:
 
 
 KernelTables = Callable[[Callable[[], Iterable[Link]]], Sequence[Table]]
+
+
+class Member(Struct, frozen=True, gc=False):
+    """Node with a lease, and the backend that the lease announces."""
+
+    options: Options
+    manager: Store
+    config: Config
+    previous: Previous
+    last_run: LastRun
+    kernel: HostKernel
+    monitor: HostMonitor
+    uplink_manager: UplinkManager
+    lease: Lease
 
 
 class LocalNode(Struct, frozen=True):

@@ -15,12 +15,14 @@ from flanneld.errors import Fatal, Retryable
 from flanneld.model import Added, Event, Lease, LeaseAttrs, Removed, Snapshot
 from flanneld.runtime import clock
 from flanneld.runtime.complaints import Once, Outage
-from flanneld.runtime.loop import StepLoop
+from flanneld.runtime.loop import MakeLoop
 from flanneld.runtime.waits import Backoff
 from flanneld.subnet.store import Store
 
 log = logging.getLogger(__name__)
 
+#: Name of the keeper's thread.
+NAME = "lease keeper"
 RENEW_RETRY = 60.0
 #: Seconds before a failed write of changed attributes is retried. Until it succeeds, peers use the old
 #: address.
@@ -56,7 +58,7 @@ class LeaseKeeper:
         *,
         margin: float,
         stop: threading.Event,
-        heartbeat: Callable[[float], None],
+        make_loop: MakeLoop,
         revoked: Callable[[], None],
         contested: bool = True,
         written: Callable[[Lease], None] = lambda _lease: None,
@@ -67,7 +69,7 @@ class LeaseKeeper:
         self._lease = lease
         self._margin = margin
         self._stop = stop
-        self._loop = StepLoop(self.step, stop=stop, heartbeat=heartbeat)
+        self._loop = make_loop(NAME, self.step)
         self._revoked = revoked
         self._contested = contested
         self._written = written

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from flanneld import startup
+from flanneld import effects, startup
+from flanneld.diagnostics.observation import Observation
 from flanneld.errors import Fatal, Retryable
-from flanneld.main import Daemon
 from flanneld.model import Lease, LeaseAttrs
+from flanneld.node import Node
 from flanneld.options import Options, read
 from flanneld.readiness import Readiness
 from flanneld.reconcile.counted_manager import counted
 from flanneld.reconcile.last_run import LastRun, Machine
-from flanneld.runtime import logs
 from flanneld.runtime.process import Notifier
 from flanneld.runtime.supervisor import Supervisor
 from flanneld.startup import SingleAttempts
@@ -59,7 +59,7 @@ def manager(options: Options) -> Iterator[Store]:
 
 def test_a_stage_of_a_dry_run_does_not_wait(options: Options, manager: Store) -> None:
     with pytest.raises(Retryable, match="has no network config"):
-        startup.load(options, manager, SingleAttempts())
+        startup.load(options, manager, SingleAttempts(), effects.dry_run(options, {}))
 
 
 def test_the_same_stage_waits_for_the_daemon(
@@ -72,7 +72,7 @@ def test_the_same_stage_waits_for_the_daemon(
 
     readiness = Readiness(threading.Event(), Notifier(), tell=put_config)
     with caplog.at_level(logging.INFO):
-        loaded = startup.load(options, manager, readiness)
+        loaded = startup.load(options, manager, readiness, effects.dry_run(options, {}))
     assert loaded.config.backend_type == "host-gw"
     assert "Couldn't fetch network config: etcd answers, but has no network config" in caplog.text
     assert "Got the network config" in caplog.text
@@ -92,9 +92,9 @@ def test_store_is_closed_while_the_tasks_still_run(tmp_path: Path, monkeypatch: 
         close()
 
     monkeypatch.setattr(manager, "close", closed)
-    daemon = Daemon(wanted, {}, Supervisor(), Notifier(), manager, logs.remember())
+    node = Node(wanted, effects.real(wanted, {}, Supervisor(), Notifier()), manager, beside=Observation())
     with pytest.raises(Fatal, match="backend"):
-        daemon.serve()
+        node.serve()
     assert answers == [200]
     assert not health(port)
 
@@ -116,7 +116,7 @@ def test_an_unknown_backend_ends_the_load(
 ) -> None:
     keys.put(f"{prefix}/config", '{"Network": "10.5.0.0/16", "Backend": {"Type": "pigeons"}}')
     with pytest.raises(Fatal, match='unknown backend type "pigeons"'):
-        startup.load(options, manager, SingleAttempts())
+        startup.load(options, manager, SingleAttempts(), effects.dry_run(options, {}))
 
 
 @pytest.mark.parametrize("also", [False, True])
@@ -130,11 +130,11 @@ def test_commands_of_a_config_are_refused_unless_allowed(
     options = flags(etcd, tmp_path, prefix, "-allow-extension=false")
     manager = open_store(options, {})
     with pytest.raises(Fatal, match="would run commands here as root; -allow-extension lets it"):
-        startup.load(options, manager, SingleAttempts())
+        startup.load(options, manager, SingleAttempts(), effects.dry_run(options, {}))
     manager.close()
     options = flags(etcd, tmp_path, prefix)
     manager = open_store(options, {})
-    startup.load(options, manager, SingleAttempts())
+    startup.load(options, manager, SingleAttempts(), effects.dry_run(options, {}))
     manager.close()
 
 
@@ -146,7 +146,7 @@ def test_a_missing_uplink_may_be_waited_out_as_long_as_iface_wait_says(
     keys.put(f"{prefix}/config", '{"Network": "10.5.0.0/16"}')
     options = flags(etcd, tmp_path, prefix, "-iface=none0", f"-iface-wait={wait}")
     manager = open_store(options, {})
-    loaded = startup.load(options, manager, SingleAttempts())
+    loaded = startup.load(options, manager, SingleAttempts(), effects.dry_run(options, {}))
     with pytest.raises(failure, match="found no external interface"):
         startup.elect(loaded, SingleAttempts())
     manager.close()

@@ -70,7 +70,7 @@ ARGUMENTS = {"gmtime": 1, "localtime": 1, "ctime": 1, "asctime": 1, "strftime": 
 #: Methods that wait, by the number of arguments from which they are another thing's: of a lock, of a thread.
 WAITS = {"acquire": 2, "communicate": 2, "join": 1, "wait": 9, "wait_for": 9}
 #: Shells of ``runtime/`` that have a method ``wait``.
-SHELLS = frozenset({"lock", "supervisor", "_lock", "_supervisor"})
+SHELLS = frozenset({"lock", "supervisor", "tasks", "_lock", "_supervisor"})
 
 
 def sources() -> Iterator[Path]:

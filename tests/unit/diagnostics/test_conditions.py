@@ -12,19 +12,19 @@ from queue import SimpleQueue
 import pytest
 
 from flanneld.diagnostics import conditions
-from flanneld.diagnostics.components import Components
-from flanneld.diagnostics.host_upkeep import HostUpkeep
 from flanneld.errors import NoAnswer, Retryable
 from flanneld.model import Lease, LeaseAttrs, Snapshot
+from flanneld.node import Node
 from flanneld.options import Options
+from flanneld.reconcile.permits import everything
+from flanneld.reconcile.worker import Worker
 from flanneld.runtime import clock
-from flanneld.runtime.logs import Events
-from flanneld.runtime.supervisor import Supervisor
+from flanneld.state.desired import Delta
 from flanneld.state.removal_guard import RemovalGuard
 from flanneld.state.resources import Route
-from flanneld.state.table import Failure
-from flanneld.subnet.subnet_file import SubnetEnv
-from tests.unit.diagnostics.stores import unasked_store
+from flanneld.state.table import Failure, Put
+from flanneld.subnet.subnet_file import SubnetEnv, SubnetEnvFile, SubnetFileTable
+from tests.unit.diagnostics.stores import idle_node
 
 DEADLINE = 30.0
 SILENCE = NoAnswer("etcd does not answer (192.0.2.1:2379: connection refused)", "see that it runs")
@@ -32,26 +32,26 @@ ROUTE = Route(ip_network("10.5.2.0/24"), "flannel.1")
 
 
 @pytest.fixture
-def components() -> Components:
-    return Components(Options(), unasked_store(), Events(), overdue=list, missing=list)
+def node() -> Node:
+    return idle_node(Options())
 
 
-def found(components: Components) -> list[str]:
-    return [str(part) for part in conditions.unhealthy_parts(components)]
+def found(node: Node) -> list[str]:
+    return [str(part) for part in conditions.unhealthy_parts(node)]
 
 
-def test_a_store_that_does_not_answer_is_a_trouble_until_it_does(components: Components) -> None:
-    assert found(components) == []
-    components.store.failed("renew", SILENCE)
-    assert found(components) == [f"store: {SILENCE}"]
-    components.store.answered("renew")
-    assert found(components) == []
+def test_a_store_that_does_not_answer_is_a_trouble_until_it_does(node: Node) -> None:
+    assert found(node) == []
+    node.store.failed("renew", SILENCE)
+    assert found(node) == [f"store: {SILENCE}"]
+    node.store.answered("renew")
+    assert found(node) == []
 
 
-def test_a_store_that_answered_no_request_and_then_tells_news_is_well(components: Components) -> None:
-    components.store.failed("renew", SILENCE)
-    components.store.told(1, 0)
-    assert found(components) == []
+def test_a_store_that_answered_no_request_and_then_tells_news_is_well(node: Node) -> None:
+    node.store.failed("renew", SILENCE)
+    node.store.told(1, 0)
+    assert found(node) == []
 
 
 @pytest.mark.parametrize(
@@ -62,43 +62,37 @@ def test_a_store_that_answered_no_request_and_then_tells_news_is_well(components
         Retryable("etcd at 192.0.2.1:2379 refuses access (HTTP 401)", "check -etcd-username"),
     ],
 )
-def test_a_store_that_answers_with_a_refusal_is_not_said_to_be_silent(
-    components: Components, reason: Retryable
-) -> None:
-    components.store.requests.observe(0.1)
-    components.store.failed("acquire", reason)
-    assert found(components) == [f"store: {reason}"]
-    assert components.store_is_up
-    components.store.failed("acquire", SILENCE)
-    assert not components.store_is_up
+def test_a_store_that_answers_with_a_refusal_is_not_said_to_be_silent(node: Node, reason: Retryable) -> None:
+    node.store.requests.observe(0.1)
+    node.store.failed("acquire", reason)
+    assert found(node) == [f"store: {reason}"]
+    assert node.store_is_up
+    node.store.failed("acquire", SILENCE)
+    assert not node.store_is_up
 
 
-def test_conditions_of_the_host_are_told_with_the_others(components: Components, tmp_path: Path) -> None:
+def test_conditions_of_the_host_are_told_with_the_others(node: Node, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     path = tmp_path / "file/subnet.env"
-    supervisor = Supervisor()
-    host = HostUpkeep(
-        path,
-        (),
-        str,
-        stop=supervisor.stop,
-        make_loop=supervisor.loop,
-        keep_forwarding=False,
-        on_write=lambda: None,
-    )
-    components.host = host
-    host.write(SubnetEnv((), (), 1450, ip_masq=True))
-    (told,) = found(components)
+    host = node.host = Worker("host", [SubnetFileTable(path)], stop=threading.Event())
+
+    def write() -> None:
+        file = SubnetEnvFile.of(path, SubnetEnv((), (), 1450, ip_masq=True))
+        host.send(Delta((Put(file),)), everything(), whole=True)
+        host.step(clock.now())
+
+    write()
+    (told,) = found(node)
     assert told.startswith(f"subnet file: cannot write {path}: ")
-    assert host.file_problem in told
+    assert node.file_problem in told
     (tmp_path / "file").unlink()
-    host.write(SubnetEnv((), (), 1450, ip_masq=True))
-    assert (found(components), host.file_problem) == ([], "")
+    write()
+    assert (found(node), node.file_problem) == ([], "")
 
 
 def test_a_thread_that_is_late_is_one() -> None:
-    line = "reconciler has not reported for 61 s (promised 60 s)"
-    late = Components(Options(), unasked_store(), Events(), overdue=lambda: [line], missing=list)
+    late = idle_node(Options())
+    late.tasks.heartbeat("reconciler", -1.0)
     assert "threads: reconciler has not reported" in found(late)
 
 
@@ -134,9 +128,9 @@ def test_removals_that_are_held_back_are_one() -> None:
     assert removal_guard.holds_total == 1
 
 
-def watching(components: Components, act: Callable[[], None], told: SimpleQueue[list[str]]) -> None:
+def watching(node: Node, act: Callable[[], None], told: SimpleQueue[list[str]]) -> None:
     stop = threading.Event()
-    thread = threading.Thread(target=conditions.watch, args=(components, stop, told.put))
+    thread = threading.Thread(target=conditions.watch, args=(node, stop, told.put))
     thread.start()
     try:
         act()
@@ -145,18 +139,16 @@ def watching(components: Components, act: Callable[[], None], told: SimpleQueue[
         thread.join(DEADLINE)
 
 
-def test_what_lasts_is_told_once_and_its_end_too(
-    components: Components, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_lasts_is_told_once_and_its_end_too(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conditions, "LOOK", 0.01)
     monkeypatch.setattr(conditions, "LASTING", 0.03)
     told: SimpleQueue[list[str]] = SimpleQueue()
 
     def act() -> None:
-        components.store.failed("renew", SILENCE)
+        node.store.failed("renew", SILENCE)
         assert told.get(timeout=DEADLINE) == [f"store: {SILENCE}"]
-        components.store.answered("renew")
+        node.store.answered("renew")
         assert told.get(timeout=DEADLINE) == []
 
-    watching(components, act, told)
+    watching(node, act, told)
     assert told.empty()

@@ -7,13 +7,13 @@ import sys
 import pytest
 
 from flanneld.config import Config, parse
-from flanneld.diagnostics.components import Components
 from flanneld.diagnostics.metrics import METRICS, page
 from flanneld.errors import NoAnswer, Retryable
 from flanneld.model import Lease, LeaseAttrs
+from flanneld.node import Node
 from flanneld.options import Options
 from flanneld.reconcile.counted_manager import counted
-from flanneld.runtime.logs import Events
+from tests.unit.diagnostics.stores import idle_node
 
 CONFIG = parse('{"Network": "10.5.0.0/16"}')
 LEASE, RENEWED = Lease(LeaseAttrs()), Lease(LeaseAttrs(), asof=2)
@@ -43,43 +43,43 @@ def store() -> Store:
 
 
 @pytest.fixture
-def components(store: Store) -> Components:
+def node(store: Store) -> Node:
     manager = counted(store)  # type: ignore[arg-type] # it has what is used
-    return Components(Options(), manager, Events(), overdue=list, missing=lambda: ["no lease yet"])
+    return idle_node(Options(), manager)
 
 
-def lines(components: Components, accept: str = "") -> list[str]:
-    return page(components, accept)[2].decode().splitlines()
+def lines(node: Node, accept: str = "") -> list[str]:
+    return page(node, accept)[2].decode().splitlines()
 
 
-def test_a_daemon_that_waits_has_metrics_too(components: Components) -> None:
-    told = lines(components)
+def test_a_daemon_that_waits_has_metrics_too(node: Node) -> None:
+    told = lines(node)
     assert [metric.name for metric in METRICS if f"# TYPE {metric.name} {metric.type}" not in told] == []
     assert "flannel_ready 0.0" in told
     assert "flannel_datastore_up 0.0" in told
 
 
-def test_node_that_is_a_server_too_tells_what_it_was_asked(components: Components) -> None:
-    components.more_metrics = lambda: "flannel_server_connections 3\n"
-    _, content_type, body = page(components, "application/openmetrics-text;version=1.0.0")
+def test_node_that_is_a_server_too_tells_what_it_was_asked(node: Node) -> None:
+    node.more_metrics = lambda: "flannel_server_connections 3\n"
+    _, content_type, body = page(node, "application/openmetrics-text;version=1.0.0")
     assert content_type.startswith("text/plain; version=")
     text = body.decode()
     assert "# EOF" not in text
     assert text.endswith("flannel_server_connections 3\n")
 
 
-def test_open_metrics_are_told_to_those_who_accept_them(components: Components) -> None:
-    status, content_type, body = page(components, "application/openmetrics-text;version=1.0.0")
+def test_open_metrics_are_told_to_those_who_accept_them(node: Node) -> None:
+    status, content_type, body = page(node, "application/openmetrics-text;version=1.0.0")
     assert status == 200
     assert content_type.startswith("application/openmetrics-text")
     assert body.endswith(b"# EOF\n")
 
 
 def test_without_the_library_the_page_is_unavailable_and_says_what_to_install(
-    components: Components, monkeypatch: pytest.MonkeyPatch
+    node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    status, content_type, body = page(components, "")
+    status, content_type, body = page(node, "")
     assert (status, content_type) == (503, "text/plain; charset=utf-8")
     assert body.decode() == (
         "no metrics without prometheus_client; install it with:"
@@ -87,15 +87,13 @@ def test_without_the_library_the_page_is_unavailable_and_says_what_to_install(
     )
 
 
-def test_requests_to_the_store_are_counted_and_their_answers_passed_on(
-    components: Components, store: Store
-) -> None:
-    assert components.manager.network_config() == CONFIG
-    assert components.manager.renew(LEASE) == RENEWED
+def test_requests_to_the_store_are_counted_and_their_answers_passed_on(node: Node, store: Store) -> None:
+    assert node.manager.network_config() == CONFIG
+    assert node.manager.renew(LEASE) == RENEWED
     store.fails = True
     with pytest.raises(Retryable):
-        components.manager.renew(LEASE)
-    told = lines(components)
+        node.manager.renew(LEASE)
+    told = lines(node)
     assert "flannel_datastore_request_seconds_count 3.0" in told
     assert "flannel_datastore_errors_total 1.0" in told
     assert 'flannel_lease_renewals_total{result="ok"} 1.0' in told
@@ -103,14 +101,14 @@ def test_requests_to_the_store_are_counted_and_their_answers_passed_on(
     assert "flannel_datastore_up 0.0" in told
 
 
-def test_a_store_that_refuses_answers(components: Components, store: Store) -> None:
-    components.manager.network_config()
+def test_a_store_that_refuses_answers(node: Node, store: Store) -> None:
+    node.manager.network_config()
     store.problem = Retryable("etcd refuses access")
-    assert "flannel_datastore_up 1.0" in lines(components)
+    assert "flannel_datastore_up 1.0" in lines(node)
 
 
-def test_a_store_whose_watch_gets_no_answer_is_down(components: Components, store: Store) -> None:
-    components.manager.network_config()
-    assert "flannel_datastore_up 1.0" in lines(components)
+def test_a_store_whose_watch_gets_no_answer_is_down(node: Node, store: Store) -> None:
+    node.manager.network_config()
+    assert "flannel_datastore_up 1.0" in lines(node)
     store.problem = NoAnswer("etcd does not answer")
-    assert "flannel_datastore_up 0.0" in lines(components)
+    assert "flannel_datastore_up 0.0" in lines(node)

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flanneld.diagnostics.probes import answering, targets
 from flanneld.model import Family, Lease, LeaseAttrs
 from flanneld.network.survey import echo_request, echo_token
+from flanneld.reconcile.probes import answering, targets
 from flanneld.state.resources import Address
 
 TOKEN = bytes(range(16))

@@ -12,19 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from flanneld.diagnostics.components import Components
 from flanneld.diagnostics.describe import describe
 from flanneld.diagnostics.serving import StatusSocket
 from flanneld.diagnostics.status import encoded, known
 from flanneld.errors import Retryable, printable
 from flanneld.options import read
 from flanneld.reconcile.counted_manager import counted
-from flanneld.runtime.logs import Events
 from flanneld.subnet.kube.node_table import NodeCache
 from flanneld.subnet.kube.store import KubeOptions, KubeStore
 from flanneld.subnet.store import NodeStore
 from tests.lab.credentials import write_kubeconfig
-from tests.unit.diagnostics.stores import unasked_store
+from tests.unit.diagnostics.stores import idle_node
 
 SECRET = "s3cr3t-0123456789"
 
@@ -49,11 +47,11 @@ def test_neither_a_token_nor_a_password_of_the_api_server_is_told(
     )
     manager = counted(KubeStore(kube_options, {"NODE_NAME": "n1"}))
     assert isinstance(manager, NodeStore)
-    components = Components(options, manager, Events(), overdue=list, missing=list)
+    node = idle_node(options, manager)
     with caplog.at_level(logging.DEBUG), pytest.raises(Retryable) as failure:
         manager.public_ips()
     manager.close()
-    told = [str(failure.value), caplog.text, options.described(), encoded(describe(components)).decode()]
+    told = [str(failure.value), caplog.text, options.described(), encoded(describe(node)).decode()]
     assert [each for each in told if SECRET in each] == []
     assert all(told[:1] + told[2:])
 
@@ -64,8 +62,8 @@ def test_a_password_of_etcd_is_in_no_status() -> None:
         f"-etcd-password={SECRET}",
         f"-etcd-endpoints=http://me:{SECRET}@192.0.2.1:2379",
     ]
-    components = Components(read(words, {}), unasked_store(), Events(), overdue=list, missing=list)
-    told = describe(components)
+    node = idle_node(read(words, {}))
+    told = describe(node)
     assert "etcd-password=***" in (known(told.flags) or "")
     assert SECRET not in encoded(told).decode()
 

@@ -320,7 +320,7 @@ class Process:
             lease,
             margin=MARGIN,
             stop=self._stop,
-            heartbeat=lambda _: None,
+            make_loop=Supervisor().loop,
             revoked=self._revoked,
             contested=self._store.contested,
             written=lambda renewed: self.host.record(attributes=renewed.attrs),

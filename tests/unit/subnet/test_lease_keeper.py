@@ -17,6 +17,8 @@ from flanneld.config import Config
 from flanneld.errors import Cancelled, Fatal, Retryable
 from flanneld.model import Added, IPAddress, Lease, LeaseAttrs, LeaseKey, Removed
 from flanneld.runtime import clock as monotonic_clock
+from flanneld.runtime.loop import StepLoop
+from flanneld.runtime.supervisor import Supervisor
 from flanneld.subnet.lease_keeper import (
     ANNOUNCE_RETRY,
     CONTEST_SPACING,
@@ -134,7 +136,7 @@ class Node:
             lease,
             margin=MARGIN,
             stop=self.stop,
-            heartbeat=lambda _within: None,
+            make_loop=Supervisor().loop,
             revoked=self._on_revoked,
             contested=contested,
             probation=PROBATION,
@@ -245,9 +247,13 @@ def test_thread_of_the_keeper_renews_on_time_takes_news_and_promises_heartbeats(
     stop = threading.Event()
     promises: set[float] = set()
     manager: Store = store
-    keeper = LeaseKeeper(
-        manager, lease, margin=MARGIN, stop=stop, heartbeat=promises.add, revoked=lambda: None
-    )
+
+    def loop(
+        _name: str, step: Callable[[float], float], sources: Callable[[], Iterable[int]] = tuple
+    ) -> StepLoop:
+        return StepLoop(step, sources, stop=stop, heartbeat=promises.add)
+
+    keeper = LeaseKeeper(manager, lease, margin=MARGIN, stop=stop, make_loop=loop, revoked=lambda: None)
     thread = threading.Thread(target=keeper.run, daemon=True)
     thread.start()
     wait_for(lambda: store.attempts, PATIENCE, "a renewal")

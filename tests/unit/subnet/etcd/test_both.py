@@ -16,6 +16,7 @@ from flanneld.config import parse
 from flanneld.errors import Cancelled, Retryable
 from flanneld.model import Added, Event, Lease, LeaseAttrs, LeaseTable, Removed, Snapshot
 from flanneld.runtime import clock
+from flanneld.runtime.supervisor import Supervisor
 from flanneld.subnet.codec import format_key
 from flanneld.subnet.etcd.api_choice import open_etcd
 from flanneld.subnet.etcd.endpoints import EtcdOptions
@@ -93,12 +94,14 @@ class Node:
 
     def keep(self, lease: Lease) -> LeaseKeeper:
         """Do all that a daemon does for its lease."""
+        supervisor = Supervisor()
+        supervisor.stop = self.stop
         lease_keeper = LeaseKeeper(
             self.manager,
             lease,
             margin=3600.0,
             stop=self.stop,
-            heartbeat=lambda _: None,
+            make_loop=supervisor.loop,
             revoked=self.revoked.set,
         )
         self.start(lambda: self.manager.watch_own(lease, lease_keeper.deliver, self._beat))
