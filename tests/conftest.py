@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator, Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from tests import hermetic, order, report
 from tests.lab import Lab, Node
+from tests.lab.forks import FORKS
 from tests.lab.lab import API
 from tests.vm.machine import lacks
 
@@ -59,6 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(report)
     if config.getoption("--long"):
         hypothesis.settings.load_profile("long")
+        os.environ[FORKS] = "0"
     config.addinivalue_line("markers", "long: takes more than a few seconds; runs with --long only")
     config.addinivalue_line("markers", "needs_kernel(feature): fails on a kernel without it; see tests/vm")
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from tests.lab.forks import Forked, can_fork
 from tests.lab.wait import wait_for
 
 RUN = Path("/run/netns")
@@ -38,6 +39,7 @@ def run(
     timeout: float = 60,
     stdin: str = "",
     variables: Mapping[str, str] | None = None,
+    namespace: str = "",
 ) -> subprocess.CompletedProcess[str]:
     """Run to the end; raises ``CommandError`` unless ``check`` is off, and after ``timeout`` seconds.
 
@@ -45,23 +47,27 @@ def run(
     """
     # A daemon warns of variables that look like its own.
     environment = {name: value for name, value in os.environ.items() if not name.startswith(_OF_TESTS)}
-    try:
-        done = subprocess.run(
-            command,
-            input=stdin,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            check=False,
-            env={**(variables or {}), **environment},
-        )
-    except subprocess.TimeoutExpired as error:
-        raise CommandError(f"{' '.join(command)}: still runs after {timeout:g} s") from error
-    if check and done.returncode != 0:
-        raise CommandError(
-            f"{' '.join(command)}: status {done.returncode}: {(done.stderr or done.stdout).strip()}"
-        )
-    return done
+    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with _begun(command, namespace, {**(variables or {}), **environment}, text=True, **pipes) as process:
+        try:
+            output, errors = process.communicate(stdin, timeout)
+        except subprocess.TimeoutExpired as error:
+            raise CommandError(f"{' '.join(command)}: still runs after {timeout:g} s") from error
+        finally:
+            process.kill()
+    if check and process.returncode != 0:
+        raise CommandError(f"{' '.join(command)}: status {process.returncode}: {(errors or output).strip()}")
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+
+def _begun(
+    command: tuple[str, ...], namespace: str, environment: dict[str, str] | None, **files: Any
+) -> subprocess.Popen[Any]:
+    """Start a process in a namespace if one is named."""
+    if namespace and can_fork(command, os.environ if environment is None else environment):
+        return Forked(namespace, command, env=environment, **files)
+    inside = ["ip", "netns", "exec", namespace, *command] if namespace else command
+    return subprocess.Popen(inside, env=environment, **files)
 
 
 def batch(*lines: str) -> None:
@@ -96,20 +102,16 @@ class Namespace:
         variables: Mapping[str, str] | None = None,
     ) -> subprocess.CompletedProcess[str]:
         """Run a command in here to its end; raises ``CommandError`` unless ``check`` is off."""
-        inside = self._inside(command)
-        return run(*inside, check=check, timeout=timeout, stdin=stdin, variables=variables)
+        return run(
+            *command, check=check, timeout=timeout, stdin=stdin, variables=variables, namespace=self.name
+        )
 
     def start(
         self, *command: str, output: IO[bytes], environment: dict[str, str] | None = None
     ) -> subprocess.Popen[bytes]:
         """Start a process in here; both its streams go to ``output``. Its pid is the command's own."""
-        return subprocess.Popen(
-            self._inside(command),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=environment,
-        )
+        files: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+        return _begun(command, self.name, environment, **files)
 
     def json(self, *command: str) -> list[dict[str, Any]]:
         """What ``ip -j ...`` or ``bridge -j ...`` says, ``[]`` about a device that does not exist."""
@@ -137,9 +139,6 @@ class Namespace:
                 _setns(home)
         finally:
             os.close(home)
-
-    def _inside(self, command: tuple[str, ...]) -> list[str]:
-        return ["ip", "netns", "exec", self.name, *command]
 
 
 def _setns(namespace: int) -> None:

@@ -10,6 +10,7 @@ from flanneld.backends.ipsec.charon import ViciConnection as Control
 from flanneld.backends.ipsec.resources import ConnectionSas, by_connection
 from flanneld.backends.ipsec.vici import texts
 from tests.lab import Node
+from tests.lab.forks import OWN_RUN
 
 PSK = "a secret that no log may ever show, " * 3
 IPSEC = {"Type": "ipsec", "PSK": PSK}
@@ -19,7 +20,7 @@ def with_own_run(node: Node, *command: str) -> list[str]:
     """Give a command a /run that only this node has: charon's socket and its pid file are always there."""
     run = node.directory / "run"
     run.mkdir(exist_ok=True)
-    return ["unshare", "-m", "sh", "-c", f'mount --bind {run} /run && exec "$0" "$@"', *command]
+    return [*OWN_RUN, str(run), *command]
 
 
 def charon_of(node: Node) -> int:

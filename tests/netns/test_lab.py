@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.lab import CommandError, EtcdError, Lab, wait_for
+from tests.lab import CommandError, EtcdError, Lab, Node, own_command, wait_for
 from tests.lab.daemon import ROOT
+from tests.lab.forks import exact
 from tests.lab.namespace import inhabitants, named
 from tests.lab.wait import PATIENCE
+from tests.netns.charons import with_own_run
 
 #: A daemon as small as can be: writes subnet.env where it is told, and waits.
 STAND_IN = (
@@ -39,6 +45,47 @@ def test_nodes_reach_each_other_and_etcd_in_both_families(lab: Lab) -> None:
         first.run("ping", "-n", "-c", "1", "-W", "30", target)
     assert first.routes("eth0")[0]["gateway"] == lab.etcd.address
     assert (first.link("eth0") or {})["mtu"] == 1500
+
+
+def facts(node: Node) -> dict[str, Any]:
+    """Return what others see of the daemon of a node."""
+    process = Path("/proc", str(node.pid))
+    return {
+        **{name: str((process / name).readlink()) for name in ("cwd", "exe", "ns/net", "fd/0", "fd/2")},
+        "arguments": (process / "cmdline").read_text().split("\0"),
+        "name": (process / "comm").read_text(),
+        "parent": re.findall(r"PPid:\s(\d+)", (process / "status").read_text()),
+        "devices": sorted(path.name for path in (process / "root/sys/class/net").iterdir()),
+        "run": sorted(path.name for path in (process / "root/run").iterdir()),
+    }
+
+
+@pytest.mark.parametrize("wrapped", [lambda _, *command: command, with_own_run], ids=["", "its own /run"])
+def test_forked_daemon_is_like_one_that_was_started(lab: Lab, wrapped: Callable[..., Sequence[str]]) -> None:
+    lab.etcd.put_config({"Network": "10.5.0.0/16", "Backend": {"Type": "host-gw"}})
+    (node,) = lab.add_nodes()
+    seen = []
+    for start in (nullcontext, exact):
+        with start():
+            node.start("--v=2", command=wrapped(node, *own_command()))
+        node.wait_ready()
+        seen.append(facts(node))
+        assert node.stop().status == 0
+    forked, started = seen
+    assert forked.pop("fd/2").replace("daemon-1", "daemon-2") == started.pop("fd/2")
+    assert forked == started
+    assert started["parent"] == [str(os.getpid())]
+
+
+def test_forked_program_says_what_one_says_that_was_started(lab: Lab) -> None:
+    (node,) = lab.add_nodes()
+    said = []
+    for start in (nullcontext, exact):
+        with start():
+            done = node.run(*own_command(), "-no-such-flag", check=False)
+            said.append((done.returncode, done.stdout, done.stderr))
+    assert said[0] == said[1]
+    assert said[0][0] == 2
 
 
 def test_the_network_of_the_host_is_left_alone() -> None:

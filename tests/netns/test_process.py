@@ -14,9 +14,16 @@ from subprocess import CompletedProcess
 import pytest
 
 from tests.lab import Impostor, Lab, Node, own_command, wait_for
+from tests.lab.forks import exact
 
 CONFIG = {"Network": "10.5.0.0/16", "Backend": {"Type": "host-gw"}}
 PEER = {"PublicIP": "198.18.0.200", "BackendType": "host-gw"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _exact() -> Iterator[None]:
+    with exact():
+        yield
 
 
 @pytest.fixture(scope="module")
