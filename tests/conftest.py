@@ -44,7 +44,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="write how long each file's tests take, for their order",
     )
-    parser.addoption("--part", metavar="K/N", help="run the Kth of N parts, in files of about as many tests")
+    parser.addoption("--part", metavar="K/N", help="run the Kth of N parts that take about as long")
     parser.addoption(
         "--needs-kernel",
         choices=["with", "without", "only"],
@@ -63,6 +63,7 @@ def pytest_configure(config: pytest.Config) -> None:
         hypothesis.settings.load_profile("long")
         os.environ[FORKS] = "0"
     config.addinivalue_line("markers", "long: takes more than a few seconds; runs with --long only")
+    config.addinivalue_line("markers", "shares(network): runs beside those of its file that share it")
     config.addinivalue_line("markers", "needs_kernel(feature): fails on a kernel without it; see tests/vm")
 
 
@@ -78,11 +79,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     wanted = [item for item in here if config.getoption("--long") or not item.get_closest_marker("long")]
     report.not_run(config, "tests marked long; add --long", len(here) - len(wanted))
     by_name = {item.nodeid: item for item in wanted}
-    names = order.dealt(
-        list(by_name), getattr(config, "workerinput", {}).get("workercount", 1), order.recorded()
-    )
+    shared = {item.nodeid: mark.args[0] for item in wanted for mark in item.iter_markers("shares")}
+    workers = getattr(config, "workerinput", {}).get("workercount", 1)
+    names = order.dealt(order.together(list(by_name), shared), workers, order.recorded())
     if config.getoption("--part"):
-        names = order.part(names, *map(int, config.getoption("--part").split("/")))
+        number, parts = map(int, config.getoption("--part").split("/"))
+        names = order.part(names, number, parts, order.recorded("machine"))
     chosen = [by_name[name] for name in names]
     config.hook.pytest_deselected(items=list(set(items).difference(chosen)))
     items[:] = chosen

@@ -9,30 +9,47 @@ from pathlib import Path
 
 import pytest
 
-#: Seconds by file, of those that take longest.
+#: By place, "host" or "machine", the seconds of files that take longest.
 DURATIONS = Path(__file__).with_name("durations.json")
 #: Seconds of a file that is worth the record, and of one that comes first.
 SHORTEST, LONG = 1.0, 5.0
+#: Seconds of a test in a file without a record, for equal parts.
+USUAL = 0.5
 
 
 def file_of(test: str) -> str:
     return test.partition("::")[0]
 
 
-def recorded() -> dict[str, float]:
+def recorded(place: str = "host") -> dict[str, float]:
     """Return the seconds that files took when they were recorded."""
-    durations: dict[str, float] = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
+    durations: dict[str, float] = json.loads(DURATIONS.read_text()).get(place, {})
     return durations
 
 
-def record(reports: Iterable[pytest.TestReport]) -> None:
-    """Write how long each file's tests took, with their fixtures. Files that did not run keep theirs."""
+def durations_of(reports: Iterable[pytest.TestReport]) -> dict[str, float]:
+    """Return the seconds of each file's tests, with their fixtures."""
     durations: dict[str, float] = {}
     for report in reports:
         file = file_of(report.nodeid)
         durations[file] = durations.get(file, 0.0) + report.duration
-    kept = {file: round(took, 1) for file, took in {**recorded(), **durations}.items() if took >= SHORTEST}
-    DURATIONS.write_text(json.dumps(kept, indent=0, sort_keys=True) + "\n")
+    return durations
+
+
+def record(place: str, durations: Mapping[str, float]) -> None:
+    """Write how long files took. Those that did not run keep what they have."""
+    known = json.loads(DURATIONS.read_text())
+    kept = {**recorded(place), **durations}
+    known[place] = {file: round(took, 1) for file, took in kept.items() if took >= SHORTEST}
+    DURATIONS.write_text(json.dumps(known, indent=0, sort_keys=True) + "\n")
+
+
+def together(tests: Sequence[str], shared: Mapping[str, str]) -> list[str]:
+    """Return the tests so that those of a file that share something follow each other."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for test in tests:
+        groups.setdefault((file_of(test), shared.get(test, "")), []).append(test)
+    return [test for group in groups.values() for test in group]
 
 
 def dealt(tests: Sequence[str], workers: int, seconds: Mapping[str, float]) -> list[str]:
@@ -61,9 +78,14 @@ def dealt(tests: Sequence[str], workers: int, seconds: Mapping[str, float]) -> l
     return order + others
 
 
-def part(tests: Sequence[str], number: int, parts: int) -> list[str]:
-    """Return one of several parts of about as many tests, whole files as far as they are small."""
-    parts_of: list[list[str]] = [[] for _ in range(parts)]
-    for file, _ in Counter(map(file_of, tests)).most_common():
-        min(parts_of, key=len).extend(test for test in tests if file_of(test) == file)
-    return parts_of[number - 1]
+def part(tests: Sequence[str], number: int, parts: int, seconds: Mapping[str, float]) -> list[str]:
+    """Return one of several parts that take about as long, in whole files, the slowest first."""
+    weights = {file: seconds.get(file, USUAL * count) for file, count in Counter(map(file_of, tests)).items()}
+    loads = [0.0] * parts
+    chosen: list[str] = []
+    for file in sorted(weights, key=lambda file: (-weights[file], file)):
+        lightest = loads.index(min(loads))
+        loads[lightest] += weights[file]
+        if lightest == number - 1:
+            chosen += [test for test in tests if file_of(test) == file]
+    return chosen

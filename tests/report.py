@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import shlex
 from collections import Counter
@@ -10,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from tests.order import record
+from tests.order import durations_of, record
 from tests.vm.machine import INSIDE
 
 #: What begins the lines that ``tests/run`` collects.
-NOT_RUN, REPEAT = "not run: ", "repeat: "
+NOT_RUN, REPEAT, TOOK = "not run: ", "repeat: ", "took: "
 _REASONS = pytest.StashKey[Counter[str]]()
 
 
@@ -48,7 +49,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         write(REPEAT + command_for(test))
     if config.getoption("--record-durations"):
         reports = (report for kind in terminalreporter.stats.values() for report in kind)
-        record(report for report in reports if isinstance(report, pytest.TestReport))
+        durations = durations_of(report for report in reports if isinstance(report, pytest.TestReport))
+        if INSIDE in os.environ:  # what is written in the machine is forgotten
+            write(TOOK + json.dumps(durations))
+        else:
+            record("host", durations)
     if (seed := config.getoption("randomly_seed", None)) is not None:
         write(f"order: --randomly-seed={seed}")
 

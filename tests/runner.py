@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shlex
@@ -17,7 +18,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.report import NOT_RUN, REPEAT
+from tests.order import record
+from tests.report import NOT_RUN, REPEAT, TOOK
 from tests.vm.machine import lacks
 
 PYTHON = ".venv/bin/python"
@@ -133,7 +135,7 @@ def plan(
     if lacking:
         kernel = Step("kernel of the machine", ("tests/vm/build",))
         limit = ("--limit", "10800" if long else "3600")
-        inside = ("nice", "-n", "10", PYTHON, "-m", "tests.vm.machine", *limit)
+        inside = (PYTHON, "-m", "tests.vm.machine", *limit)
         only = (*PYTEST, "--needs-kernel", "only", *elsewhere)
         # One for the clock alone, which belongs to no host.
         parts = min(MACHINES, len(lacking))
@@ -281,7 +283,6 @@ def passed(steps: Collection[Step]) -> bool:
 def shuffles(more: Sequence[str], times: int, lacking: Sequence[str]) -> list[list[Step]]:
     """Return runs of the tests on this host, each in an order of its own, three of them while it is busy."""
     command = next(step.command for step in plan(more, lacking=lacking)[0] if step.name == "tests")
-    command = (*command, "-p", "randomly")
     busy = ("bash", "-c", BUSY, "busy")
     return [
         [
@@ -314,6 +315,8 @@ def main() -> int:
         except KeyboardInterrupt:
             print("interrupted")
             return 130
+        for line in (line for step in steps for line in step.text.splitlines() if line.startswith(TOOK)):
+            record("machine", json.loads(line.removeprefix(TOOK)))
         print(summary(steps))
     return 0 if passed(steps) else 1
 

@@ -28,16 +28,12 @@ def worlds() -> Iterator[Kept[Kind, World]]:
     kept.close()
 
 
-#: Faults of one kind of network follow each other, so that few networks are built.
-NAMES = sorted(FAULTS, key=lambda name: repr(FAULTS[name].kind))
-
-
 def parameter(name: str) -> Any:
     fault = FAULTS[name]
     return fault.kind.marked(name, name, *([pytest.mark.long] if fault.is_long else ()))
 
 
-@pytest.mark.parametrize("name", [parameter(name) for name in NAMES])
+@pytest.mark.parametrize("name", [parameter(name) for name in FAULTS])
 def test_doctor_names_cause_and_remedy_of(
     worlds: Kept[Kind, World], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,11 +36,10 @@ class Kind:
     routed: int = 0
 
     def marked(self, value: object, name: str, *marks: pytest.MarkDecorator) -> Any:
-        """Return a parameter of a test, also marked with what the kernel needs for this kind."""
+        """Return a parameter of a test, marked with its network and with what the kernel needs for it."""
         needs = {"ipip": "ipip", "wireguard": "wireguard", "ipsec": "esp"}.get(self.backend["Type"])
-        return pytest.param(
-            value, id=name, marks=[*marks, *([pytest.mark.needs_kernel(needs)] if needs else ())]
-        )
+        own = [pytest.mark.shares(repr(self)), *([pytest.mark.needs_kernel(needs)] if needs else ())]
+        return pytest.param(value, id=name, marks=[*marks, *own])
 
     def __hash__(self) -> int:
         return hash(repr(self))

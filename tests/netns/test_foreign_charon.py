@@ -93,8 +93,8 @@ def test_one_that_somebody_restarts_gets_keys_and_connections_again(cluster: Clu
 
 
 def test_none_is_ended(cluster: Cluster) -> None:
-    """Neither by the end of the daemon, nor by its cleanup, nor by another backend. It comes last."""
-    lab, node, _, other = cluster
+    """Neither by the end of the daemon, nor by its cleanup, nor by another backend."""
+    lab, node, peer, other = cluster
     node.stop()
     own = (f"--etcd-endpoints={lab.etcd.endpoint}", f"--subnet-file={node.subnet_file}")
     assert "action block" in node.run(*with_own_run(node, *own_command(), *own, "--cleanup")).stdout
@@ -106,3 +106,7 @@ def test_none_is_ended(cluster: Cluster) -> None:
     node.stop()
     assert not other.is_ended()
     assert charon_of(node) == other.process.pid
+    lab.etcd.put_config({"Network": NETWORK, "Backend": IPSEC})
+    start(node)
+    node.wait_ready()
+    talk(node, peer)

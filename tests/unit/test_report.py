@@ -45,7 +45,7 @@ def session(folder: Path, *arguments: str, more: str = "") -> subprocess.Complet
 
 @pytest.mark.parametrize("workers", ["-n0", "-n2"])
 def test_session_names_what_was_not_run_and_how_to_repeat_what_failed(tmp_path: Path, workers: str) -> None:
-    done = session(tmp_path, workers, "--needs-kernel=without", "-p", "randomly", "--randomly-seed=7")
+    done = session(tmp_path, workers, "--needs-kernel=without", "--randomly-seed=7")
     lines = done.stdout.splitlines()
     assert done.returncode == 1
     assert "not run: 1 tests marked long; add --long" in lines
