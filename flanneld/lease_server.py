@@ -36,7 +36,7 @@ def open_file_store(wanted: Options, supervisor: Supervisor) -> KeyStore:
 
     Raises ``Fatal`` if it cannot be used, or another flanneld uses it.
     """
-    lock = InstanceLock(Path(f"{wanted.store}.lock"))
+    lock = InstanceLock(Path(f"{Path(wanted.store).resolve()}.lock"))
     lock.wait(supervisor.stop)
     store = open_file(wanted.store, create=bool(wanted.network))
     if wanted.network:

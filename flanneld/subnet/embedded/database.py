@@ -19,6 +19,8 @@ FORMAT = 1
 #: Revisions that a new store and a backup skip at least. Cursors of another store, such as etcd, or of the
 #: time after the backup, then name no revision of this one.
 ERA = 1_000_000_000
+#: The largest revision that leaves room for many eras in SQLite's 64 bits.
+_LAST = 1 << 62
 #: Seconds to wait for another process, such as ``flannelctl``, to end its transaction.
 _BUSY = 5.0
 _HEADER = b"SQLite format 3\0"
@@ -49,12 +51,12 @@ class Database:
     """
 
     def __init__(self, path: Path, *, create: bool = False) -> None:
-        self.path = path
+        self.path = path = path.resolve()
         self._lock = threading.Lock()
         self._is_closed = False
         if create and not path.exists():
             _create(path)
-        _check_header(path)
+        self._file = _check_header(path)
         try:
             self._connection = _connect(path)
             _check_content(self._connection, path)
@@ -94,6 +96,11 @@ class Database:
     @contextmanager
     def _transaction(self, begin: str) -> Iterator[sqlite3.Connection]:
         with self._lock, self._understood():
+            if _identity(self.path) != self._file:
+                raise Retryable(
+                    f"{self.path} was moved away or replaced while in use",
+                    "put it back, or restart its server to use what is there",
+                )
             self._connection.execute(begin)
             try:
                 yield self._connection
@@ -203,11 +210,20 @@ def _log_of(path: Path) -> Path:
     return Path(f"{path}-wal")
 
 
-def _check_header(path: Path) -> None:
-    """Raise ``Fatal`` unless the path is an SQLite file that this user may write."""
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Return device and inode of a file, None if it cannot be seen."""
+    with suppress(OSError):
+        found = path.stat()
+        return found.st_dev, found.st_ino
+    return None
+
+
+def _check_header(path: Path) -> tuple[int, int]:
+    """Return device and inode. Raise ``Fatal`` unless it is an SQLite file that this user may write."""
     try:
         with path.open("r+b") as file:
             header = file.read(len(_HEADER))
+            found = os.fstat(file.fileno())
     except FileNotFoundError:
         raise Fatal(
             f"there is no store at {path}", "correct -store, or start flanneld -listen with it"
@@ -220,6 +236,10 @@ def _check_header(path: Path) -> None:
         raise Fatal(
             f"{path} is no store of flanneld", f"choose another -store, or move it away and {_RESTORE}"
         )
+    if found.st_nlink > 1:  # each name would have a log of its own
+        remedy = f"remove the others: find / -xdev -samefile {path}"
+        raise Fatal(f"{path} is one of {found.st_nlink} names of a file", remedy)
+    return found.st_dev, found.st_ino
 
 
 def _check_content(connection: sqlite3.Connection, path: Path) -> None:
@@ -233,6 +253,8 @@ def _check_content(connection: sqlite3.Connection, path: Path) -> None:
             f"{path} has format {version}, this flanneld reads {FORMAT}", "use the flanneld that made it"
         )
     (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+    if found == "ok" and number(connection, "revision") > _LAST:
+        found = "its revision is too large"
     if found != "ok":
         raise Fatal(f"{path} is damaged: {found}", f"move it away and {_RESTORE}")
 

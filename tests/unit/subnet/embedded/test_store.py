@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from flanneld.errors import Cancelled, Fatal, Retryable
 from flanneld.runtime import clock
 from flanneld.subnet.embedded import store as store_module
-from flanneld.subnet.embedded.database import Database, restore
+from flanneld.subnet.embedded.database import Database, restore, set_fact
 from flanneld.subnet.embedded.store import PREFIX, EmbeddedClient, KeyStore, Moment, open_file, time_since
 from flanneld.subnet.etcd.api_choice import open_client
 from flanneld.subnet.etcd.copy import Migration
@@ -329,6 +329,49 @@ def test_file_that_is_no_store_is_refused_and_left_alone(
     with pytest.raises(Fatal, match=text):
         open_file(str(path), create=content is not None)
     assert (path.read_bytes() if path.exists() else None) == content
+
+
+def test_one_file_has_one_server_whatever_its_names(path: Path, tmp_path: Path) -> None:
+    Database(path, create=True).close()
+    link, other = tmp_path / "link.db", tmp_path / "other.db"
+    link.symlink_to(path)
+    assert Database(link).path == path
+    other.hardlink_to(path)
+    before = path.read_bytes()
+    for name in (path, other):
+        with pytest.raises(Fatal, match="one of 2 names of a file; remove the others"):
+            open_file(str(name))
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_file_that_was_moved_away_or_replaced_is_not_written(
+    path: Path, tmp_path: Path, replaced: bool
+) -> None:
+    database = Database(path, create=True)
+    moved = path.rename(tmp_path / "moved.db")
+    if replaced:
+        path.write_bytes(moved.read_bytes())
+    before = [file.read_bytes() for file in (moved, path) if file.exists()]
+    with (
+        pytest.raises(Retryable, match="moved away or replaced while in use"),
+        database.writing() as connection,
+    ):
+        set_fact(connection, "revision", 1)
+    assert [file.read_bytes() for file in (moved, path) if file.exists()] == before
+    path.unlink(missing_ok=True)
+    moved.rename(path)
+    with database.writing() as connection:
+        set_fact(connection, "revision", 1)
+
+
+def test_revision_at_the_end_of_numbers_is_named(path: Path) -> None:
+    database = Database(path, create=True)
+    with database.writing() as connection:
+        set_fact(connection, "revision", 2**63 - 1)
+    database.close()
+    with pytest.raises(Fatal, match="is damaged: its revision is too large"):
+        open_file(str(path))
 
 
 def test_new_store_gets_its_folders(tmp_path: Path) -> None:
