@@ -24,7 +24,7 @@ PREFIX = "FLANNELD"
 _KINDS: Mapping[type, FlagKind] = {bool: "bool", int: "int", str: "string", tuple: "string"}
 
 
-class _Entry(Struct, frozen=True):
+class _FlagRow(Struct, frozen=True):
     """A flag, the reader of its value, and the option's default."""
 
     flag: Flag
@@ -33,7 +33,7 @@ class _Entry(Struct, frozen=True):
 
 
 #: By the name of the field in ``Options``, in that order.
-_ENTRIES: dict[str, _Entry] = {}
+_ROWS: dict[str, _FlagRow] = {}
 
 
 class UsageError(FlannelError):
@@ -63,7 +63,7 @@ def _flag(
     """Add a flag and return its field's default; ``default`` is a tuple if the flag may be repeated."""
     flag = Flag(name, _KINDS[type(default)], default, usage, repeatable=isinstance(default, tuple))
     value = read(default, name)
-    _ENTRIES[name.replace("-", "_")] = _Entry(flag, read, value)
+    _ROWS[name.replace("-", "_")] = _FlagRow(flag, read, value)
     return value
 
 
@@ -316,7 +316,7 @@ class Options(Struct, frozen=True):
         """Return the non-default options as ``name=value`` words for one log line, secrets masked."""
         return " ".join(
             f"{entry.flag.name}={word}"
-            for name, entry in _ENTRIES.items()
+            for name, entry in _ROWS.items()
             if getattr(self, name) != entry.default
             for word in _words(entry.flag, getattr(self, name))
         )
@@ -325,7 +325,7 @@ class Options(Struct, frozen=True):
         return f"Options({self.described()})"
 
 
-FLAGS: tuple[Flag, ...] = tuple(entry.flag for entry in _ENTRIES.values())
+FLAGS: tuple[Flag, ...] = tuple(entry.flag for entry in _ROWS.values())
 #: Present names of flags by their former ones, which are accepted, too.
 _FORMER = {"removal-brake": "removal-guard"}
 _ACCEPTED = (
@@ -426,7 +426,7 @@ def _checked(given: Mapping[str, FlagValue], sources: Mapping[str, str]) -> Opti
     options = Options(
         **{
             name: entry.read(given[flag], sources[flag])
-            for name, entry in _ENTRIES.items()
+            for name, entry in _ROWS.items()
             if (flag := entry.flag.name) in given
         },
         given=frozenset(given),

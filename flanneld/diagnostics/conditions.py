@@ -14,8 +14,7 @@ from flanneld.reconcile.peers import Peers
 from flanneld.runtime import clock, waits
 from flanneld.state.removal_guard import RemovalGuard
 from flanneld.state.resources import Key
-from flanneld.state.sessions import silence
-from flanneld.state.table import Failure
+from flanneld.state.table import Failure, silence
 
 #: Seconds between two checks of ``watch``, and for which a condition must last to be reported.
 LOOK, LASTING = 1.0, 5.0

@@ -41,8 +41,7 @@ from flanneld.reconcile.counters import kind_of, wall
 from flanneld.reconcile.peers import View
 from flanneld.runtime import clock
 from flanneld.state.resources import Key, Resource
-from flanneld.state.sessions import Session
-from flanneld.state.table import Failure
+from flanneld.state.table import Failure, TunnelSession
 
 if TYPE_CHECKING:
     from flanneld.reconcile.probes import Probe  # only with -peer-probes
@@ -179,7 +178,7 @@ def _probe(last: Probe | None) -> ProbeStatus | None:
 
 
 def peers_of(
-    view: View, pending: Mapping[Key, Failure], sessions: Iterable[Session] = ()
+    view: View, pending: Mapping[Key, Failure], sessions: Iterable[TunnelSession] = ()
 ) -> Iterator[PeerStatus]:
     """Yield the same of any view; ``pending`` is what the kernel refuses."""
     by_subnet = {session.subnet: session for session in sessions}
@@ -191,7 +190,7 @@ def peers_of(
         yield peer
 
 
-def _session(session: Session) -> SessionStatus:
+def _session(session: TunnelSession) -> SessionStatus:
     return SessionStatus(
         str(session.subnet),
         session.state,

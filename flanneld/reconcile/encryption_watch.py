@@ -10,7 +10,7 @@ from flanneld.model import Lease
 from flanneld.network.obstacles import HostRoute
 from flanneld.runtime.complaints import Once
 from flanneld.state.resources import Key, Resource, Route, route_key
-from flanneld.state.sessions import Bypass
+from flanneld.state.table import Bypass
 
 log = logging.getLogger(__name__)
 

@@ -17,8 +17,16 @@ from flanneld.reconcile.worker import Worker
 from flanneld.runtime.loop import MakeLoop
 from flanneld.state.desired import Delta
 from flanneld.state.resources import LINKS, ROUTES, Blackhole, Key
-from flanneld.state.sessions import Bypass, FindsBypasses, HasSessions, Session
-from flanneld.state.table import Failure, Put, Report, Table
+from flanneld.state.table import (
+    Bypass,
+    Failure,
+    FindsBypasses,
+    HasSessions,
+    Put,
+    Report,
+    Table,
+    TunnelSession,
+)
 
 #: Name of the worker whose tables run in the controller's thread.
 _KERNEL = "kernel"
@@ -124,7 +132,7 @@ class NodeTables:
         """Return the desired objects that are refused now. May be called from any thread."""
         return {failure.resource.key: failure for state in self.states() for failure in state.failed}
 
-    def sessions(self) -> list[Session]:
+    def sessions(self) -> list[TunnelSession]:
         """Return the encrypted sessions with peers, as last read. From any thread."""
         return [session for table in self._with_sessions for session in table.sessions()]
 

@@ -29,7 +29,7 @@ from flanneld.model import (
 from flanneld.network.obstacles import Obstacles
 from flanneld.reconcile.claims import LeaseSafety, Overlaps
 from flanneld.reconcile.permits import Knowledge
-from flanneld.runtime.complaints import Batch, Once
+from flanneld.runtime.complaints import LogBatch, Once
 from flanneld.state.desired import LOCAL, Before, Delta, DesiredState
 from flanneld.state.removal_guard import RemovalGuard
 from flanneld.state.resources import Key, Kind, Resource
@@ -60,9 +60,9 @@ def _counted(changes: Collection[LeaseChange]) -> str:
     return f"Leases: {len(changes) - gone} new or changed, {gone} gone"
 
 
-def lease_log() -> Batch[LeaseChange]:
+def lease_log() -> LogBatch[LeaseChange]:
     """Return the log of changes: a line takes a fifth of the time of the change that it is about."""
-    return Batch(log, logging.INFO, _counted, few=FEW, period=PERIOD)
+    return LogBatch(log, logging.INFO, _counted, few=FEW, period=PERIOD)
 
 
 class Refusal(Struct, frozen=True, gc=False):

@@ -69,7 +69,7 @@ class Once:
         return f"more than {self._limit} complaints are open; others are left out until one is settled"
 
 
-class Batch(Generic[Item]):
+class LogBatch(Generic[Item]):
     """Log lines, at most ``few`` in each ``period`` seconds. For one thread.
 
     What exceeds them waits for the next period, and shares one line if it is still too much. ``one`` makes
@@ -123,7 +123,7 @@ class Batch(Generic[Item]):
         return lines
 
 
-class BatchedWarnings(Batch[tuple[str, str]]):
+class BatchedWarnings(LogBatch[tuple[str, str]]):
     """Warnings by key, logged once until their text changes or they are cleared. Threads may share it.
 
     ``one`` is the format of a line with ``key`` and ``reason``. ``several`` is that of a line with ``count``,

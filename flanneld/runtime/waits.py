@@ -165,7 +165,7 @@ class _Failed(Struct, frozen=True):
     error: BaseException
 
 
-class Reader(Generic[T]):
+class StreamReader(Generic[T]):
     """Thread that reads ``items`` until that raises. Closing the underlying connection ends it."""
 
     def __init__(self, name: str, items: Iterable[T]) -> None:

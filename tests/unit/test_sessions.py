@@ -6,7 +6,7 @@ from ipaddress import IPv4Network
 
 from flanneld.ctl.source import DataSource
 from flanneld.ctl.views import peers
-from flanneld.state.sessions import Session, silence
+from flanneld.state.table import TunnelSession, silence
 from tests.unit.ctl.documents import status_of
 
 SUBNETS = [IPv4Network(f"10.5.{number}.0/24") for number in range(1, 9)]
@@ -14,15 +14,15 @@ SUBNETS = [IPv4Network(f"10.5.{number}.0/24") for number in range(1, 9)]
 
 def test_a_session_is_established_silent_or_idle() -> None:
     one = SUBNETS[0]
-    assert Session(one, is_established=True, is_silent=True).state == "established"
-    assert Session(one, is_established=False, is_silent=True).state == "silent"
-    assert Session(one, is_established=False).state == "idle"
+    assert TunnelSession(one, is_established=True, is_silent=True).state == "established"
+    assert TunnelSession(one, is_established=False, is_silent=True).state == "silent"
+    assert TunnelSession(one, is_established=False).state == "idle"
 
 
 def test_silent_peers_are_named_by_their_subnets() -> None:
-    quiet = [Session(net, is_established=False) for net in SUBNETS]
+    quiet = [TunnelSession(net, is_established=False) for net in SUBNETS]
     assert silence(quiet) == ""
-    loud = [Session(net, is_established=False, is_silent=True) for net in SUBNETS]
+    loud = [TunnelSession(net, is_established=False, is_silent=True) for net in SUBNETS]
     assert silence([*quiet, *loud[:1]]).startswith("no handshake with the nodes of 10.5.1.0/24, though")
     assert ", 10.5.5.0/24, and 3 more, though" in silence(loud)
 

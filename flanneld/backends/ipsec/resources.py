@@ -12,7 +12,7 @@ from flanneld.backends.ipsec.vici import ReadSection, Section, number, sections,
 from flanneld.model import IPNetwork, Secret
 from flanneld.network.xfrm.policy import REQID
 from flanneld.state.resources import Key, Kind
-from flanneld.state.sessions import Session
+from flanneld.state.table import TunnelSession
 
 #: Names of the tables.
 CHARON, CONNECTIONS = "charon", "charon-connections"
@@ -191,7 +191,7 @@ def is_encapsulated(found: ConnectionSas) -> bool:
 
 def session_of(
     connection: IkeConnection, found: ConnectionSas | None, now: float, problem: str = ""
-) -> Session:
+) -> TunnelSession:
     """Return the session with one peer; its bytes are those of the current SAs.
 
     ``now`` is in seconds since 1970, ``problem`` the reason of a failed negotiation. charon negotiates with
@@ -199,7 +199,7 @@ def session_of(
     """
     if found is None:
         endpoint = f"{connection.remote}:500" if problem else ""
-        return Session(
+        return TunnelSession(
             connection.peer,
             is_established=False,
             endpoint=endpoint,
@@ -209,7 +209,7 @@ def session_of(
         )
     children = found.children
     ages = [number(each, "install-time") for each in children]
-    return Session(
+    return TunnelSession(
         connection.peer,
         is_established=bool(children),
         handshake=now - min(ages) if ages else None,

@@ -38,8 +38,7 @@ from flanneld.network.xfrm.table import Associations
 from flanneld.runtime import clock
 from flanneld.runtime.complaints import Once
 from flanneld.state.resources import Key, Resource
-from flanneld.state.sessions import Session
-from flanneld.state.table import Changes, Failure, Put, Report, Scope, Seen
+from flanneld.state.table import Changes, Failure, Put, Report, Scope, Seen, TunnelSession
 
 log = logging.getLogger(__name__)
 
@@ -79,14 +78,14 @@ class ConnectionTable:
         self._kernel = Associations()
         #: Keys and connections that this run has loaded.
         self._loaded: dict[Key, Resource] = {}
-        self._sessions: tuple[Session, ...] = ()
+        self._sessions: tuple[TunnelSession, ...] = ()
         #: Connections without SAs at the last read.
         self._idle: set[str] = set()
         #: Reason why the last negotiation with a peer failed, by connection.
         self._reasons: dict[str, str] = {}
         self._once = Once()
 
-    def sessions(self) -> tuple[Session, ...]:
+    def sessions(self) -> tuple[TunnelSession, ...]:
         """Return the session with each peer as of the last read. May be called from any thread."""
         return self._sessions
 

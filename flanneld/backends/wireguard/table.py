@@ -24,8 +24,7 @@ from flanneld.network.interfaces import index_of
 from flanneld.runtime import clock
 from flanneld.runtime.complaints import Once
 from flanneld.state.resources import Key, Resource
-from flanneld.state.sessions import Session
-from flanneld.state.table import Failure, Put, Report, Scope, Seen
+from flanneld.state.table import Failure, Put, Report, Scope, Seen, TunnelSession
 
 log = logging.getLogger(__name__)
 
@@ -132,7 +131,7 @@ class WireGuardTable:
         self._next_look = 0.0
         self._silence = SilenceDetector()
         #: By device name. Replaced, never changed in place, because other threads read them.
-        self._sessions: dict[str, tuple[Session, ...]] = {}
+        self._sessions: dict[str, tuple[TunnelSession, ...]] = {}
         self._once = Once()
 
     # ---- reading -----------------------------------------------------------------------------------
@@ -188,7 +187,7 @@ class WireGuardTable:
             log.info("Handshakes via %s succeed again", device.name)
         return silent
 
-    def sessions(self) -> tuple[Session, ...]:
+    def sessions(self) -> tuple[TunnelSession, ...]:
         """Return the sessions of all devices as last read. May be called from any thread."""
         return tuple(chain.from_iterable(self._sessions.copy().values()))
 
@@ -293,11 +292,11 @@ class WireGuardTable:
         return self._kernel
 
 
-def _sessions(device: SeenDevice, silent: Collection[SeenPeer], now: float) -> Iterator[Session]:
+def _sessions(device: SeenDevice, silent: Collection[SeenPeer], now: float) -> Iterator[TunnelSession]:
     names = {peer.public_key for peer in silent}
     for peer in device.peers:
         for subnet in peer.allowed_ips:
-            yield Session(
+            yield TunnelSession(
                 subnet,
                 is_alive(peer, now),
                 peer.last_handshake or None,

@@ -24,8 +24,7 @@ from flanneld.network.rtnetlink.netlink import messages as split
 from flanneld.network.xfrm import messages
 from flanneld.network.xfrm.policy import POLICIES, XfrmPolicy, is_flannels, passes_by
 from flanneld.state.resources import Resource
-from flanneld.state.sessions import Bypass
-from flanneld.state.table import Changes, Claim, Failure, Put, Report, Scope, Seen
+from flanneld.state.table import Bypass, Changes, Claim, Failure, Put, Report, Scope, Seen
 
 log = logging.getLogger(__name__)
 

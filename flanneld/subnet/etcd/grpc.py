@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from flanneld.errors import Cancelled, NoAnswer, Retryable
 from flanneld.runtime.sockets.interruptible import WITHIN
-from flanneld.runtime.waits import Reader
+from flanneld.runtime.waits import StreamReader
 from flanneld.subnet.etcd import v3_messages
 from flanneld.subnet.etcd.endpoints import EtcdOptions, Server, Servers
 from flanneld.subnet.etcd.http import NoSuchApi, ServerFailed
@@ -179,7 +179,7 @@ class GrpcStream:
         self._connection = GrpcConnection(open_channel, timeouts)
         self._timeouts = timeouts
         self._server: Server | None = None
-        self._reader: Reader[bytes] | None = None
+        self._reader: StreamReader[bytes] | None = None
 
     def open(self, server: Server, body: Mapping[str, object], token: str) -> None:
         self._server = server
@@ -190,7 +190,7 @@ class GrpcStream:
             messages = call(data, metadata=_login(token) + _REQUIRE_LEADER)
         except (ValueError, Cancelled):
             raise _given_up() from None
-        self._reader = Reader("watch", self._hear(messages, server))
+        self._reader = StreamReader("watch", self._hear(messages, server))
 
     def next(self, timeout: float) -> v3_messages.GatewayMessage | None:
         assert self._reader

@@ -11,7 +11,7 @@ from flanneld.diagnostics.describe import peers_of
 from flanneld.diagnostics.status import PeerStatus, encoded, known
 from flanneld.model import Lease, LeaseAttrs
 from flanneld.reconcile.peers import Refusal, View
-from flanneld.state.sessions import Session
+from flanneld.state.table import TunnelSession
 
 
 @pytest.mark.parametrize("text", ["vxlan", "\u00e9", '"\n\0', "\ud800"])
@@ -23,7 +23,7 @@ def test_a_peer_has_words_for_programs_beside_the_text() -> None:
     subnet = IPv4Network("10.5.2.0/24")
     lease = Lease(LeaseAttrs(), subnet)
     view = View([lease], {}, {}, {lease.key: Refusal("a text", "cloned key")}, {}, synced=True)
-    (peer,) = peers_of(view, {}, [Session(subnet, is_established=False, protocol="ipsec")])
+    (peer,) = peers_of(view, {}, [TunnelSession(subnet, is_established=False, protocol="ipsec")])
     assert (peer.reason, peer.code) == ("a text", "cloned key")
     assert [each.protocol for each in known(peer.sessions) or ()] == ["ipsec"]
 

@@ -11,7 +11,7 @@ from flanneld.model import IPAddress, IPNetwork
 from flanneld.network.obstacles import HostRoute, host_networks
 from flanneld.reconcile.encryption_watch import EncryptionWatch, bypasses
 from flanneld.state.resources import Route
-from flanneld.state.sessions import Bypass
+from flanneld.state.table import Bypass
 
 NETWORKS = (IPv4Network("10.5.0.0/16"), IPv6Network("fc00:5::/48"))
 OWN = (IPv4Network("10.5.1.0/24"), IPv6Network("fc00:5:0:1::/64"))

@@ -10,7 +10,7 @@ import pytest
 
 from flanneld.model import Lease, LeaseAttrs
 from flanneld.reconcile.peers import LeaseChange, lease_log
-from flanneld.runtime.complaints import Batch
+from flanneld.runtime.complaints import LogBatch
 
 LEASES = [
     Lease(LeaseAttrs(IPv4Address("192.168.0.6")), IPv4Network((0x0A010000 + (each << 8), 24)))
@@ -19,18 +19,18 @@ LEASES = [
 
 
 @pytest.fixture
-def log(caplog: pytest.LogCaptureFixture) -> Batch[LeaseChange]:
+def log(caplog: pytest.LogCaptureFixture) -> LogBatch[LeaseChange]:
     caplog.set_level("INFO")
     return lease_log()
 
 
-def gone(log: Batch[LeaseChange], leases: Iterable[Lease]) -> None:
+def gone(log: LogBatch[LeaseChange], leases: Iterable[Lease]) -> None:
     for lease in leases:
         log.add(LeaseChange(lease.key))
 
 
 def test_few_changes_have_a_line_each_at_once(
-    log: Batch[LeaseChange], caplog: pytest.LogCaptureFixture
+    log: LogBatch[LeaseChange], caplog: pytest.LogCaptureFixture
 ) -> None:
     assert log.due == math.inf
     log.add(LeaseChange(LEASES[0].key, LEASES[0]))
@@ -47,7 +47,7 @@ def test_few_changes_have_a_line_each_at_once(
 
 @pytest.mark.parametrize("number", [10, 11])
 def test_more_than_ten_at_once_have_one_line(
-    number: int, log: Batch[LeaseChange], caplog: pytest.LogCaptureFixture
+    number: int, log: LogBatch[LeaseChange], caplog: pytest.LogCaptureFixture
 ) -> None:
     gone(log, LEASES[:number])
     log.write(7.0)
@@ -56,7 +56,7 @@ def test_more_than_ten_at_once_have_one_line(
 
 
 def test_what_exceeds_ten_a_second_is_told_at_the_end_of_the_second(
-    log: Batch[LeaseChange], caplog: pytest.LogCaptureFixture
+    log: LogBatch[LeaseChange], caplog: pytest.LogCaptureFixture
 ) -> None:
     for number, lease in enumerate(LEASES[:50]):
         gone(log, [lease])
@@ -73,7 +73,7 @@ def test_what_exceeds_ten_a_second_is_told_at_the_end_of_the_second(
     assert caplog.messages[11:] == [f"Subnet removed: {lease}" for lease in LEASES[50:52]]
 
 
-def test_nothing_is_left_out_at_the_end(log: Batch[LeaseChange], caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_is_left_out_at_the_end(log: LogBatch[LeaseChange], caplog: pytest.LogCaptureFixture) -> None:
     gone(log, LEASES[:10])
     log.write(7.0)
     gone(log, LEASES[10:11])

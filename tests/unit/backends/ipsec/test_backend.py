@@ -33,7 +33,7 @@ from flanneld.errors import Fatal, Refused
 from flanneld.model import Lease, LeaseAttrs, Secret, Uplink
 from flanneld.network.xfrm.policy import guards, tunnel_policies
 from flanneld.state.resources import Address, Blackhole, Dummy, Resource, Route
-from flanneld.state.sessions import Session
+from flanneld.state.table import TunnelSession
 from flanneld.subnet.codec import format_attrs
 from tests.calls import at_once
 
@@ -256,10 +256,12 @@ def test_sessions_add_up_the_sas_of_a_peer() -> None:
     ]
     found = by_connection(events)["name"]
     assert found.is_negotiating
-    assert session_of(connection, found, 100.0) == Session(
+    assert session_of(connection, found, 100.0) == TunnelSession(
         THEIRS, True, 93.0, 15, 30, "192.0.2.6:4500", protocol="ipsec"
     )
-    assert session_of(connection, None, 100.0) == Session(THEIRS, is_established=False, protocol="ipsec")
+    assert session_of(connection, None, 100.0) == TunnelSession(
+        THEIRS, is_established=False, protocol="ipsec"
+    )
 
 
 def test_sas_that_the_kernel_lacks_make_no_session() -> None:
