@@ -22,7 +22,9 @@ CHECKS = tuple(
     )
 )
 #: Checks that see effects: what another check finds may be the cause.
-_SYMPTOMS = frozenset({"tunnel", "probes", "port", "ready", "missing", "refused", "stale"})
+_SYMPTOMS = frozenset({"tunnel", "probes", "port", "ready", "missing", "refused", "stale", "silent nodes"})
+#: Checks whose finding may name the subnet of a silent peer, and those that count the silent ones.
+_OF_ONE_PEER, _OF_SILENCE = frozenset({"tunnel", "handshakes"}), frozenset({"tunnel", "probes"})
 #: By a check's name, its place behind the causes. That the daemon ended explains symptoms, and has a cause.
 _RANKS = {"daemon": 1, **dict.fromkeys(_SYMPTOMS, 2)}
 
@@ -39,6 +41,25 @@ def verdict(findings: list[tuple[Check, Finding]]) -> str:
 def examine(facts: Facts) -> list[tuple[Check, Finding]]:
     """Return all findings: problems before hints, causes before symptoms, then by theme (pure)."""
     found = [(check, finding) for check in CHECKS for finding in check.look(facts)]
+    return _ranked(found)
+
+
+def with_cluster(
+    findings: list[tuple[Check, Finding]], found: list[cluster.Remark]
+) -> list[tuple[Check, Finding]]:
+    """Return the findings of this host and of the cluster: a silent node once, and never this one (pure)."""
+    named = {finding.about for check, finding in findings if check.name in _OF_ONE_PEER}
+    found = [
+        each
+        for each in found
+        if each.rule.name != "silent nodes" or not (each.node.is_own or named.intersection(each.node.subnets))
+    ]
+    if any(each.rule.name == "silent nodes" for each in found):  # that names all nodes at once
+        findings = [each for each in findings if each[0].name not in _OF_SILENCE or each[1].about]
+    return _ranked([*findings, *cluster.cluster_findings(found)])
+
+
+def _ranked(found: list[tuple[Check, Finding]]) -> list[tuple[Check, Finding]]:
     return sorted(found, key=lambda each: (each[1].severity is Severity.HINT, _RANKS.get(each[0].name, 0)))
 
 

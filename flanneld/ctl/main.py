@@ -330,12 +330,15 @@ def _mtu(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
         {"path": each.name, "target": str(each.target), "wanted": each.required, "carried": each.carried}
         for each in found
     ]
-    wrong = any(each.state == "PROBLEM" for each in found)
+    # A filter may drop ICMP between the nodes; through the tunnel, or if all are silent, packets are lost.
+    silent = [each for each in found if each.carried is None]
+    lost = silent == found or any(each.name == "tunnel" for each in silent)
+    wrong = lost or any(each.state == "PROBLEM" for each in found)
     return [table, *views.notes(source)], lambda: {"paths": plain, "not_known": _not_known(source)}, wrong
 
 
 def _doctor(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
-    from flanneld.ctl.doctor import as_json, examine, has_problem, report
+    from flanneld.ctl.doctor import as_json, examine, has_problem, report, with_cluster
     from flanneld.ctl.facts import gather
 
     facts = gather(source)
@@ -344,10 +347,10 @@ def _doctor(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
     unknown: list[object] = [*facts.unknown]
     if getattr(arguments, "cluster", False):
         from flanneld.ctl import nodes
-        from flanneld.ctl.checks.cluster import CLUSTER_CHECKS, cluster_findings
+        from flanneld.ctl.checks.cluster import CLUSTER_CHECKS
 
         cluster, found = nodes.examine(source)
-        findings += cluster_findings(found)
+        findings = with_cluster(findings, found)
         more = CLUSTER_CHECKS
         unknown += nodes.unanswered(cluster, source)
     plain = partial(as_json, findings, unknown, more)

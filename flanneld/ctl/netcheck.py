@@ -440,7 +440,7 @@ def checksums(about: str, replies: Sums, *, answers_icmp: bool, device: Vxlan | 
     if replies.both.arrived:
         return Result("checksums", about, "ok", "UDP with checksums arrives")
     if not answers_icmp:
-        return Result("checksums", about, "unknown", "the node does not answer at all", "flannelctl ping")
+        return Result("checksums", about, "PROBLEM", "the node does not answer at all", "flannelctl ping")
     if not replies.neither.arrived:
         note = "a firewall there drops UDP from the overlay, or checksums are wrong and it answers no queries"
         return Result("checksums", about, "hint", "ICMP arrives, UDP does not", note)

@@ -268,6 +268,7 @@ def _with_replies(
 _WITHIN = 0.6
 _COLUMNS = ("node", "public ip", "state", "rtt", "backend", "vni", "port", "mtu", "version", "store", "note")
 _MUTE = "does not answer queries"
+_WORST_FIRST = ("PROBLEM", "hint", "ok")
 
 
 def read(source: DataSource) -> Cluster:
@@ -284,10 +285,12 @@ def _echo(targets: Iterable[IPAddress]) -> dict[IPAddress, Reply]:
 
 
 def table(cluster: Cluster, found: list[Remark]) -> TextTable:
-    """Return one line for each node."""
+    """Return one line for each node: this one, then the others, worst first."""
     by_node = _by_node(found)
     rows = []
-    for node in cluster.nodes:
+    for node in sorted(
+        cluster.nodes, key=lambda each: (not each.is_own, _WORST_FIRST.index(state(by_node[each.name])))
+    ):
         told = node.told
         rows.append(
             (

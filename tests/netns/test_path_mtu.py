@@ -57,3 +57,10 @@ def test_a_name_of_no_peer_is_refused(lab: Lab) -> None:
     done = flannelctl(node, "mtu", "10.5.99.1")
     assert (done.returncode, done.stdout) == (2, "")
     assert "no peer is known at 10.5.99.1; flannelctl peers lists them" in done.stderr
+
+
+def test_silence_of_a_peer_sets_the_exit_status(lab: Lab) -> None:
+    node, peer = lab.cluster({"Type": "vxlan"}, nodes=2)
+    assert [flannelctl(node, name, peer.subnet()).returncode for name in ("mtu", "netcheck")] == [0, 0]
+    peer.namespace.ip("link set eth0 down")
+    assert [flannelctl(node, name, peer.subnet()).returncode for name in ("mtu", "netcheck")] == [1, 1]

@@ -12,7 +12,8 @@ from msgspec.structs import replace
 from flanneld.backends.registry import BUILT_IN, described
 from flanneld.ctl import nodes as commands
 from flanneld.ctl.checks.cluster import RULES, ClusterRule, cluster_findings, remarks
-from flanneld.ctl.findings import Advice, Severity
+from flanneld.ctl.doctor import CHECKS, with_cluster
+from flanneld.ctl.findings import Advice, Finding, Severity
 from flanneld.ctl.nodes import Cluster, ClusterNode, Probes, Told, gather, own_node, told
 from flanneld.ctl.path_mtu import takes_mtu
 from flanneld.ctl.source import DataSource
@@ -175,6 +176,39 @@ def test_finding_names_few_of_many_nodes() -> None:
     assert finding.problem == "100 nodes without an answer"
     assert finding.evidence.endswith("; and 97 more")
     assert finding.severity is Severity.PROBLEM
+
+
+def test_nodes_are_listed_worst_first_behind_this_one() -> None:
+    found = cluster(told=replace(TOLD, version="2.0"))
+    found = replace(found, nodes=(*found.nodes, node(5, **MUTE)))
+    rows = commands.table(found, remarks(found)).rows
+    assert [row[2] for row in rows] == ["ok", "PROBLEM", "hint", "ok", "ok"]
+    assert rows[0][3] == "this node"
+
+
+def silence(about: str) -> Finding:
+    return Finding("no packet comes back", "", "", Advice(""), about=about)
+
+
+def test_doctor_names_a_silent_node_once_and_never_this_one() -> None:
+    nodes = (node(1, is_running=False), *(node(number, **MUTE) for number in (2, 3)))
+    found = remarks(Cluster(nodes, frozenset({OWN}), NOW))
+    checks = {check.name: check for check in CHECKS}
+    of_host = [
+        (checks["tunnel"], silence("10.5.2.0/24")),
+        (checks["tunnel"], silence("")),
+        (checks["probes"], silence("")),
+    ]
+    (first, cause), (last, rest) = with_cluster(of_host, found)
+    assert (first.name, cause.about) == ("tunnel", "10.5.2.0/24")
+    assert (last.name, rest.evidence) == ("silent nodes", "10.5.3.0/24: no answer")
+    assert with_cluster(of_host, []) == of_host
+
+
+def test_problems_of_the_cluster_come_before_hints_of_this_host() -> None:
+    hint = replace(silence("eth0"), severity=Severity.HINT)
+    found = with_cluster([(CHECKS[0], hint)], remarks(cluster(told=replace(TOLD, mtu=1400))))
+    assert [finding.severity for _, finding in found] == [Severity.PROBLEM, Severity.HINT]
 
 
 def test_long_texts_of_facts_are_cut() -> None:

@@ -69,7 +69,7 @@ ANSWER = Reply(0.001)
     [
         (Sums(ANSWER, ANSWER, ANSWER), True, "ok", "arrives"),
         (Sums(CLOSED, CLOSED, CLOSED), True, "ok", "arrives"),
-        (Sums(SILENCE, SILENCE, SILENCE), False, "unknown", "does not answer at all"),
+        (Sums(SILENCE, SILENCE, SILENCE), False, "PROBLEM", "does not answer at all"),
         (Sums(SILENCE, SILENCE, SILENCE), True, "hint", "UDP does not"),
         (Sums(SILENCE, ANSWER, ANSWER), True, "PROBLEM", "this node spoils them"),
         (Sums(SILENCE, ANSWER, SILENCE), True, "PROBLEM", "10.5.2.0/24 spoils them"),
