@@ -27,6 +27,8 @@ from flanneld.state.resources import Ipip, Neighbor, Tun, Vxlan
 INWARDS = frozenset({"ingress", "prerouting", "input"})
 OUTWARDS = frozenset({"output", "postrouting"})
 THROUGH = frozenset({"ingress", "prerouting", "forward", "postrouting"})
+#: Ports that senders use: those below are of services. A port of a container that rules hardly name.
+_UNPRIVILEGED, _SOME_PORT = (1024, 65535), 20111
 #: Numbers of IP protocols.
 _NUMBERS = {"ipencap": 4, "esp": 50}
 
@@ -38,6 +40,10 @@ class Flow(Struct, frozen=True, gc=False):
     packet: Packet
     hooks: frozenset[str]
     openings: tuple[Opening, ...]
+    kind: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name}".strip()
 
     @property
     def family(self) -> Family:
@@ -180,12 +186,13 @@ def _between_nodes(told: Status, peer: ParsedPeer) -> Iterator[Flow]:
         there = next((ip for ip in peer.public if ip.version == each.family), None)
         if here is None or there is None:
             continue
+        sources = (min(each.port, _UNPRIVILEGED[0]), _UNPRIVILEGED[1]) if each.port else None
         for shown, packet, hooks, port in (
             ("from", Packet(name, "", there, here, protocol, each.port), INWARDS, each.port),
             ("to", Packet("", name, here, there, protocol, each.peer_port), OUTWARDS, each.peer_port),
         ):
             title = f"{named(protocol, port)} {shown} its peers"
-            yield Flow(title, packet, hooks, (Opening(protocol, port),))
+            yield Flow(title, replace(packet, sport=sources), hooks, (Opening(protocol, port),))
 
 
 def _between_containers(
@@ -198,8 +205,11 @@ def _between_containers(
     openings = (Opening(side="saddr", network=network), Opening(side="daddr", network=network))
     here, there = container_of(own), container_of(theirs)
     out, back = Packet(device, route.device, here, there), Packet(route.device, device, there, here)
-    yield Flow("packets of its containers to other nodes", out, THROUGH, openings)
-    yield Flow("packets of other nodes to its containers", back, THROUGH, openings)
+    for name, packet in ((FROM_CONTAINERS, out), (TO_CONTAINERS, back)):
+        tcp = replace(packet, protocol="tcp", dport=_SOME_PORT, sport=_UNPRIVILEGED)
+        ping = replace(packet, protocol="icmp" if own.version == 4 else "ipv6-icmp")
+        yield Flow(name, tcp, THROUGH, openings, "TCP")
+        yield Flow(name, ping, THROUGH, openings, "ICMP")
 
 
 #: Peers for which routes are looked up, spread over all: rules and filters concern all of them, or a range.

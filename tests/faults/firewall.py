@@ -138,6 +138,20 @@ FAULTS = {
         ),
         after=NO_WALL,
     ),
+    "nftables input policy beside rules for other packets": Fault(
+        "filters",
+        FROM_PEERS,
+        chain(
+            "input",
+            "drop",
+            "ct state established,related accept",
+            "icmp type {{ echo-request, destination-unreachable }} limit rate 20/second accept",
+            "meta pkttype {{ broadcast, multicast }} accept",
+            "udp sport 53 accept",
+            "meta l4proto tcp accept",
+        ),
+        after=NO_WALL,
+    ),
     "nftables input rule with a set": Fault(
         "filters",
         FROM_PEERS,

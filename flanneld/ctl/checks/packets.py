@@ -10,6 +10,7 @@ from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from flanneld.ctl.checks.host import let_in
 from flanneld.ctl.findings import Advice, Finding, Fix, Severity, check
@@ -31,13 +32,17 @@ _MENTIONED = 64
 
 
 class Drop(Struct, frozen=True, gc=False):
-    """A rule, or without ``rule`` a policy, that drops a flow; and the commands that accept the flow."""
+    """A rule, or without ``rule`` a policy, that drops a flow; and the commands that accept the flow.
+
+    It may not if it depends on a rule that may match or not: ``doubt``.
+    """
 
     chain: str
     flow: str
     rule: str
     commands: tuple[Command, ...]
     is_firewalld: bool = False
+    doubt: str = ""
 
 
 def read_drops(told: Status, container_devices: Mapping[Family, str]) -> list[Drop]:
@@ -63,32 +68,28 @@ def _concerns(family: Family, versions: set[Family], told: Status) -> bool:
 def _mentioned(bases: Iterable[BaseChain], around: Container[IPNetwork]) -> list[IPNetwork]:
     """Return the networks that rules name, each once, except the cluster networks ``around`` all peers."""
     found: dict[IPNetwork, None] = {}
-    for base in bases:
-        for steps in base.chains.values():
-            for test in (test for step in steps for test in step.tests):
-                for value in test.values:
-                    if not isinstance(value, str | tuple) and value.prefixlen and value not in around:
-                        found[value] = None
-    return list(found)[:_MENTIONED]
+    steps = (step for base in bases for steps in base.chains.values() for step in steps)
+    for value in (value for step in steps for test in step.tests for value in test.values):
+        if not isinstance(value, str | tuple) and value.prefixlen and value not in around:
+            found[value] = None
+            if len(found) == _MENTIONED:
+                break
+    return list(found)
 
 
 def dropped(bases: Sequence[BaseChain], packets: Sequence[Flow]) -> Iterator[tuple[BaseChain, Flow, Fate]]:
-    """Yield each drop that is certain, once for a rule (pure).
+    """Yield each drop, once for a rule (pure).
 
     A FORWARD chain that drops by its policy or its last rule is the subject of another check.
     """
-    known: set[tuple[str, str, tuple[Opening, ...]]] = set()
+    found: dict[tuple[str, Fate, tuple[Opening, ...]], tuple[BaseChain, list[Flow]]] = {}
     for flow in packets:
-        for base in bases:
-            if base.family != flow.family or base.hook not in flow.hooks:
-                continue
-            decided = base.fate(flow.packet)
-            if decided.act != DROP or not decided.certain or _is_final(base, decided):
-                continue
-            key = (str(base), decided.by, flow.openings)
-            if key not in known:
-                known.add(key)
-                yield base, flow, decided
+        for base, decided in foreign.fates(bases, flow.packet, flow.hooks):
+            if decided.act == DROP and not _is_final(base, decided):
+                found.setdefault((str(base), decided, flow.openings), (base, []))[1].append(flow)
+    for (_, decided, _), (base, lost) in found.items():
+        kinds = {flow.kind for flow in lost}
+        yield base, replace(lost[0], kind=lost[0].kind if len(kinds) == 1 else ""), decided
 
 
 def _is_final(base: BaseChain, decided: Fate) -> bool:
@@ -101,22 +102,29 @@ def _is_final(base: BaseChain, decided: Fate) -> bool:
 def _described(base: BaseChain, flow: Flow, decided: Fate) -> Drop:
     return Drop(
         str(base),
-        flow.name,
-        foreign.text_of(base, decided),
+        str(flow),
+        foreign.text_of(base, decided.by),
         base.accept(*flow.openings),
         base.table == "inet firewalld",
+        foreign.text_of(base, decided.doubt),
     )
 
 
 @check("E", "filters", "no rule drops packets between the nodes or between containers")
 def filters(facts: Facts) -> Iterator[Finding]:
+    is_silent = any(path.carried is None for path in facts.paths)
     for each in facts.filtered:
+        if each.doubt and not is_silent:
+            continue  # what accepts the packets is a rule that cannot be evaluated
+        evidence = each.rule or "no rule accepts them, and the chain's policy is to drop"
+        doubt = f"; whether this rule is about them cannot be told: {each.doubt}" if each.doubt else ""
         yield Finding(
-            f"this node drops {each.flow}: {each.chain}",
-            each.rule or "no rule accepts them, and the chain's policy is to drop",
+            f"this node {'may drop' if doubt else 'drops'} {each.flow}: {each.chain}",
+            f"{evidence}{doubt}",
             "no packet of a container gets to or from other nodes that way",
             Advice(let_in("firewalld", facts)) if each.is_firewalld else Fix(each.commands),
             about=each.chain,
+            severity=Severity.HINT if doubt else Severity.PROBLEM,
         )
 
 

@@ -1,31 +1,51 @@
 """Fate of one packet in the chains of a packet filter (pure).
 
-Whether a rule matches may be unknown: a match may not be parsed, or concern what the packet leaves open. A
-drop is certain only if no rule before it may have accepted the packet.
+Whether a rule matches may be unknown: a match may not be parsed, or concern what the packet leaves open. The
+walk then follows both ways. A fate is certain if all ways end alike, else it names the rule that is unknown.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
 from ipaddress import IPv4Network, IPv6Network
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from flanneld.model import IPAddress, IPNetwork
-from flanneld.network.firewall.rules import Match, Rule
+from flanneld.network.firewall.rules import ALL_BITS, Match, Rule
 
 ACCEPT, DROP, RETURN, JUMP, GOTO = "accept", "drop", "return", "jump", "goto"
-#: Other names and the numbers of the protocols that nodes send to each other (/etc/protocols).
-_PROTOCOLS = {"4": "ipencap", "ipip": "ipencap", "ipv4": "ipencap", "17": "udp", "6": "tcp", "50": "esp"}
+#: Acts after which a packet goes on: a new mark, no connection, and what only another program knows.
+MARK, NOTRACK, UNKNOWN_ACT = "mark", "notrack", "unknown"
+#: Other names and the numbers of IP protocols (/etc/protocols).
+_PROTOCOLS = {
+    **dict.fromkeys(("4", "ipip", "ipv4"), "ipencap"),
+    **dict.fromkeys(("58", "icmpv6"), "ipv6-icmp"),
+    "1": "icmp",
+    "6": "tcp",
+    "17": "udp",
+    "47": "gre",
+    "50": "esp",
+    "51": "ah",
+    "132": "sctp",
+}
+#: Numbers of ICMP messages (RFC 792, RFC 4443); iptables has 255 and "any" for all of them.
+_ICMP = {**dict.fromkeys(("8", "128"), "echo-request"), **dict.fromkeys(("255", "any"), "*")}
 #: Chains that call each other are no deeper in any real packet filter (NFT_JUMP_STACK_SIZE is 16).
 _DEEPEST = 16
+
+#: A name, a network, a range of ports, a mark or TCP's flags with their mask, or tests that all hold.
+Value = str | IPNetwork | tuple[int, int] | tuple["Test", ...]
 
 
 class Packet(Struct, frozen=True, gc=False):
     """The first packet of a connection. None leaves a property open; an empty interface is none at all.
 
-    ``protocol`` is the name of an IP protocol, as in /etc/protocols.
+    ``protocol`` is the name of an IP protocol, as in /etc/protocols. Of a range of ports it has one. ``icmp``
+    and ``pkttype`` are nft(8)'s names, and the only one of TCP's ``flags`` is SYN.
     """
 
     iif: str | None
@@ -33,24 +53,33 @@ class Packet(Struct, frozen=True, gc=False):
     source: IPAddress
     destination: IPAddress
     protocol: str | None = None
-    dport: int | None = None
-    sport: int | None = None
+    dport: int | tuple[int, int] | None = None
+    sport: int | tuple[int, int] | None = None
+    mark: int | None = 0
+    state: str = "new"
+    icmp: str = "echo-request"
+    pkttype: str = "unicast"
+    flags: int = 0x02
 
     @property
     def destination_type(self) -> str:
         """The type of the destination (linux/rtnetlink.h, RTN_*); a packet for this host has no oif."""
         return "unicast" if self.oif != "" else "local"
 
+    @property
+    def source_type(self) -> str:
+        return "unicast" if self.iif != "" else "local"
+
 
 class Test(Struct, frozen=True, gc=False):
-    """Condition of a rule. ``field`` is a property of the packet, ``state``, or ``unknown``.
+    """Condition of a rule. ``field`` is a property of the packet, ``port``, ``any`` or ``unknown``.
 
-    ``values`` are names, networks, inclusive ranges of ports, or marks with their masks; one has to fit.
+    One of the ``values`` has to fit; without any the test never holds.
     """
 
     __test__ = False  # for pytest
     field: str
-    values: tuple[str | IPNetwork | tuple[int, int], ...] = ()
+    values: tuple[Value, ...] = ()
     negated: bool = False
 
     def holds(self, packet: Packet) -> bool | None:
@@ -59,23 +88,47 @@ class Test(Struct, frozen=True, gc=False):
         return met if met is None else met != self.negated
 
     def _is_met(self, packet: Packet) -> bool | None:
-        if self.field == "state":
-            return "new" in self.values
+        if self.field == "any":
+            return _any(all_hold(value, packet) for value in self.values if isinstance(value, tuple))
+        if self.field == "port":
+            return _any(Test(side, self.values).holds(packet) for side in ("sport", "dport"))
         actual = getattr(packet, self.field, None)
-        if actual is None:
-            return None
-        return any(_fits(actual, value) for value in self.values)
+        if actual is None or not self.values:
+            return None if actual is None else False
+        return _any(_fits(self.field, actual, value) for value in self.values)
 
 
-def _fits(actual: str | int | IPAddress, value: str | IPNetwork | tuple[int, int]) -> bool:
-    if isinstance(value, tuple):
-        return isinstance(actual, int) and value[0] <= actual <= value[1]
+def all_hold(tests: Iterable[Any], packet: Packet) -> bool | None:
+    """Return True if all of these tests hold, None if that cannot be told."""
+    unknown = False
+    for test in tests:
+        held = test.holds(packet)
+        if held is False:
+            return False
+        unknown = unknown or held is None
+    return None if unknown else True
+
+
+def _any(held: Iterable[bool | None]) -> bool | None:
+    found = set(held)
+    return True if True in found else None if None in found else False
+
+
+def _fits(field: str, actual: Any, value: Value) -> bool | None:
     if isinstance(value, str):
         return str(actual).startswith(value[:-1]) if value.endswith("*") else actual == value
-    return not isinstance(actual, str | int) and actual in value
+    if not isinstance(value, tuple):
+        return not isinstance(actual, str | int) and actual in value
+    low, high = value
+    assert isinstance(low, int)
+    assert isinstance(high, int)
+    if field in ("mark", "flags"):
+        return bool(actual & high == low)
+    first, last = actual if isinstance(actual, tuple) else (int(actual), int(actual))
+    return True if low <= first and last <= high else None if first <= high and low <= last else False
 
 
-UNKNOWN = Test("unknown")
+UNKNOWN, NEVER = Test("unknown"), Test("state")
 
 
 def protocol_name(given: str | int) -> str:
@@ -83,10 +136,16 @@ def protocol_name(given: str | int) -> str:
     return _PROTOCOLS.get(str(given), str(given))
 
 
+def icmp_name(given: str | int) -> str:
+    """Return the name of an ICMP message for its number, as far as ``Packet.icmp`` may have it."""
+    return _ICMP.get(str(given), str(given))
+
+
 class Step(Struct, frozen=True, gc=False):
     """One rule, or one element of a verdict map. An empty ``act`` lets packets pass on to the next rule.
 
     ``target`` is a chain, or iptables' name of the verdict; ``random`` requests fully random source ports.
+    ``mark`` are the bits that MARK toggles and those that it clears before, None if they are unknown.
     ``rest`` names other parts that affect no packet's walk.
     """
 
@@ -97,6 +156,7 @@ class Step(Struct, frozen=True, gc=False):
     comment: str = ""
     random: bool = False
     rest: str = ""
+    mark: tuple[int, int] | None = None
 
     def as_rule(self) -> Rule:
         """Return it as one of our rules; ``extra`` names what they never have."""
@@ -113,38 +173,129 @@ class Step(Struct, frozen=True, gc=False):
         return Rule(self.target, comment=self.comment, random=self.random, extra=" ".join(extra), **fields)
 
     def matches(self, packet: Packet) -> bool | None:
-        held = {test.holds(packet) for test in self.tests}
-        return False if False in held else None if None in held else True
+        return all_hold(self.tests, packet)
 
 
 #: The rules of each chain of one table.
 Chains = Mapping[str, tuple[Step, ...]]
 
+_T = TypeVar("_T")
+
+
+class LazyChains(Mapping[str, tuple[Step, ...]]):
+    """Chains whose rules are parsed when a packet gets there: of thousands most are never looked at."""
+
+    def __init__(self, listed: Mapping[str, _T], parse: Callable[[_T], tuple[Step, ...]]) -> None:
+        self._listed = listed
+        self._parse = cache(lambda chain: parse(listed[chain]))
+
+    def __getitem__(self, chain: str) -> tuple[Step, ...]:
+        return self._parse(chain)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._listed)
+
+    def __len__(self) -> int:
+        return len(self._listed)
+
+    @property
+    def parsed(self) -> int:
+        """Number of chains that were parsed."""
+        return self._parse.cache_info().currsize
+
 
 class Fate(Struct, frozen=True, gc=False):
-    """Result. An empty ``act`` means that no rule decided; ``by`` is the rule that did."""
+    """Result. An empty ``act`` means that no rule decided; ``by`` is the rule that did.
+
+    If it depends on a rule that may match or not, that is ``doubt``; the fate is the one without it.
+    """
 
     act: str = ""
     by: str = ""
-    certain: bool = True
+    doubt: str = ""
+
+    @property
+    def certain(self) -> bool:
+        return not self.doubt
 
 
-def fate(chains: Chains, chain: str, packet: Packet, depth: int = 0) -> Fate:
-    """Return what a chain does to a packet, without the chain's policy."""
-    certain = depth < _DEEPEST and chain in chains
-    for step in chains.get(chain, ()) if certain else ():
-        met = step.matches(packet)
-        if met is False or not step.act:
-            continue
-        if step.act in (JUMP, GOTO):
-            inner = fate(chains, step.target, packet, depth + 1)
-            if met and inner.act:
-                return Fate(inner.act, inner.by, certain and inner.certain)
-            certain = certain and inner.certain and not inner.act
-            if met and step.act == GOTO:
-                break
-        elif met:
-            return Fate("" if step.act == RETURN else step.act, step.text, certain)
-        elif step.act != DROP:
-            certain = False
-    return Fate(certain=certain)
+def fate(chains: Chains, chain: str, packet: Packet, policy: str = "") -> Fate:
+    """Return what a chain does to a packet; without a policy, what its rules do."""
+    return walked(chains, chain, packet, policy)[0]
+
+
+def walked(chains: Chains, chain: str, packet: Packet, policy: str = "") -> tuple[Fate, Packet]:
+    """Return what a chain does to a packet, and the packet afterwards."""
+    if chain not in chains:
+        return Fate(doubt=chain), packet
+    walk = _Walk(chains, packet)
+    ways = walk.through(chain)
+    ends: dict[str, Fate] = {}
+    for act, way in ways.items():
+        end = act or policy
+        if end not in ends or not way.doubt:
+            ends[end] = Fate(end, way.by, way.doubt)
+    plain = next((each for each in ends.values() if each.certain), Fate(doubt=chain))
+    doubt = next((each.doubt for each in ends.values() if each.doubt), plain.doubt)
+    return replace(plain, doubt=doubt), walk.packet
+
+
+class _Walk(Struct, gc=False):
+    """Walk of one packet, whose mark changes on the way."""
+
+    chains: Chains
+    packet: Packet
+
+    def through(self, chain: str, depth: int = 0) -> dict[str, Fate]:
+        """Return the possible ends in a chain, each with the unknown rule that has to match for it.
+
+        One of them has none: it is the end if no unknown rule matches. The end "" is that of the chain.
+        """
+        ways: dict[str, Fate] = {}
+        doubt = ""  # unknown rule that has to match for the packet to get here
+        for step in self.chains[chain]:
+            met = step.matches(self.packet)
+            if met is False or not step.act:
+                continue
+            why = doubt or ("" if met else step.text)
+            if step.act in (MARK, NOTRACK):
+                self._change(step, is_sure=not why)
+                continue
+            before = self.packet
+            ends, is_final = self._ends(step, depth)
+            if why and self.packet != before:
+                self.packet = replace(before, mark=None)
+            for act, end in ends.items():
+                if act or is_final:
+                    _add(ways, act, end.by, why or end.doubt)
+            if met and (is_final or "" not in ends):
+                return ways
+            if met:
+                doubt = doubt or ends[""].doubt
+        _add(ways, "", "", doubt)
+        return ways
+
+    def _ends(self, step: Step, depth: int) -> tuple[dict[str, Fate], bool]:
+        """Return the possible ends in a matching rule, and True if it ends the walk through its chain."""
+        is_final = step.act != JUMP
+        if step.act not in (JUMP, GOTO, UNKNOWN_ACT):
+            return {step.act: Fate(by=step.text)} if step.act != RETURN else {"": Fate()}, True
+        if step.act != UNKNOWN_ACT and step.target in self.chains and depth + 1 < _DEEPEST:
+            return self.through(step.target, depth + 1), is_final
+        ends = {act: Fate(by=step.text, doubt=step.text) for act in (ACCEPT, DROP)}
+        return {**ends, "": Fate()}, False
+
+    def _change(self, step: Step, *, is_sure: bool) -> None:
+        if step.act == NOTRACK:
+            self.packet = replace(self.packet, state="untracked" if is_sure else self.packet.state)
+        elif not is_sure or step.mark is None or self.packet.mark is None:
+            self.packet = replace(self.packet, mark=None)
+        else:
+            toggled, cleared = step.mark
+            self.packet = replace(self.packet, mark=(self.packet.mark & (ALL_BITS ^ cleared)) ^ toggled)
+
+
+def _add(ways: dict[str, Fate], act: str, by: str, doubt: str) -> None:
+    """Add a way to an end, unless one is known; the one without doubt counts."""
+    if act not in ways or (ways[act].doubt and not doubt):
+        ways[act] = Fate(act, by, doubt)

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Iterator
-from ipaddress import ip_network
+from ipaddress import ip_address, ip_network, summarize_address_range
 from itertools import takewhile
 
 from msgspec.structs import replace
 
+from flanneld.model import IPNetwork
 from flanneld.network.firewall import fate
 from flanneld.network.firewall.edits import Edit
-from flanneld.network.firewall.fate import UNKNOWN, Chains, Step, Test, protocol_name
+from flanneld.network.firewall.fate import (
+    NEVER,
+    UNKNOWN,
+    Chains,
+    LazyChains,
+    Step,
+    Test,
+    icmp_name,
+    protocol_name,
+)
 from flanneld.network.firewall.rules import ACCEPT, ALL_BITS, DROP, MASQUERADE, REJECT, RETURN, Match, Rule
 
 #: Options that are parsed: the property of a packet that each is about.
@@ -25,9 +35,16 @@ _FIELDS = {
     "--sport": "sport",
     "--dports": "dport",
     "--sports": "sport",
+    "--ports": "port",
+    "--src-range": "source",
+    "--dst-range": "destination",
     "--ctstate": "state",
     "--state": "state",
     "--dst-type": "destination_type",
+    "--src-type": "source_type",
+    "--pkt-type": "pkttype",
+    "--icmp-type": "icmp",
+    "--icmpv6-type": "icmp",
     "--mark": "mark",
 }
 #: Options with exactly one value, which may be any text. Others have the words up to the next option.
@@ -36,8 +53,26 @@ _ONE_VALUE = frozenset(
 )
 #: Match extensions whose options are parsed; their names add nothing to a rule.
 _EXTENSIONS = frozenset(
-    {"addrtype", "comment", "conntrack", "icmp", "mark", "multiport", "state", "tcp", "udp"}
+    {
+        "addrtype",
+        "comment",
+        "conntrack",
+        "icmp",
+        "icmp6",
+        "iprange",
+        "mark",
+        "multiport",
+        "physdev",
+        "pkttype",
+    }
+    | {"state", "tcp", "udp"}
 )
+#: Options about packets that a bridge passes on, and about fragments: no first packet that is routed.
+_OF_OTHER_PACKETS = frozenset(
+    {"-f", "--physdev-is-bridged", "--physdev-is-in", "--physdev-is-out", "--physdev-in", "--physdev-out"}
+)
+#: Flags of TCP (RFC 9293) by their bits.
+_FLAGS = {"FIN": 1, "SYN": 2, "RST": 4, "PSH": 8, "ACK": 16, "URG": 32, "ALL": 63}
 #: Targets that end the walk through a table, and those that let packets pass on.
 _VERDICTS = {
     ACCEPT: fate.ACCEPT,
@@ -45,11 +80,14 @@ _VERDICTS = {
     DROP: fate.DROP,
     REJECT: fate.DROP,
     RETURN: fate.RETURN,
+    "MARK": fate.MARK,
+    "HMARK": fate.MARK,
+    "NOTRACK": fate.NOTRACK,
 }
 _PASSES_ON = frozenset(
-    {"LOG", "NFLOG", "ULOG", "TRACE", "AUDIT", "MARK", "CONNMARK", "HMARK", "SECMARK", "CONNSECMARK"}
-    | {"CLASSIFY", "CT", "NOTRACK", "TCPMSS", "TOS", "DSCP", "ECN", "TTL", "HL", "CHECKSUM"}
-    | {"SET", "TEE", "NFACCT", "RATEEST", "IDLETIMER", "LED"}
+    {"LOG", "NFLOG", "ULOG", "TRACE", "AUDIT", "CONNMARK", "SECMARK", "CONNSECMARK", "CLASSIFY", "CT"}
+    | {"TCPMSS", "TOS", "DSCP", "ECN", "TTL", "HL", "CHECKSUM", "SET", "TEE", "NFACCT", "RATEEST"}
+    | {"IDLETIMER", "LED"}
 )
 
 
@@ -107,41 +145,52 @@ def read_table(listing: str) -> tuple[Chains, dict[str, str]]:
 
     A policy is the target's name, ``-`` for none.
     """
-    chains: dict[str, list[Step]] = {}
+    chains: dict[str, list[str]] = {}
     policies: dict[str, str] = {}
     for line in listing.split("\n"):  # a comment may contain other line ends
         if line.startswith(":"):
             name, policy, *_ = line[1:].split()
             chains[name], policies[name] = [], policy
         elif line.startswith("-A "):
-            chain, _, rule = line.removeprefix("-A ").partition(" ")
-            chains.setdefault(chain, []).append(_read_step(line, rule))
-    return {name: tuple(steps) for name, steps in chains.items()}, policies
+            chains.setdefault(line.split(" ", 2)[1], []).append(line)
+    return LazyChains(chains, lambda lines: tuple(map(_read_step, lines))), policies
 
 
-def _read_step(line: str, rule: str) -> Step:
-    step, tests, rest = Step(line), list[Test](), list[str]()
+def _read_step(line: str) -> Step:
+    step, tests = Step(line), list[Test]()
     try:
-        for name, values, negated in _options(rule):
-            match name, values:
-                case "-j" | "-g", (target,):
-                    step = replace(step, act=_act(name, target), target=target)
-                    rest += ["-g"] if name == "-g" else []
-                case "--comment", (comment,):
-                    step = replace(step, comment=comment)
-                case "--random-fully", ():
-                    step = replace(step, random=True)
-                case "-m", (extension,) if extension in _EXTENSIONS:
-                    pass
-                case _, (value,) if name in _FIELDS:
-                    tests.append(_test(_FIELDS[name], value, negated=negated))
-                case _ if step.target:
-                    rest.append(name)
-                case _:
-                    tests.append(UNKNOWN)
+        for name, values, negated in _options("".join(line.split(" ", 2)[2:])):
+            if step.target:
+                step = _with_option(step, name, values)
+            elif name in ("-j", "-g"):
+                (target,) = values
+                step = replace(step, act=_act(name, target), target=target, rest="-g" if name == "-g" else "")
+            elif name == "--comment":
+                step = replace(step, comment=values[0])
+            elif name != "-m" or values[0] not in _EXTENSIONS:
+                tests.append(_condition(name, values, negated=negated))
     except ValueError:
-        return Step(line, (UNKNOWN,), fate.ACCEPT)  # it may end the walk
-    return replace(step, tests=tuple(tests), rest=" ".join(rest))
+        return Step(line, (UNKNOWN,), fate.UNKNOWN_ACT)
+    return replace(step, tests=tuple(tests))
+
+
+def _with_option(step: Step, name: str, values: tuple[str, ...]) -> Step:
+    """Return a step with an option of its target."""
+    if name == "--random-fully":
+        return replace(step, random=True)
+    if name == "--set-xmark":
+        step = replace(step, mark=_mark(*values))
+    if name in ("--notrack", "--restore-mark"):
+        step = replace(step, act=fate.NOTRACK if name == "--notrack" else fate.MARK)
+    return replace(step, rest=f"{step.rest} {name}".strip())
+
+
+def _condition(name: str, values: tuple[str, ...], *, negated: bool) -> Test:
+    if name in _OF_OTHER_PACKETS:
+        return replace(NEVER, negated=negated)
+    if name == "--tcp-flags" and len(values) == 2:
+        return Test("flags", ((_flags(values[1]), _flags(values[0])),), negated)
+    return _test(_FIELDS[name], *values, negated=negated) if name in _FIELDS else UNKNOWN
 
 
 def _options(rule: str) -> Iterator[tuple[str, tuple[str, ...], bool]]:
@@ -172,15 +221,35 @@ def _test(field: str, value: str, *, negated: bool) -> Test:
         case "iif" | "oif":
             return Test(field, (f"{value[:-1]}*" if value.endswith("+") else value,), negated)
         case "source" | "destination":
-            return Test(field, tuple(ip_network(each, strict=False) for each in value.split(",")), negated)
-        case "sport" | "dport":
+            return Test(field, tuple(_networks(value)), negated)
+        case "sport" | "dport" | "port":
             return Test(field, tuple(map(_ports, value.split(","))), negated)
         case "protocol":
             return Test(field, (protocol_name(value),), negated)
         case "mark":
-            mark, _, mask = value.partition("/")
-            return Test(field, ((int(mark, 0), int(mask, 0) if mask else ALL_BITS),), negated)
+            return Test(field, (_mark(value),), negated)
+        case "icmp":
+            return Test(field, (icmp_name(value.partition("/")[0]),), negated)
+        case "pkttype":
+            return Test(field, (value.replace("host", "unicast"),), negated)
     return Test(field, tuple(value.lower().split(",")), negated)
+
+
+def _networks(text: str) -> Iterator[IPNetwork]:
+    first, dash, last = text.partition("-")
+    if dash:
+        yield from summarize_address_range(ip_address(first), ip_address(last))
+    else:
+        yield from (ip_network(each, strict=False) for each in text.split(","))
+
+
+def _mark(text: str) -> tuple[int, int]:
+    mark, _, mask = text.partition("/")
+    return int(mark, 0), int(mask, 0) if mask else ALL_BITS
+
+
+def _flags(text: str) -> int:
+    return sum(_FLAGS.get(each, 0) for each in text.split(","))
 
 
 def _ports(text: str) -> tuple[int, int]:

@@ -37,7 +37,7 @@ _RULE_TABLE, _RULE_CHAIN, _RULE_EXPRESSIONS = 1, 2, 4
 _GEN_PROC_NAME = 3
 #: Attribute type that never occurs.
 _NOTHING = -1
-_HOOK_NUMBER, _HOOK_DEVICE = 1, 3
+_HOOK_NUMBER, _HOOK_PRIORITY, _HOOK_DEVICE = 1, 2, 3
 _CHAIN_TYPE = 7
 _NFNLGRP_NFTABLES = 7
 _NF_DROP = 0
@@ -68,13 +68,17 @@ class NoNetfilter(OSError):
 
 
 class Hooked(Struct, frozen=True, gc=False):
-    """A base chain. ``table`` is nft(8)'s name for it: ``inet filter``; ``device`` is for ingress only."""
+    """A base chain. ``table`` is nft(8)'s name for it: ``inet filter``; ``device`` is for ingress only.
+
+    Of the chains at a hook, those of lower ``priority`` come first.
+    """
 
     table: str
     chain: str
     hook: str
     type: str
     drops: bool
+    priority: int = 0
     device: str = ""
 
 
@@ -140,6 +144,7 @@ class Netfilter:
                         _HOOKS[number],
                         text_of(given, _CHAIN_TYPE),
                         number_of(given, _CHAIN_POLICY) == _NF_DROP,
+                        int.from_bytes(hook.get(_HOOK_PRIORITY, b""), signed=True),
                         text_of(hook, _HOOK_DEVICE),
                     )
 

@@ -6,6 +6,7 @@ from ipaddress import IPv4Network, ip_address
 
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from flanneld.model import IPAddress
 from flanneld.network.firewall.fate import Packet, Step
@@ -59,6 +60,9 @@ def test_both_forms_of_a_rule_are_the_same_step(rule: Rule) -> None:
 def test_step_matches_the_packets_of_its_rule(rule: Rule, source: IPAddress, destination: IPAddress) -> None:
     sides = ((rule.source, source), (rule.destination, destination))
     is_met = all((address in side.net) == side.inside for side, address in sides if side)
-    expected = None if is_met and rule.mark else is_met
     packet = Packet("eth0", "cni0", source, destination)
+    expected = is_met and (rule.mark is None or rule.mark[0] == 0)  # no packet has a mark at first
     assert [step.matches(packet) for step in steps(rule)] == [expected, expected]
+    expected_of_any = None if is_met and rule.mark else is_met
+    packet = replace(packet, mark=None)
+    assert [step.matches(packet) for step in steps(rule)] == [expected_of_any, expected_of_any]

@@ -71,14 +71,16 @@ def iptables(*rules: str, packet: Packet = PACKET) -> Fate:
 )
 def test_rule_of_iptables_drops_what_it_matches_for_sure(rule: str, is_dropped: bool) -> None:
     line = f"-A INPUT {rule}".strip()
-    assert iptables(line) == (Fate(DROP, line) if is_dropped else Fate())
+    decided = iptables(line)
+    assert (decided == Fate(DROP, line)) == is_dropped
+    assert decided.act == (DROP if is_dropped else "")
+    assert decided.doubt == (line if "limit" in rule or "u32" in rule else "")
 
 
 def test_rule_that_may_accept_makes_a_later_drop_uncertain() -> None:
     drop = "-A INPUT -p udp -j DROP"
-    assert iptables("-A INPUT -m set --match-set nodes src -j ACCEPT", drop) == Fate(
-        DROP, drop, certain=False
-    )
+    accept = "-A INPUT -m set --match-set nodes src -j ACCEPT"
+    assert iptables(accept, drop) == Fate(DROP, drop, accept)
     assert iptables("-A INPUT -m limit --limit 5/sec -j own", "-A own -j ACCEPT", drop).certain is False
     assert iptables("-A INPUT -m limit --limit 5/sec -j DROP", drop) == Fate(DROP, drop)
     assert iptables("-A INPUT --unknown 'unbalanced", drop).certain is False
@@ -92,8 +94,10 @@ def test_prefix_of_a_log_target_may_look_like_an_option(prefix: str) -> None:
 
 def test_target_of_another_kind_may_decide_anything() -> None:
     drop = "-A INPUT -j DROP"
-    assert iptables("-A INPUT -j NFQUEUE --queue-num 1", drop) == Fate(DROP, drop, certain=False)
-    assert nft([{"queue": {"num": 1}}], [DROPS]) == Fate(DROP, "1", certain=False)
+    assert iptables("-A INPUT -j NFQUEUE --queue-num 1", drop) == Fate(
+        DROP, drop, "-A INPUT -j NFQUEUE --queue-num 1"
+    )
+    assert nft([{"queue": {"num": 1}}], [DROPS]) == Fate(DROP, "1", "0")
 
 
 def test_walk_follows_jumps_returns_and_gotos() -> None:
@@ -102,25 +106,26 @@ def test_walk_follows_jumps_returns_and_gotos() -> None:
     assert iptables("-A INPUT -j own", "-A own -p tcp -j ACCEPT", drop) == Fate(DROP, drop)
     assert iptables("-A INPUT -j own", "-A own -j RETURN", "-A own -j ACCEPT", drop) == Fate(DROP, drop)
     assert iptables("-A INPUT -g own", "-A own -p tcp -j ACCEPT", drop) == Fate()
-    loop = {"one": (Step("", (), JUMP, "two"),), "two": (Step("", (), GOTO, "one"),)}
-    assert fate(loop, "one", PACKET) == Fate(certain=False)
-    back = {"one": (Step("", (UNKNOWN,), RETURN), Step("drop", (), DROP))}
-    assert fate(back, "one", PACKET) == Fate(DROP, "drop", certain=False)
+    loop = {"one": (Step("to two", (), JUMP, "two"),), "two": (Step("to one", (), GOTO, "one"),)}
+    assert fate(loop, "one", PACKET) == Fate(doubt="to one")
+    back = {"one": (Step("back", (UNKNOWN,), RETURN), Step("drop", (), DROP))}
+    assert fate(back, "one", PACKET) == Fate(DROP, "drop", "back")
+    assert fate(back, "none", PACKET) == Fate(doubt="none")
 
 
 def test_walk_is_as_deep_as_a_packet_filter_may_be() -> None:
-    jumps = {str(depth): (Step("", (), JUMP, str(depth + 1)),) for depth in range(16)}
+    jumps = {str(depth): (Step(f"to {depth + 1}", (), JUMP, str(depth + 1)),) for depth in range(16)}
     drop = (Step("drop", (), DROP),)
     assert fate(jumps | {"15": drop}, "0", PACKET) == Fate(DROP, "drop")
-    assert fate(jumps | {"16": drop}, "0", PACKET) == Fate(certain=False)
+    assert fate(jumps | {"16": drop}, "0", PACKET) == Fate(doubt="to 16")
 
 
 def test_rule_about_a_protocol_does_not_decide_on_packets_of_any() -> None:
     rules = ("-A INPUT -p tcp -j ACCEPT", "-A INPUT -i cni0 -j DROP")
-    assert iptables(*rules, packet=INNER) == Fate(DROP, rules[1], certain=False)
-    assert iptables(rules[0].replace("ACCEPT", "DROP"), packet=INNER) == Fate()
+    assert iptables(*rules, packet=INNER) == Fate(DROP, rules[1], rules[0])
+    assert iptables(rules[0].replace("ACCEPT", "DROP"), packet=INNER).act == ""
     somewhere = replace(INNER, oif=None)
-    assert iptables("-A INPUT -o veth9 -j DROP", packet=somewhere) == Fate()
+    assert iptables("-A INPUT -o veth9 -j DROP", packet=somewhere).act == ""
     unicast = "-A INPUT -m addrtype --dst-type UNICAST -j DROP"
     assert iptables(unicast, packet=somewhere) == Fate(DROP, unicast)
 
@@ -186,7 +191,8 @@ def nft(*rules: list[dict[str, Any]], packet: Packet = PACKET, family: Family = 
         ([match(meta("nfproto"), "ipv6"), DROPS], False),
         ([match(DPORT, "@ports"), DROPS], False),
         ([match({"&": [meta("mark"), 255]}, 1), DROPS], False),
-        ([match(DPORT, 9000, "<"), DROPS], False),
+        ([match(DPORT, 9000, "<"), DROPS], True),
+        ([match(DPORT, 9000, ">="), DROPS], False),
         ([match(DPORT, True), DROPS], False),
         ([{"limit": {"rate": 5}}, DROPS], False),
         ([{"vmap": {"key": DPORT, "data": "@decisions"}}], False),
@@ -217,7 +223,7 @@ def test_rules_of_firewalld_reject_what_no_zone_lets_in() -> None:
 
 
 def test_a_named_map_may_decide_anything() -> None:
-    assert nft([{"vmap": {"key": DPORT, "data": "@decisions"}}], [DROPS]) == Fate(DROP, "1", certain=False)
+    assert nft([{"vmap": {"key": DPORT, "data": "@decisions"}}], [DROPS]) == Fate(DROP, "1", "0")
 
 
 @pytest.mark.parametrize("text", ['{"nftables": [{"rule": {}}]}', "{}", "[]", "no JSON"])
