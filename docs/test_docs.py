@@ -146,8 +146,11 @@ def metrics() -> str:
 
 
 def rules() -> str:
-    rows = [(rule.name, rule.meaning, rule.severity) for rule in RULES]
-    return table(("Rule", "All is well if", "Otherwise"), *rows)
+    severities: dict[str, list[str]] = {}
+    for rule in RULES:
+        severities.setdefault(rule.severity, []).append(f"{rule.name}: {rule.meaning}")
+    rows = [(severity, "<br>".join(each)) for severity, each in severities.items()]
+    return table(("Otherwise", "Rules, and when all is well"), *rows)
 
 
 def faults_that_the_doctor_names() -> str:
