@@ -54,8 +54,8 @@ def _serve_status(node: Node) -> None:
     """Start the status socket, once traffic flows or startup has to wait."""
     from flanneld.diagnostics.serving import StatusSocket, path_beside
 
-    server = StatusSocket(path_beside(Path(node.options.subnet_file)), partial(_document, node))
-    if server.open():
+    server = StatusSocket.open(path_beside(Path(node.options.subnet_file)), partial(_document, node))
+    if server:
         node.tasks.start("status socket", server.serve, server.close)
 
 

@@ -183,57 +183,52 @@ def path_beside(subnet_file: Path) -> Path:
     return beside(subnet_file, "sock")
 
 
-class StatusSocket:
+class StatusSocket(PolledServer):
     """Server of the status socket. ``document`` yields the answer in pieces, in the thread of ``serve``."""
 
-    def __init__(self, path: Path, document: Callable[[], Iterable[bytes]]) -> None:
+    def __init__(
+        self, listener: socket.socket, path: Path, inode: int, document: Callable[[], Iterable[bytes]]
+    ) -> None:
+        limits = Limits(READER_TIME, connections=READERS, per_source=READERS)
+        super().__init__(listener, self._tell, limits, "Cannot tell our status")
         self._path = path
+        self._inode = inode
         self._document = document
-        self._server: PolledServer | None = None
-        self._inode = 0
 
-    def open(self) -> bool:
-        """Listen, replacing an existing socket. Return False, with a log line, if that is impossible."""
+    @classmethod
+    def open(cls, path: Path, document: Callable[[], Iterable[bytes]]) -> StatusSocket | None:
+        """Listen, replacing an existing socket. Return None, with a log line, if that is impossible."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        new = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        new = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            self._path.parent.mkdir(0o755, parents=True, exist_ok=True)
+            path.parent.mkdir(0o755, parents=True, exist_ok=True)
             new.unlink(missing_ok=True)
             # Before it has a name, because another file could take that name before a chmod.
             os.fchmod(listener.fileno(), 0o600)
             listener.bind(str(new))
             listener.listen(_BACKLOG)
-            self._inode = new.lstat().st_ino
-            new.replace(self._path)
+            inode = new.lstat().st_ino
+            new.replace(path)
         except OSError as error:
             listener.close()
             with contextlib.suppress(OSError):
                 new.unlink(missing_ok=True)
-            log.warning("No status socket at %s: %s", self._path, error)
-            return False
-        limits = Limits(READER_TIME, connections=READERS, per_source=READERS)
-        self._server = PolledServer(listener, self._tell, limits, "Cannot tell our status")
-        return True
-
-    def serve(self) -> None:
-        """Answer until ``close``."""
-        assert self._server is not None
-        self._server.serve()
-
-    def _tell(self, reader: socket.socket) -> Conversation:
-        for piece in self._document():
-            yield from send(reader, piece)
-            yield WRITABLE  # let other readers proceed
+            log.warning("No status socket at %s: %s", path, error)
+            return None
+        return cls(listener, path, inode, document)
 
     def close(self) -> None:
-        """End ``serve`` at once. May be called repeatedly, from any thread."""
         # First, because the process may end as soon as ``serve`` does.
         with contextlib.suppress(OSError):  # closed or removed already
             # A successor may have replaced it.
             if self._path.lstat().st_ino == self._inode:
                 self._path.unlink()
-        if self._server is not None:
-            self._server.close()
+        super().close()
+
+    def _tell(self, reader: socket.socket) -> Conversation:
+        for piece in self._document():
+            yield from send(reader, piece)
+            yield WRITABLE  # let other readers proceed
 
 
 def ask(path: Path, within: float) -> bytes:

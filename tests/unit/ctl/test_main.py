@@ -32,8 +32,8 @@ def where(tmp_path: Path) -> list[str]:
 
 @contextmanager
 def daemon(directory: Path, said: bytes) -> Iterator[None]:
-    server = StatusSocket(directory / "flanneld.sock", lambda: [said])
-    assert server.open()
+    server = StatusSocket.open(directory / "flanneld.sock", lambda: [said])
+    assert server
     thread = threading.Thread(target=server.serve)
     thread.start()
     try:

@@ -72,8 +72,8 @@ def test_the_status_socket_is_never_open_to_others_whatever_the_umask(tmp_path: 
     path = tmp_path / "s"
     before = os.umask(0)
     try:
-        server = StatusSocket(path, list)
-        assert server.open()
+        server = StatusSocket.open(path, list)
+        assert server
     finally:
         os.umask(before)
     assert stat.S_IMODE(path.lstat().st_mode) == 0o600

@@ -22,8 +22,8 @@ DEADLINE = 20.0
 
 @contextmanager
 def serving(path: Path, document: Callable[[], Iterable[bytes]]) -> Iterator[StatusSocket]:
-    server = StatusSocket(path, document)
-    assert server.open()
+    server = StatusSocket.open(path, document)
+    assert server
     thread = threading.Thread(target=server.serve)
     thread.start()
     try:
@@ -81,8 +81,8 @@ def test_it_goes_with_its_daemon(tmp_path: Path) -> None:
 def test_it_has_gone_when_its_thread_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The daemon ends then, and whoever closes the socket may not come to it."""
     path = tmp_path / "s"
-    server = StatusSocket(path, said)
-    assert server.open()
+    server = StatusSocket.open(path, said)
+    assert server
     thread = threading.Thread(target=server.serve)
     remove = Path.unlink
 
@@ -109,12 +109,12 @@ def test_a_place_that_cannot_be_written_is_one_line_in_the_log(
 ) -> None:
     (tmp_path / "file").write_text("")
     with caplog.at_level(logging.INFO):
-        assert not StatusSocket(tmp_path / "file" / "s", said).open()
+        assert not StatusSocket.open(tmp_path / "file" / "s", said)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
 def test_a_path_that_is_too_long_for_a_socket_leaves_nothing_behind(tmp_path: Path) -> None:
-    assert not StatusSocket(tmp_path / ("x" * 120), said).open()
+    assert not StatusSocket.open(tmp_path / ("x" * 120), said)
     assert list(tmp_path.iterdir()) == []
 
 
