@@ -31,6 +31,7 @@ from flanneld.runtime.logs import LogWriter
 #: header that it skips.
 _QUIET = {"etcd.client": logging.CRITICAL, "pyroute2": logging.WARNING, "urllib3": logging.ERROR}
 _LETTERS = {logging.WARNING: "W", logging.ERROR: "E", logging.CRITICAL: "F"}
+_SEVERITIES = {logging.WARNING: "warning", logging.ERROR: "error", logging.CRITICAL: "fatal"}
 _PRIORITIES = ((logging.CRITICAL, 2), (logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6))
 
 #: A pattern for the base name of source files without extension, and their verbosity.
@@ -130,8 +131,18 @@ class _Formatter(logging.Formatter):
 
 class _JsonFormatter(_Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        verbosity = max(0, logging.INFO - record.levelno)
-        return self.priority(record) + line_of(record, self.below(record), verbosity)
+        severity = _SEVERITIES.get(record.levelno, "info")
+        entry: dict[str, float | int | str] = {
+            "ts": round(record.created * 1000, 3),
+            "caller": f"{record.filename}:{record.lineno}",
+            "msg": record.getMessage(),
+            "severity": severity,
+        }
+        if severity in ("info", "warning"):
+            entry["v"] = max(0, logging.INFO - record.levelno)
+        if below := self.below(record):
+            entry["stack"] = "\n".join(below)
+        return self.priority(record) + json.dumps(entry)
 
 
 def _safe(line: str) -> str:
@@ -201,22 +212,3 @@ def _place(text: str) -> _Place | None:
             f"-log_backtrace_at: {quoted(text)} is not understood", "give one source line, like main.py:42"
         )
     return match[1], int(match[2])
-
-
-_SEVERITIES = {logging.WARNING: "warning", logging.ERROR: "error", logging.CRITICAL: "fatal"}
-
-
-def line_of(record: logging.LogRecord, below: list[str], verbosity: int) -> str:
-    """Return a record as one line of JSON; ``below`` holds tracebacks, ``verbosity`` its level of ``-v``."""
-    severity = _SEVERITIES.get(record.levelno, "info")
-    entry: dict[str, float | int | str] = {
-        "ts": round(record.created * 1000, 3),
-        "caller": f"{record.filename}:{record.lineno}",
-        "msg": record.getMessage(),
-        "severity": severity,
-    }
-    if severity in ("info", "warning"):
-        entry["v"] = verbosity
-    if below:
-        entry["stack"] = "\n".join(below)
-    return json.dumps(entry)

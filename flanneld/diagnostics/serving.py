@@ -22,7 +22,7 @@ from msgspec import Struct
 
 from flanneld.errors import Fatal, cause_of
 from flanneld.runtime import clock, waits
-from flanneld.runtime.server import WRITABLE, Conversation, Limits, PolledServer, receive, send
+from flanneld.runtime.server import WRITABLE, Conversation, Limits, PolledServer, listen, receive, send
 from flanneld.subnet.subnet_file import beside
 
 log = logging.getLogger(__name__)
@@ -82,7 +82,8 @@ class HealthServer(PolledServer):
 
     def __init__(self, ip: str, port: int, checks: Checks) -> None:
         try:
-            listener = _listen(ip, port)
+            family = socket.AF_INET6 if ":" in ip else socket.AF_INET
+            listener = listen(family, (ip, port), _BACKLOG)
         except (OSError, OverflowError, UnicodeError) as error:
             raise Fatal(
                 f"cannot listen for health checks on {ip} port {port}: {cause_of(error)}",
@@ -92,18 +93,6 @@ class HealthServer(PolledServer):
         super().__init__(listener, partial(_talk, checks), limits, "Cannot answer a health check")
         self.port: int = listener.getsockname()[1]
         log.info("Start healthz server on %s:%d", f"[{ip}]" if ":" in ip else ip, self.port)
-
-
-def _listen(ip: str, port: int) -> socket.socket:
-    listener = socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((ip, port))
-        listener.listen(_BACKLOG)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
 
 
 def _talk(checks: Checks, connection: socket.socket) -> Conversation:

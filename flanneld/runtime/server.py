@@ -246,6 +246,20 @@ class PolledServer:
         ended.connection.close()
 
 
+def listen(family: int, address: tuple[object, ...], backlog: int) -> socket.socket:
+    """Return a TCP socket that listens at an address. Raises ``OSError`` and ``OverflowError``."""
+    # Not create_server, which gives IPv6 sockets IPV6_V6ONLY, and errors another text.
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(backlog)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
 def receive(connection: socket.socket, size: int) -> Generator[int, None, bytes]:
     """Receive available data; empty at the end of the stream."""
     while True:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from flanneld.errors import Fatal, cause_of, printable
 from flanneld.runtime import clock, waits
-from flanneld.runtime.server import READABLE, WRITABLE, Conversation, Limits, PolledServer
+from flanneld.runtime.server import READABLE, WRITABLE, Conversation, Limits, PolledServer, listen
 from flanneld.runtime.sockets.host_addresses import address_of
 from flanneld.runtime.sockets.interruptible import TCP_OPTIONS
 from flanneld.subnet.remote.rest import NOT_FOUND, TEXT, RestAnswer, RestApi, RestRequest
@@ -371,16 +371,7 @@ def _bound(text: str, address: str) -> socket.socket:
     if not host:
         return _everywhere(int(port))
     found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    family, kind, protocol, _, where = found[0]
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(where)
-        listener.listen(_QUEUE)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
+    return listen(found[0][0], found[0][4], _QUEUE)
 
 
 def _everywhere(port: int) -> socket.socket:
