@@ -59,17 +59,25 @@ class ListWatch(Generic[At]):
 
     ``open_source`` returns the next source. It is given the function to call when a watch has begun, which
     ends an outage. In the log ``name`` is what is watched, and ``back`` the end of an outage. The starts of
-    lists, silences and failures keep ``pace`` seconds apart.
+    lists, silences and failures keep ``pace`` seconds apart. With ``pause`` that is the time after a failure
+    and after a loss.
 
     An outage is logged at its start, once a minute, and at its end.
     """
 
     def __init__(
-        self, open_source: Callable[[Contact], Source[At]], name: str, *, back: str, pace: float
+        self,
+        open_source: Callable[[Contact], Source[At]],
+        name: str,
+        *,
+        back: str,
+        pace: float,
+        pause: Callable[[Retryable], float] | None = None,
     ) -> None:
         self.name = name
         self._open = open_source
         self._pace = pace
+        self._pause = pause
         self._outage = Outage(log, f"Watching {name}", f"Watching {name}: {back}")
         self._relists = Once(again=PACE)
         self._lock = threading.Lock()
@@ -108,10 +116,12 @@ class ListWatch(Generic[At]):
             self._end()
             level = V(1) if isinstance(reason, PossibleGap) else logging.WARNING
             self._relists.warn(log, str(reason), f"Relisting {self.name}: {reason}", level)
+            if self._pause is not None and self._cut is None:
+                self._not_before = clock.now() + self._pause(reason)
         except Retryable as problem:
             self._end()
             self._outage.failed(problem)
-            self._not_before = clock.now() + self._pace
+            self._not_before = clock.now() + (self._pause(problem) if self._pause else self._pace)
         if events:
             deliver(events)
         return self._due()
@@ -148,8 +158,9 @@ class ListWatch(Generic[At]):
         # What was read before another thread asked for a list does not count.
         self._check()
         if self.at is not None:
-            self._outage.over()
-            if not events and at == self.at:
+            if events or at != self.at:
+                self._outage.over()
+            else:
                 self._not_before = now + self._pace
         self.at = at
         return events

@@ -29,6 +29,7 @@ from flanneld.runtime.sockets.connection_pools import LiveBody, ResponseTooLarge
 from flanneld.runtime.sockets.interruptible import InterruptibleSocket, TooSlow, Unreachable, no_heartbeat
 from flanneld.subnet.kube.access import Access, ApiSession
 from flanneld.subnet.kube.nodes import decoded
+from flanneld.subnet.list_watch import PossibleGap
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ class ApiRefusal(Retryable):
         return self.status >= 500 or self.status == _TOO_MANY
 
 
-class Expired(Retryable):
+class Expired(PossibleGap):
     """Error for a resource version that is too old to watch from (410 Gone): relist."""
 
 
@@ -160,7 +161,6 @@ class Api:
     def cancel(self) -> None:
         """Abort the current request and refuse later ones. May be called repeatedly, from any thread."""
         self._socket.cancel()
-        self._access.clean_up()
 
     def _ask(
         self,

@@ -164,7 +164,7 @@ class NodeUpkeep:
         self._lease = lease
         self._save = save
         self._news: deque[KubeNode] = deque()
-        self._wake: Callable[[], None] = lambda: None
+        self.wake: Callable[[], None] = lambda: None
         self._stop = threading.Event()
         self._once = Once()
         self._node: KubeNode | None = None
@@ -177,22 +177,22 @@ class NodeUpkeep:
     def post(self, node: KubeNode) -> None:
         """Queue the new state of our node."""
         self._news.append(node)
-        self._wake()
+        self.wake()
 
     def mark_available(self) -> None:
         """Set the node's NetworkUnavailable condition to False now and whenever the node is recreated."""
         self._is_available = True
-        self._wake()
+        self.wake()
 
     def cancel(self) -> None:
         """End ``run`` at once."""
         self._stop.set()
-        self._wake()
+        self.wake()
 
     def run(self, deliver: Deliver, alive: Callable[[], None]) -> None:
         """Deliver the events of our lease until ``cancel``. Raises ``Cancelled`` then."""
         loop = StepLoop(partial(self.step, deliver), stop=self._stop, heartbeat=lambda _within: alive())
-        self._wake = loop.cancel
+        self.wake = loop.cancel
         loop.run()
         raise Cancelled
 

@@ -22,7 +22,6 @@ from flanneld.errors import Cancelled, Fatal, NoAnswer, Refused, Retryable, reme
 from flanneld.model import FAMILIES, Cached, Event, Family, IPAddress, Lease, LeaseAttrs, LeaseKey
 from flanneld.runtime import clock
 from flanneld.runtime.complaints import Once
-from flanneld.runtime.loop import StepLoop
 from flanneld.runtime.sockets.host_addresses import HostAddresses
 from flanneld.runtime.waits import Backoff
 from flanneld.subnet.kube.access import Access
@@ -39,7 +38,8 @@ from flanneld.subnet.kube.nodes import (
     own_public_ip,
 )
 from flanneld.subnet.kube.own_node import NodeUpkeep, OwnNode
-from flanneld.subnet.kube.watch import NodeWatchMachine, pages
+from flanneld.subnet.kube.watch import NodeSource, WatchMemory, pages
+from flanneld.subnet.list_watch import Contact, ListWatch, Watches
 from flanneld.subnet.store import NO_FACTS, Deliver, LocalFacts
 
 __all__ = ["KubeOptions", "KubeStore"]
@@ -96,10 +96,11 @@ class KubeStore:
         self._requests = self._open_api()
         self._own_node = OwnNode(self._requests, self._reader, environ)
         self._once = Once()
-        self._lock = threading.Lock()
         self._closed = threading.Event()
-        #: The current watch of nodes, and the loop that steps it.
-        self._watching: tuple[NodeWatchMachine, StepLoop] | None = None
+        self._watches = Watches()
+        #: The watch of nodes, and what outlives its sources.
+        self._watch: ListWatch[str] | None = None
+        self._memory: WatchMemory | None = None
         self._config: Config | None = None
         #: Our node, and the time it was read.
         self._read: tuple[float, KubeNode] | None = None
@@ -195,51 +196,50 @@ class KubeStore:
         return lease
 
     def watch(self, deliver: Deliver, alive: Callable[[], None] = _nothing) -> None:
-        self._run(self.watch_machine(deliver, alive), alive)
+        self._run(self.node_watch(deliver, alive), deliver, alive)
 
     def watch_node(self, alive: Callable[[], None]) -> None:
-        self._run(self._machine(_ignore, alive, only=self._joined().name), alive)
+        self._run(self._node_watch(_ignore, alive, only=self._joined().name), _ignore, alive)
 
-    def _run(self, machine: NodeWatchMachine, alive: Callable[[], None]) -> None:
-        """Step a watch until ``close`` is called. Raises ``Cancelled`` then."""
+    def _run(self, watch: ListWatch[str], deliver: Deliver, alive: Callable[[], None]) -> None:
         member = self._joined()
 
-        def beat(_within: float) -> None:
+        def beat() -> None:
             member.complain()
             alive()
 
         log.info("Starting kube subnet manager")
         log.info("Waiting without a limit for node controller to sync")
-        loop = StepLoop(machine.step, stop=self._closed, heartbeat=beat)
-        with self._lock:
-            if self._closed.is_set():
-                raise Cancelled
-            self._watching = (machine, loop)
-        try:
-            loop.run()
-            raise Cancelled
-        finally:
-            machine.close()
+        self._watches.run(watch, deliver, beat)
 
-    def watch_machine(self, deliver: Deliver, alive: Callable[[], None] = _nothing) -> NodeWatchMachine:
-        """Return the watch of all nodes.
+    def node_watch(self, deliver: Deliver, alive: Callable[[], None] = _nothing) -> ListWatch[str]:
+        """Return the state machine of ``watch``.
 
         Deliver the saved nodes first, if the API server has not answered yet, or when its first list fails.
         """
         member = self._joined()
-        machine = self._machine(deliver, alive)
+        watch = self._node_watch(deliver, alive)
         if self._saved is not None:
             deliver(member.saved(self._saved))
             member.upkeep.post(self._saved.own)
         elif self._state.path.exists():
-            machine.substitute = self._cached
-        return machine
+            assert self._memory is not None
+            self._memory.substitute = self._cached
+        return watch
 
-    def _machine(self, deliver: Deliver, alive: Callable[[], None], *, only: str = "") -> NodeWatchMachine:
+    def _node_watch(self, deliver: Deliver, alive: Callable[[], None], *, only: str = "") -> ListWatch[str]:
         member = self._joined()
-        return NodeWatchMachine(
-            self._open_api(), self._reader, member, self._make_backoff, deliver, alive, only=only
+        memory = self._memory = WatchMemory(self._make_backoff)
+
+        def open_source(contact: Contact) -> NodeSource:
+            return NodeSource(
+                self._open_api(), self._reader, member, memory, deliver, alive, contact, only=only
+            )
+
+        self._watch = ListWatch(
+            open_source, "the nodes", back="the API server answers again", pace=0.0, pause=memory.pause
         )
+        return self._watch
 
     def _cached(self, reason: Retryable) -> list[Event]:
         member = self._joined()
@@ -252,9 +252,11 @@ class KubeStore:
         del lease  # the member knows the lease acquired or renewed last
         self._joined().upkeep.run(deliver, alive)
 
-    def own_watch_step(self, deliver: Deliver) -> Callable[[float], float]:
-        """Return the step function of ``watch_own``."""
-        return partial(self._joined().upkeep.step, deliver)
+    def own_watch_step(self, deliver: Deliver, wake: Callable[[], None]) -> Callable[[float], float]:
+        """Return the step function of ``watch_own``; ``wake`` is called when it has something to do."""
+        upkeep = self._joined().upkeep
+        upkeep.wake = wake
+        return partial(upkeep.step, deliver)
 
     def mark_available(self) -> None:
         self._joined().upkeep.mark_available()
@@ -265,33 +267,24 @@ class KubeStore:
     @property
     def problem(self) -> Retryable | None:
         """The current failure of the watch, or of the start; or None."""
-        return self._watching[0].problem if self._watching else self._unanswered
+        return self._watch.problem if self._watch else self._unanswered
 
     def reread(self) -> None:
-        with self._lock:
-            if self._watching:
-                machine, loop = self._watching
-                machine.reread()
-                loop.cancel()
+        if self._memory is not None:
+            self._memory.reread.set()
+        self._watches.reread()
 
     def reconnect(self) -> None:
-        with self._lock:
-            self._requests.reconnect()
-            if self._watching:
-                machine, loop = self._watching
-                machine.reconnect()
-                loop.cancel()
+        self._requests.reconnect()
+        self._watches.reconnect()
 
     def close(self) -> None:
-        with self._lock:
-            self._closed.set()
-            self._requests.cancel()
-            if self._watching:
-                machine, loop = self._watching
-                machine.cancel()
-                loop.cancel()
-            if self._member:
-                self._member.upkeep.cancel()
+        self._closed.set()
+        self._watches.close()
+        self._requests.cancel()
+        self._access.clean_up()
+        if self._member:
+            self._member.upkeep.cancel()
 
     def _joined(self) -> _Member:
         if self._closed.is_set():

@@ -6,6 +6,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from msgspec.structs import replace
@@ -14,10 +15,11 @@ from flanneld.compat.glog import V
 from flanneld.errors import NoAnswer, Refused, Retryable
 from flanneld.model import Event
 from flanneld.runtime import clock, randomness
-from flanneld.runtime.complaints import Once, Outage
+from flanneld.runtime.complaints import Once
 from flanneld.runtime.waits import Backoff, Backoffs
 from flanneld.subnet.kube.api import NODES, Api, ApiStream, BrokenOff, Expired, NoServer
 from flanneld.subnet.kube.nodes import KubeNode, NodeReader, child, decoded, items
+from flanneld.subnet.list_watch import Contact, RelistNeeded
 from flanneld.subnet.store import Deliver
 from flanneld.subnet.watch_lines import Lines
 
@@ -43,7 +45,7 @@ class InvalidWatchData(Retryable):
     """Error for a watch that sent invalid data: relist."""
 
 
-class Restored(Expired):
+class Restored(RelistNeeded):
     """Error for an API server whose history differs from ours: its store was restored or replaced."""
 
 
@@ -106,15 +108,34 @@ def pages(ask: Callable[..., dict[str, Any]], **selector: str) -> Iterator[dict[
             return
 
 
-class NodeWatchMachine:
-    """State machine that lists and watches nodes over a connection of its own.
+class WatchMemory:
+    """State of a watch of nodes that outlives its sources. ``reread`` is set to make the next one list."""
+
+    def __init__(self, make_backoff: Callable[[], Backoff]) -> None:
+        #: Resource version to watch from; None to list.
+        self.version: str | None = None
+        #: When a list or a watch last brought data, or a watch ended regularly.
+        self.heard_at = -math.inf
+        #: Function that returns what to deliver if the first list fails or is late; None afterwards.
+        self.substitute: Callable[[Retryable], list[Event]] | None = None
+        self.reread = threading.Event()
+        self.backoffs = backoffs(make_backoff)
+        self.once = Once()
+
+    def pause(self, reason: Retryable) -> float:
+        return max(reason.retry_after, self.backoffs.pause(type(reason)))
+
+
+class NodeSource:
+    """``Source`` that lists and watches nodes over a connection of its own. A position is a resource version.
 
     A resource version alone does not reveal that the API server's store was restored from a backup: it may
     have overtaken ours since. So all nodes are relisted after a long loss of the server. After a short one,
-    and after the regular end of a watch, a request for our own node compares version and uid.
+    and after the regular end of a watch, a request for our own node compares version and uid, and the watch
+    is resumed without a list.
 
-    An outage is logged at its start, once a minute, and at its end. ``deliver`` takes the audience's events.
-    ``alive`` is called while a long response is read. ``only`` limits the watch to the node of that name.
+    ``deliver`` takes the saved nodes while the first list is late. ``alive`` is called while a long response
+    is read. ``only`` limits the watch to the node of that name.
     """
 
     def __init__(
@@ -122,113 +143,65 @@ class NodeWatchMachine:
         api: Api,
         reader: NodeReader,
         handler: NodeHandler,
-        make_backoff: Callable[[], Backoff],
+        memory: WatchMemory,
         deliver: Deliver,
         alive: Callable[[], None],
+        contact: Contact,
         *,
         only: str = "",
     ) -> None:
         self._api = api
         self._reader = reader
         self._handler = handler
+        self._memory = memory
         self._selector = _selector(only) if only else {}
-        self._backoffs = backoffs(make_backoff)
         self._deliver = deliver
         self._alive = alive
-        self._hurry = threading.Event()
-        self._reread = threading.Event()
-        self._not_before = -math.inf
-        #: Resource version to watch from; None to relist.
-        self._version: str | None = None
-        #: Function that returns what to deliver if the first list fails or is late; None afterwards.
-        self.substitute: Callable[[Retryable], list[Event]] | None = None
-        #: When a list or a watch last brought data, or a watch ended regularly.
-        self._heard_at = -math.inf
+        self._contact = contact
         #: The watch, its incomplete line, its start time, and the version it started at.
         self._stream: ApiStream | None = None
         self._lines = Lines()
         self._began = -math.inf
         self._began_at = ""
-        self._once = Once()
-        self._outage = Outage(
-            log,
-            "Watching the nodes",
-            "Watching the nodes: the API server answers again",
-        )
+        self.cancel = api.cancel
 
-    def step(self, now: float) -> float:
-        """Start a watch or wait for its next data; return the time of the next step.
+    def start(self) -> tuple[list[Event], str]:
+        with self._failing():
+            return self._begin()
 
-        Raises ``Cancelled`` after ``cancel``.
-        """
-        if now < self._not_before and not self._hurry.is_set():
-            return self._not_before
-        self._not_before = now
-        try:
-            if self._stream is None:
-                self._hurry.clear()
-                self._begin()
-            else:
-                self._listen(self._stream)
-        except Expired as reason:
-            self.close()
-            self._fall_back(reason)
-            level = logging.WARNING if isinstance(reason, Restored) else V(1)
-            log.log(level, "Relisting all nodes: %s", reason)
-            self._version = None
-            self._pause(self._backoffs.pause(Expired))
-        except Retryable as problem:
-            self.close()
-            self._fall_back(problem)
-            if not self._hurry.is_set():  # else reconnect() broke the connection
-                self._outage.failed(problem)
-            if isinstance(problem, InvalidWatchData | NoAnswer):
-                self._version = None
-            self._pause(max(problem.retry_after, self._backoffs.pause(type(problem))))
-        return self._not_before
-
-    @property
-    def listens(self) -> bool:
-        """True if the next step waits for events, False if it sends a request."""
-        return self._stream is not None
-
-    @property
-    def problem(self) -> Retryable | None:
-        """The failure of the last request, or None. May be read from any thread."""
-        return self._outage.problem
-
-    def reread(self) -> None:
-        """Relist all nodes. May be called from any thread."""
-        self._reread.set()
-        self.reconnect()
-
-    def reconnect(self) -> None:
-        """Continue over a new connection without delay. May be called from any thread."""
-        self._hurry.set()
-        self._api.reconnect()
-
-    def cancel(self) -> None:
-        """Make ``step`` raise ``Cancelled`` at once. May be called repeatedly, from any thread."""
-        self._hurry.set()
-        self._api.cancel()
+    def changes(self, after: str) -> tuple[list[Event], str]:
+        with self._failing():
+            if self._stream is not None:
+                return self._listen(self._stream, after)
+            # The last watch has ended.
+            return self._begin() if self._began_at else self._watch(after)
 
     def close(self) -> None:
-        """Close the watch. Only for the thread that calls ``step``."""
         stream, self._stream = self._stream, None
         if stream is not None:
             stream.close()
 
-    def _begin(self) -> None:
-        if self._reread.is_set():
-            self._reread.clear()
-            self._version = None
-        if self._version is None or clock.now() - self._heard_at > LONGEST_SILENCE:
-            self._version = self._list()
-        else:
-            self._compare(self._version)
-        self._watch(self._version)
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            yield
+        except Retryable as reason:
+            self._fall_back(reason)
+            if isinstance(reason, RelistNeeded | InvalidWatchData | NoAnswer):
+                self._memory.version = None
+            raise
 
-    def _list(self) -> str:
+    def _begin(self) -> tuple[list[Event], str]:
+        memory, self._began_at = self._memory, ""
+        if memory.reread.is_set():
+            memory.reread.clear()
+            memory.version = None
+        if memory.version is None or clock.now() - memory.heard_at > LONGEST_SILENCE:
+            return self._list()
+        self._compare(memory.version)
+        return self._watch(memory.version)
+
+    def _list(self) -> tuple[list[Event], str]:
         nodes: list[KubeNode] = []
         late = clock.now() + _FIRST_LIST
 
@@ -238,7 +211,7 @@ class NodeWatchMachine:
                 self._fall_back(Retryable(f"the list of all nodes takes longer than {_FIRST_LIST:g} s"))
 
         def ask(**query: str) -> dict[str, Any]:
-            return self._api.get(NODES, alive, _FIRST_LIST if self.substitute else None, **query)
+            return self._api.get(NODES, alive, _FIRST_LIST if self._memory.substitute else None, **query)
 
         for page in pages(ask, **self._selector):
             alive()
@@ -246,15 +219,14 @@ class NodeWatchMachine:
         version = _version_of(page)
         del page
         events = self._handler.listed(nodes)
-        self.substitute = None
-        self._deliver(events)
-        self._outage.answered()
-        self._heard_at = clock.now()
-        return version
+        self._contact()
+        memory = self._memory
+        memory.substitute, memory.heard_at, memory.version = None, clock.now(), version
+        return events, version
 
     def _fall_back(self, reason: Retryable) -> None:
         """Deliver the substitute for a list that is not there, once."""
-        substitute, self.substitute = self.substitute, None
+        substitute, self._memory.substitute = self._memory.substitute, None
         if substitute is not None:
             self._deliver(substitute(reason))
 
@@ -275,39 +247,40 @@ class NodeWatchMachine:
             except Refused as reason:
                 self._refuse(reason)
 
-    def _watch(self, version: str) -> None:
+    def _watch(self, version: str) -> tuple[list[Event], str]:
         seconds = randomness.randint(_SHORTEST, _LONGEST)
         query = {"resourceVersion": version, "allowWatchBookmarks": "true", "timeoutSeconds": str(seconds)}
         self._lines, self._began, self._began_at = Lines(), clock.now(), version
         self._stream = self._api.watch(NODES, watch="true", **self._selector, **query)
+        return [], version
 
-    def _listen(self, stream: ApiStream) -> None:
+    def _listen(self, stream: ApiStream, after: str) -> tuple[list[Event], str]:
         try:
-            # A reread requested before there was a connection to drop ends the watch here.
-            piece = b"" if self._reread.is_set() else stream.read(self._lines.is_incomplete)
+            piece = stream.read(self._lines.is_incomplete)
         except BrokenOff as reason:
             log.log(V(1), "Watching again: %s", reason)
         else:
-            self._heard_at = clock.now()
+            self._memory.heard_at = clock.now()
             if piece:
-                self._hear(self._lines.feed(piece))
-                return
+                return self._hear(self._lines.feed(piece))
         self.close()
-        in_vain = self._version == self._began_at and not self._hurry.is_set()
-        if in_vain and clock.now() - self._began < _VERY_SHORT:
+        if self._memory.version == self._began_at and clock.now() - self._began < _VERY_SHORT:
             raise Retryable("the API server ends each watch at once", "see the API server's log")
+        return [], after
 
-    def _hear(self, lines: list[bytes]) -> None:
+    def _hear(self, lines: list[bytes]) -> tuple[list[Event], str]:
         events: list[Event] = []
         try:
             for line in lines:
                 events += self._take(*decode(line))
-        finally:
-            if events:
-                self._deliver(events)
+        except Retryable:
+            self._deliver(events)
+            raise
         if lines:
-            self._outage.over()
-            self._backoffs.reset()
+            self._contact()
+            self._memory.backoffs.reset()
+        assert self._memory.version is not None
+        return events, self._memory.version
 
     def _take(self, kind: str, obj: dict[str, Any]) -> list[Event]:
         version = child(obj, "metadata").get("resourceVersion")
@@ -320,14 +293,11 @@ class NodeWatchMachine:
             else:
                 events = self._handler.gone(node) if kind == "DELETED" else self._handler.seen(node)
         if isinstance(version, str) and version:
-            self._version = version
+            self._memory.version = version
         return events
 
-    def _pause(self, seconds: float) -> None:
-        self._not_before = clock.now() + seconds
-
     def _refuse(self, reason: Refused) -> None:
-        self._once.warn(log, "node", f"Ignoring an object that is no node: {reason}")
+        self._memory.once.warn(log, "node", f"Ignoring an object that is no node: {reason}")
 
 
 def _selector(name: str) -> dict[str, str]:

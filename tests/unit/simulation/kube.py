@@ -175,12 +175,13 @@ class SimulatedApi:
         return ApiStream(stream.read, stream.close)
 
     def reconnect(self) -> None:
-        if self.stream is not None:
-            self.stream.is_broken = True
-            self.stream.hear(0.0)
+        """Do nothing: no request takes time."""
 
     def cancel(self) -> None:
         self._is_cancelled = True
+        if self.stream is not None:
+            self.stream.hear(0.0)
+            self.stream.close()
 
     def check(self) -> None:
         if self._is_cancelled:
@@ -234,7 +235,9 @@ class _Stream:
         return b"".join(each.line for each in news)
 
     def close(self) -> None:
-        self._server.streams.remove(self)
+        if self._api.stream is self:
+            self._server.streams.remove(self)
+            self._api.stream = None
 
 
 def _conditions(body: Mapping[str, Any]) -> dict[str, Any]:

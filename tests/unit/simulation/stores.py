@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -12,7 +12,6 @@ from flanneld.subnet.etcd.both import BothStores
 from flanneld.subnet.etcd.keys import Position
 from flanneld.subnet.kube.nodes import DEFAULT_PREFIX
 from flanneld.subnet.kube.store import KubeOptions, KubeStore
-from flanneld.subnet.kube.watch import NodeWatchMachine
 from flanneld.subnet.list_watch import ListWatch
 from flanneld.subnet.store import Deliver, Store
 from tests.unit.simulation.etcd import SimulatedClient, SimulatedEtcd, store_on
@@ -111,34 +110,35 @@ class SimulatedKubeStore:
         self.manager = self._kube_manager = KubeStore(
             options, {"NODE_NAME": process.host.name}, open_api=open_api
         )
-        self._machine: NodeWatchMachine | None = None
+        self._watch: ListWatch[str] | None = None
 
     def watch(self, process: Process, deliver: Deliver) -> None:
-        machine = self._machine = self._kube_manager.watch_machine(deliver)
-        api = self._apis[-1]
+        watch = self._watch = self._kube_manager.node_watch(deliver)
 
         def step(now: float) -> float:
-            wakeup = machine.step(now)
+            wakeup = watch.step(now, deliver)
+            api = self._apis[-1]
+            api.wake = task.wake
             stream = api.stream
-            if machine.listens and stream is not None and not stream.has_news():
+            if stream is not None and not stream.has_news():
                 return max(wakeup, stream.wait())
             return wakeup
 
         task = process.start("watch", step)
-        api.wake = task.wake
 
     def watch_own(self, process: Process, lease: Lease, deliver: Deliver) -> None:
         del lease
-        member = self._kube_manager._joined()
-        task = process.start("own watch", self._kube_manager.own_watch_step(deliver))
-        member.upkeep._wake = task.wake
-        member.upkeep.mark_available()
+        steps: list[Callable[[float], float]] = []
+        task = process.start("own watch", lambda now: steps[0](now))
+        steps.append(self._kube_manager.own_watch_step(deliver, task.wake))
+        self.manager.mark_available()
 
     def reread(self) -> None:
-        assert self._machine is not None
-        self._machine.reread()
+        self.manager.reread()
+        assert self._watch is not None
+        self._watch.reread()
 
     def close(self) -> None:
-        if self._machine is not None:
-            self._machine.close()
+        if self._watch is not None:
+            self._watch.close()
         self.manager.close()

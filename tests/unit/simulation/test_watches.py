@@ -170,7 +170,7 @@ class KubeWatch:
         )
         manager.acquire(parse(json.dumps(CONFIG)), LeaseAttrs(backend_type="host-gw"), (None, None))
         self.events: list[Event] = []
-        self.machine = manager.watch_machine(self.events.extend)
+        self.machine = manager.node_watch(self.events.extend)
 
     def register(self, number: int) -> None:
         self.server.add_node(f"n{number}", f"10.0.{number}.0/24")
@@ -180,7 +180,7 @@ class KubeWatch:
 
     def step(self) -> list[str]:
         self.events.clear()
-        self.due = self.machine.step(self.world.time)
+        self.due = self.machine.step(self.world.time, self.events.extend)
         return [_told(event) for event in self.events]
 
 
@@ -190,9 +190,10 @@ def nodes(world: World, tmp_path: Path) -> KubeWatch:
 
 
 def test_nodes_are_listed_and_then_watched(nodes: KubeWatch) -> None:
-    assert not nodes.machine.listens
+    assert nodes.machine.at is None
     assert nodes.step() == ["all: 10.0.1.0/24, 10.0.2.0/24"]
-    assert nodes.machine.listens
+    assert nodes.machine.at is not None
+    assert nodes.step() == [], "the watch is opened"
     nodes.register(3)
     assert nodes.step() == ["+10.0.3.0/24"]
     nodes.server.delete_node("n2")
@@ -211,6 +212,7 @@ def test_watch_that_broke_is_resumed_without_a_list(nodes: KubeWatch) -> None:
 @pytest.mark.parametrize("happens", ["compacted", "restored"])
 def test_lost_history_of_the_nodes_is_listed_again_after_a_pause(nodes: KubeWatch, happens: str) -> None:
     nodes.step()
+    nodes.step()  # opens the watch
     nodes.register(3)
     nodes.step()
     if happens == "compacted":
