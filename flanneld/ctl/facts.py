@@ -197,7 +197,7 @@ def gather(source: DataSource) -> Facts:
         kernel=_kernel(),
         lacking=tuple(lacking_features(told, found)),
         charon=encryption.charon_of(told),
-        gc_thresh=_number(Path(_GC_THRESH)),
+        gc_thresh=lookups.number(_GC_THRESH),
         clock_is_synchronised=_clock_is_synchronised(),
         paths=paths,
         filtered=tuple(packets.read_drops(told, ways)),
@@ -317,7 +317,7 @@ def _firewalls() -> Iterator[str]:
 
 def _traffic(name: str) -> tuple[int, int]:
     where = Path(f"/sys/class/net/{name}/statistics")
-    return _number(where / "rx_packets"), _number(where / "tx_packets")
+    return lookups.number(where / "rx_packets"), lookups.number(where / "tx_packets")
 
 
 def _offload(ours: list[SeenLink]) -> Iterator[tuple[str, bool]]:
@@ -354,11 +354,6 @@ def _clock_is_synchronised() -> bool | None:
     if Path("/run/systemd/timesync").is_dir():
         return Path("/run/systemd/timesync/synchronized").exists()
     return None
-
-
-def _number(path: Path) -> int:
-    text = _text(path).strip()
-    return int(text) if text.isdigit() else 0
 
 
 def _text(path: Path) -> str:

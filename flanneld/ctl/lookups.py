@@ -388,7 +388,7 @@ class _Host:
         """Return why the reverse path filter drops a packet; empty if it does not."""
         if not question.iif or question.source is None or question.source.version != 4:
             return ""
-        values = [_number(_RP_FILTER.format(name)) for name in ("all", question.iif)]
+        values = [number(_RP_FILTER.format(name)) for name in ("all", question.iif)]
         if max(values) != _STRICT:
             return ""
         try:
@@ -439,15 +439,16 @@ def pinned(told: Status, indexes: Mapping[str, int]) -> Iterator[tuple[str, str,
 def _does_not_pass_on(question: Question) -> bool:
     """Return True if the interface by which a packet arrives does not forward."""
     is_passed_on = question.iif and question.packets != FROM_NODES and question.target.version == 4
-    return bool(is_passed_on) and not _number(_FORWARDING.format(question.iif))
+    return bool(is_passed_on) and not number(_FORWARDING.format(question.iif))
 
 
 def _does_not_forward(target: IPAddress) -> bool:
     path = "ipv4/ip_forward" if target.version == 4 else "ipv6/conf/all/forwarding"
-    return _number(f"/proc/sys/net/{path}") == 0
+    return number(f"/proc/sys/net/{path}") == 0
 
 
-def _number(path: str) -> int:
+def number(path: str | Path) -> int:
+    """Return the number in a file, 0 if there is none."""
     try:
         return int(Path(path).read_text())
     except (OSError, ValueError):

@@ -277,12 +277,18 @@ def _complain(text: str, status: int, *, as_json: bool) -> int:
 def _status(source: DataSource, _arguments: argparse.Namespace) -> CommandAnswer:
     health = known(source.status.health)
     wrong = health is not None and bool(health.missing or health.late or known(health.conditions))
-    return views.status(source), partial(_plain, source), wrong
+    return _noted(
+        source,
+        [views.status(source)],
+        # Peers and events have commands of their own.
+        lambda: {"origin": source.origin, **source.document(but=("peers", "events"))},
+        wrong=wrong,
+    )
 
 
 def _peers(source: DataSource, _arguments: argparse.Namespace) -> CommandAnswer:
     wrong = any(peer.state not in ("in the kernel", "pending") for peer in source.status.each_peer)
-    return views.peers(source), partial(_part, source, "peers"), wrong
+    return _noted(source, [views.peers(source)], partial(_part, source, "peers"), wrong=wrong)
 
 
 def _routes(source: DataSource, _arguments: argparse.Namespace) -> CommandAnswer:
@@ -292,15 +298,12 @@ def _routes(source: DataSource, _arguments: argparse.Namespace) -> CommandAnswer
     found = compare.read(source.status, desired)
     entries = [*compare.compare(source.status, desired, found), *compare.outside(source.status)]
     wrong = any(entry.state in ("missing", "different", "not wanted") for entry in entries)
-    return (
-        views.routes(source, entries),
-        lambda: {"objects": [compare.described(entry) for entry in entries], "not_known": _not_known(source)},
-        wrong,
-    )
+    objects = [compare.described(entry) for entry in entries]
+    return _noted(source, [views.routes(entries)], lambda: {"objects": objects}, wrong=wrong)
 
 
 def _events(source: DataSource, _arguments: argparse.Namespace) -> CommandAnswer:
-    return views.events(source), partial(_part, source, "events"), False
+    return _noted(source, [views.events(source)], partial(_part, source, "events"), wrong=False)
 
 
 def _trace(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
@@ -311,8 +314,8 @@ def _trace(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
     hops = trace(arguments.address, source.status, found, compare.route_taken)
     rows = [(hop.hop, hop.state, hop.found, hop.note) for hop in hops]
     table = TextTable(("hop", "state", "found", "note"), rows)
-    plain = {"hops": [asdict(hop) for hop in hops], "not_known": _not_known(source)}
-    return [table, *views.notes(source)], lambda: plain, any(hop.state == "PROBLEM" for hop in hops)
+    plain = {"hops": [asdict(hop) for hop in hops]}
+    return _noted(source, [table], lambda: plain, wrong=any(hop.state == "PROBLEM" for hop in hops))
 
 
 def _mtu(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
@@ -334,7 +337,7 @@ def _mtu(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
     silent = [each for each in found if each.carried is None]
     lost = silent == found or any(each.name == "tunnel" for each in silent)
     wrong = lost or any(each.state == "PROBLEM" for each in found)
-    return [table, *views.notes(source)], lambda: {"paths": plain, "not_known": _not_known(source)}, wrong
+    return _noted(source, [table], lambda: {"paths": plain}, wrong=wrong)
 
 
 def _doctor(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
@@ -364,8 +367,7 @@ def _nodes(source: DataSource, _arguments: argparse.Namespace) -> CommandAnswer:
     plain = nodes.plain(cluster, found)
     wrong = any(each["state"] == "PROBLEM" for each in plain)
     unanswered = nodes.unanswered(cluster, source)
-    shown = [nodes.table(cluster, found), *views.notes(source, unanswered)]
-    return shown, lambda: {"nodes": plain, "not_known": [*_not_known(source), *unanswered]}, wrong
+    return _noted(source, [nodes.table(cluster, found)], lambda: {"nodes": plain}, unanswered, wrong=wrong)
 
 
 def _graph(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
@@ -375,11 +377,8 @@ def _graph(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
     listed = nodes.table(cluster, found)
     columns, rows = tuple(listed.columns), [tuple(row) for row in listed.rows]
     made = graph.vertices(columns, rows)
-    plain = {
-        "nodes": nodes.plain(cluster, found),
-        "edges": graph.edges(made),
-        "not_known": _not_known(source),
-    }
+    not_known = list(map(str, source.unknown))
+    plain = {"nodes": nodes.plain(cluster, found), "edges": graph.edges(made), "not_known": not_known}
     if arguments.format == "html":
         lines = graph.page(made, columns[4:-1], clock.utc_text(cluster.now))
     else:
@@ -394,9 +393,8 @@ def _ping(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
     found = list(netcheck.stages(arguments.peer, source, arguments.count))
     said = netcheck.verdict(found)
     unanswered = netcheck.unanswered(found, source)
-    plain = netcheck.stages_plain(found, said) | {"not_known": [*_not_known(source), *unanswered]}
-    shown = [*netcheck.stages_table(found, said), *views.notes(source, unanswered)]
-    return shown, lambda: plain, said.at is not None
+    plain, shown = netcheck.stages_plain(found, said), netcheck.stages_table(found, said)
+    return _noted(source, shown, lambda: plain, unanswered, wrong=said.at is not None)
 
 
 def _netcheck(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
@@ -405,8 +403,8 @@ def _netcheck(source: DataSource, arguments: argparse.Namespace) -> CommandAnswe
     found = list(netcheck.measure(source, arguments.peer))
     rows = [(each.check, each.about, each.state, each.found, each.note) for each in found]
     table = TextTable(("check", "of", "state", "found", "note"), rows)
-    plain = {"checks": [asdict(each) for each in found], "not_known": _not_known(source)}
-    return [table, *views.notes(source)], lambda: plain, any(each.state == "PROBLEM" for each in found)
+    plain = {"checks": [asdict(each) for each in found]}
+    return _noted(source, [table], lambda: plain, wrong=any(each.state == "PROBLEM" for each in found))
 
 
 def _bundle(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
@@ -423,19 +421,23 @@ def _bundle(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
     )
 
 
-def _not_known(source: DataSource) -> list[str]:
-    return list(map(str, source.unknown))
+def _noted(
+    source: DataSource,
+    shown: list[TextTable],
+    plain: Callable[[], dict[str, Any]],
+    more: Sequence[str] = (),
+    *,
+    wrong: bool,
+) -> CommandAnswer:
+    """Return an answer that ends with the missing sources of answers, and ``more`` that is not known."""
+    missing = [*map(str, source.unknown), *more]
+    notes = [TextTable((), [(f"not known: {why}",) for why in missing])] if missing else []
+    return [*shown, *notes], lambda: plain() | {"not_known": missing}, wrong
 
 
 def _part(source: DataSource, name: str) -> dict[str, Any]:
     """Return a list of the document, as it is."""
-    return {name: source.document().get(name, []), "not_known": _not_known(source)}
-
-
-def _plain(source: DataSource) -> dict[str, Any]:
-    """Return the document without peers and events, which have commands of their own."""
-    rest = {name: value for name, value in source.document().items() if name not in ("peers", "events")}
-    return {"origin": source.origin, **rest, "not_known": _not_known(source)}
+    return {name: source.document().get(name, [])}
 
 
 _HELP: dict[str, tuple[Callable[[DataSource, argparse.Namespace], CommandAnswer], str]] = {

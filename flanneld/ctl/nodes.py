@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from msgspec import UNSET, Struct
+from msgspec.structs import replace
 
 from flanneld.compat.glog import counted
 from flanneld.ctl.findings import Severity
@@ -251,8 +252,6 @@ def _with_replies(
 ) -> ClusterNode:
     if node.target is None:
         return node
-    from msgspec.structs import replace
-
     query = queried[node.target]
     public = next(iter(addresses(node.public_ips[:1])), None)
     return replace(
@@ -340,11 +339,6 @@ def plain(cluster: Cluster, found: list[Remark]) -> list[dict[str, Any]]:
 
 
 def _described(node: ClusterNode, found: list[Remark]) -> dict[str, Any]:
-    told: Mapping[str, Any] = {}
-    if node.told:
-        from msgspec.structs import asdict
-
-        told = asdict(node.told)
     return {
         "subnets": node.subnets,
         "public_ips": node.public_ips,
@@ -356,7 +350,7 @@ def _described(node: ClusterNode, found: list[Remark]) -> dict[str, Any]:
         "vni": node.vni,
         "expires": node.expires,
         **{
-            name: told.get(name)
+            name: getattr(node.told, name, None)
             for name in ("port", "mtu", "uplink_mtu", "version", "store", "ready", "conditions")
         },
         "notes": [{"rule": each.rule.name, "text": each.text} for each in found],

@@ -80,9 +80,10 @@ class DataSource(Struct, frozen=True, gc=False):
         """True unless another version's daemon says something otherwise."""
         return all(each.part is not SourcePart.STATUS for each in self.unknown)
 
-    def document(self) -> dict[str, Any]:
-        """Return the status as JSON; that of a daemon with all keys of its version."""
-        return plain(self.said or encoded(self.status))
+    def document(self, but: Sequence[str] = ()) -> dict[str, Any]:
+        """Return the status as JSON, ``but`` some keys; that of a daemon with all keys of its version."""
+        told = plain(self.said or encoded(self.status))
+        return {name: value for name, value in told.items() if name not in but}
 
 
 def find_source(words: Sequence[str], environ: Mapping[str, str], socket_path: str = "") -> DataSource:

@@ -33,7 +33,7 @@ Value = TypeVar("Value")
 _UNKNOWN = "unknown"
 
 
-def status(source: DataSource) -> list[TextTable]:
+def status(source: DataSource) -> TextTable:
     """Return a summary of the node."""
     told = source.status
 
@@ -45,39 +45,28 @@ def status(source: DataSource) -> list[TextTable]:
             return title, _UNKNOWN if value is UNSET else if_null
         return title, show(value)
 
-    return [
-        TextTable(
-            (),
-            [
-                ("daemon", _daemon(told) if source.origin == "daemon" else _silent_daemon(told)),
-                row("ready", told.health, _ready),
-                row("conditions", told.health, _conditions),
-                row("store", told.store, _store),
-                row("backend", told.network, _backend),
-                row("network", told.network, _networks),
-                ("lease", _lease(told)),
-                row("uplink", told.uplink, _uplink),
-                row("MTU", told.mtu, str),
-                row("devices", told.devices, lambda devices: ", ".join(devices) or "none"),
-                row("peers", told.peers, _peers),
-                row("last sync", told.last_sync, _when, if_null="never"),
-                row("repairs", told.repairs, _repairs),
-                row("refused", told.refused, _refused),
-                row("removal guard", told.removal_guard, _removal_guard),
-                row("firewall", told.firewall, _firewall),
-            ],
-        ),
-        *notes(source),
+    rows = [
+        ("daemon", _daemon(told) if source.origin == "daemon" else _silent_daemon(told)),
+        row("ready", told.health, _ready),
+        row("conditions", told.health, _conditions),
+        row("store", told.store, _store),
+        row("backend", told.network, _backend),
+        row("network", told.network, _networks),
+        ("lease", _lease(told)),
+        row("uplink", told.uplink, _uplink),
+        row("MTU", told.mtu, str),
+        row("devices", told.devices, lambda devices: ", ".join(devices) or "none"),
+        row("peers", told.peers, _peers),
+        row("last sync", told.last_sync, _when, if_null="never"),
+        row("repairs", told.repairs, _repairs),
+        row("refused", told.refused, _refused),
+        row("removal guard", told.removal_guard, _removal_guard),
+        row("firewall", told.firewall, _firewall),
     ]
+    return TextTable((), rows)
 
 
-def notes(source: DataSource, more: Sequence[str] = ()) -> list[TextTable]:
-    """Return the missing sources of answers, and ``more`` that is not known, as a table."""
-    missing = [*source.unknown, *more]
-    return [TextTable((), [(f"not known: {why}",) for why in missing])] if missing else []
-
-
-def peers(source: DataSource) -> list[TextTable]:
+def peers(source: DataSource) -> TextTable:
     told = known(source.status.peers) or ()
     probed = any(peer.probe is not UNSET for peer in told)
     encrypted = any(peer.sessions is not UNSET for peer in told)
@@ -100,7 +89,7 @@ def peers(source: DataSource) -> list[TextTable]:
         *(["handshake", "received", "sent", "endpoint"] if encrypted else []),
         "reason",
     )
-    return [TextTable(columns, rows), *notes(source)]
+    return TextTable(columns, rows)
 
 
 def _probe(last: ProbeStatus | None) -> str:
@@ -142,17 +131,17 @@ def _bytes(number: int) -> str:
     return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
 
 
-def routes(source: DataSource, entries: Sequence[Comparison]) -> list[TextTable]:
+def routes(entries: Sequence[Comparison]) -> TextTable:
     rows = [(entry.state, entry.kind, str(entry), entry.owner) for entry in entries]
-    return [TextTable(("state", "kind", "object", "for"), rows), *notes(source)]
+    return TextTable(("state", "kind", "object", "for"), rows)
 
 
-def events(source: DataSource) -> list[TextTable]:
+def events(source: DataSource) -> TextTable:
     rows = [
         (_when(event.time), event.severity, event.source, event.text)
         for event in known(source.status.events) or ()
     ]
-    return [TextTable(("time", "", "from", "event"), rows), *notes(source)]
+    return TextTable(("time", "", "from", "event"), rows)
 
 
 def _daemon(told: Status) -> str:

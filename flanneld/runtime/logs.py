@@ -13,10 +13,9 @@ import os
 import select
 import time
 from collections import deque
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from flanneld.errors import cause_of
 from flanneld.runtime import files
@@ -83,7 +82,6 @@ _VERBOSE = logging.INFO - 1
 
 #: Seconds since the epoch, glog's severity letter, name of the source file, text.
 LoggedEvent = tuple[float, str, str, str]
-_NAMES = ("time", "severity", "source", "text")
 
 
 class Events(logging.Handler):
@@ -165,11 +163,6 @@ def remember() -> Events:
 
 def _line(event: LoggedEvent) -> bytes:
     return f"{json.dumps(event)}\n".encode()
-
-
-def described(events: Iterable[LoggedEvent]) -> list[dict[str, Any]]:
-    """Return events for JSON."""
-    return [dict(zip(_NAMES, event, strict=True)) for event in events]
 
 
 def read_events(path: Path) -> list[LoggedEvent]:
