@@ -29,7 +29,7 @@ def events() -> Iterator[Events]:
 def test_history_has_lines_with_their_time(events: Events) -> None:
     log.warning("Restored %s", "route 10.5.1.0/24")
     (event,) = events.recent()
-    assert event[1:] == ("W", "test_event_log", "Restored route 10.5.1.0/24")
+    assert event[1:] == ("W", "test_logs", "Restored route 10.5.1.0/24")
     assert event[0] > 1e9
 
 
