@@ -34,8 +34,11 @@ class PossibleGap(RelistNeeded):
 class Source(Protocol[At]):
     """One list of a store and the changes after it. It is over with its first error."""
 
-    def start(self) -> tuple[list[Event], At | None]:
-        """Read the current state. Return its events, and the position to watch from; None to list again."""
+    def start(self, resume: At | None) -> tuple[list[Event], At | None]:
+        """Read the current state. Return its events, and the position to watch from; None to list again.
+
+        All changes up to ``resume`` were delivered: a store that can prove so may go on from there.
+        """
         ...
 
     def changes(self, after: At) -> tuple[list[Event], At]:
@@ -88,6 +91,8 @@ class ListWatch(Generic[At]):
         self._cut: RelistNeeded | None = None
         #: Position up to which the changes are known; None to list.
         self.at: At | None = None
+        #: The last one, unless another thread wants a list.
+        self._resume: At | None = None
         self._list_not_before = -math.inf
         self._not_before = -math.inf
 
@@ -145,33 +150,34 @@ class ListWatch(Generic[At]):
         self._renew(None)
 
     def _next(self, now: float) -> list[Event]:
-        source = self._current()
+        source = self._source or self._open_next()
         try:
             if self.at is None:
                 self._list_not_before = now + self._pace
-                events, at = source.start()
+                events, at = source.start(self._resume)
+                # What was read before another thread asked for a list does not count.
+                if self._wants_list():
+                    self._check()
             else:
                 events, at = source.changes(self.at)
+                if events or at != self.at:
+                    self._outage.over()
+                else:
+                    self._not_before = now + self._pace
         except (Cancelled, Retryable):
             self._check()
             raise
-        # What was read before another thread asked for a list does not count.
-        self._check()
-        if self.at is not None:
-            if events or at != self.at:
-                self._outage.over()
-            else:
-                self._not_before = now + self._pace
-        self.at = at
+        self.at = self._resume = at
         return events
 
-    def _current(self) -> Source[At]:
+    def _open_next(self) -> Source[At]:
         with self._lock:
-            if self._source is None and not self._closed.is_set():
-                self._cut = None
-                self._source = self._open(self._outage.answered)
-            self._check()
-            assert self._source is not None
+            if self._closed.is_set():
+                raise Cancelled
+            if self._wants_list():
+                self._resume = None
+            self._cut = None
+            self._source = self._open(self._outage.answered)
             return self._source
 
     def _check(self) -> None:
@@ -181,9 +187,14 @@ class ListWatch(Generic[At]):
         if self._cut is not None:
             raise self._cut
 
+    def _wants_list(self) -> bool:
+        """Return True if another thread wants a list, and not only a new connection."""
+        return self._cut is not None and not isinstance(self._cut, PossibleGap)
+
     def _renew(self, reason: RelistNeeded | None) -> None:
         with self._lock:
-            self._cut = self._cut or reason
+            if not self._wants_list():
+                self._cut = reason or self._cut
             if self._source is not None:
                 self._source.cancel()
         self._wake()

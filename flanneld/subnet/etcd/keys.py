@@ -188,7 +188,8 @@ class KeySource:
         self.cancel = watcher.cancel
         self.close = watcher.close
 
-    def start(self) -> tuple[list[Event], Position]:
+    def start(self, resume: Position | None) -> tuple[list[Event], Position]:
+        del resume  # see ``watch_keys``
         return self._start(self._watcher.client)
 
     def changes(self, after: Position) -> tuple[list[Event], Position]:

@@ -270,8 +270,6 @@ class KubeStore:
         return self._watch.problem if self._watch else self._unanswered
 
     def reread(self) -> None:
-        if self._memory is not None:
-            self._memory.reread.set()
         self._watches.reread()
 
     def reconnect(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -109,16 +108,13 @@ def pages(ask: Callable[..., dict[str, Any]], **selector: str) -> Iterator[dict[
 
 
 class WatchMemory:
-    """State of a watch of nodes that outlives its sources. ``reread`` is set to make the next one list."""
+    """State of a watch of nodes that outlives its sources."""
 
     def __init__(self, make_backoff: Callable[[], Backoff]) -> None:
-        #: Resource version to watch from; None to list.
-        self.version: str | None = None
-        #: When a list or a watch last brought data, or a watch ended regularly.
+        #: When a list or a watch last brought data, or a watch ended regularly; minus infinity to list.
         self.heard_at = -math.inf
         #: Function that returns what to deliver if the first list fails or is late; None afterwards.
         self.substitute: Callable[[Retryable], list[Event]] | None = None
-        self.reread = threading.Event()
         self.backoffs = backoffs(make_backoff)
         self.once = Once()
 
@@ -165,16 +161,16 @@ class NodeSource:
         self._began_at = ""
         self.cancel = api.cancel
 
-    def start(self) -> tuple[list[Event], str]:
+    def start(self, resume: str | None) -> tuple[list[Event], str]:
         with self._failing():
-            return self._begin()
+            return self._begin(resume)
 
     def changes(self, after: str) -> tuple[list[Event], str]:
         with self._failing():
             if self._stream is not None:
                 return self._listen(self._stream, after)
             # The last watch has ended.
-            return self._begin() if self._began_at else self._watch(after)
+            return self._begin(after) if self._began_at else self._watch(after)
 
     def close(self) -> None:
         stream, self._stream = self._stream, None
@@ -188,18 +184,15 @@ class NodeSource:
         except Retryable as reason:
             self._fall_back(reason)
             if isinstance(reason, RelistNeeded | InvalidWatchData | NoAnswer):
-                self._memory.version = None
+                self._memory.heard_at = -math.inf
             raise
 
-    def _begin(self) -> tuple[list[Event], str]:
-        memory, self._began_at = self._memory, ""
-        if memory.reread.is_set():
-            memory.reread.clear()
-            memory.version = None
-        if memory.version is None or clock.now() - memory.heard_at > LONGEST_SILENCE:
+    def _begin(self, version: str | None) -> tuple[list[Event], str]:
+        self._began_at = ""
+        if version is None or clock.now() - self._memory.heard_at > LONGEST_SILENCE:
             return self._list()
-        self._compare(memory.version)
-        return self._watch(memory.version)
+        self._compare(version)
+        return self._watch(version)
 
     def _list(self) -> tuple[list[Event], str]:
         nodes: list[KubeNode] = []
@@ -220,8 +213,7 @@ class NodeSource:
         del page
         events = self._handler.listed(nodes)
         self._contact()
-        memory = self._memory
-        memory.substitute, memory.heard_at, memory.version = None, clock.now(), version
+        self._memory.substitute, self._memory.heard_at = None, clock.now()
         return events, version
 
     def _fall_back(self, reason: Retryable) -> None:
@@ -262,39 +254,36 @@ class NodeSource:
         else:
             self._memory.heard_at = clock.now()
             if piece:
-                return self._hear(self._lines.feed(piece))
+                return self._hear(self._lines.feed(piece), after)
         self.close()
-        if self._memory.version == self._began_at and clock.now() - self._began < _VERY_SHORT:
+        if after == self._began_at and clock.now() - self._began < _VERY_SHORT:
             raise Retryable("the API server ends each watch at once", "see the API server's log")
         return [], after
 
-    def _hear(self, lines: list[bytes]) -> tuple[list[Event], str]:
+    def _hear(self, lines: list[bytes], version: str) -> tuple[list[Event], str]:
         events: list[Event] = []
         try:
             for line in lines:
-                events += self._take(*decode(line))
+                kind, obj = decode(line)
+                events += self._take(kind, obj)
+                version = _version_in(obj) or version
         except Retryable:
             self._deliver(events)
             raise
         if lines:
             self._contact()
             self._memory.backoffs.reset()
-        assert self._memory.version is not None
-        return events, self._memory.version
+        return events, version
 
     def _take(self, kind: str, obj: dict[str, Any]) -> list[Event]:
-        version = child(obj, "metadata").get("resourceVersion")
-        events: list[Event] = []
-        if kind in ("ADDED", "MODIFIED", "DELETED"):
-            try:
-                node = self._reader.read(obj)
-            except Refused as reason:
-                self._refuse(reason)
-            else:
-                events = self._handler.gone(node) if kind == "DELETED" else self._handler.seen(node)
-        if isinstance(version, str) and version:
-            self._memory.version = version
-        return events
+        if kind not in ("ADDED", "MODIFIED", "DELETED"):
+            return []
+        try:
+            node = self._reader.read(obj)
+        except Refused as reason:
+            self._refuse(reason)
+            return []
+        return self._handler.gone(node) if kind == "DELETED" else self._handler.seen(node)
 
     def _refuse(self, reason: Refused) -> None:
         self._memory.once.warn(log, "node", f"Ignoring an object that is no node: {reason}")
@@ -304,8 +293,13 @@ def _selector(name: str) -> dict[str, str]:
     return {"fieldSelector": f"metadata.name={name}"}
 
 
+def _version_in(obj: dict[str, Any]) -> str:
+    version = child(obj, "metadata").get("resourceVersion")
+    return version if isinstance(version, str) else ""
+
+
 def _version_of(page: dict[str, Any]) -> str:
-    version = child(page, "metadata").get("resourceVersion")
-    if not isinstance(version, str) or not version:
+    version = _version_in(page)
+    if not version:
         raise Retryable("the list of nodes has no resourceVersion", "is that a Kubernetes API server?")
     return version

@@ -278,7 +278,8 @@ class _Source:
         self.cancel = self._connection.cancel
         self.close = self._connection.reset
 
-    def start(self) -> tuple[list[Event], str | None]:
+    def start(self, resume: str | None) -> tuple[list[Event], str | None]:
+        del resume  # the server may have another store now
         answer = self._connection.ask("GET", self._target)
         if self._absent is not None and answer.status != 200 and answer.body.startswith(_ABSENT):
             self._contact()

@@ -49,8 +49,10 @@ class MemorySource:
         self._cancelled = threading.Event()
         self.is_stuck = threading.Event()
         self.is_closed = False
+        self.resumes_from: int | None = None
 
-    def start(self) -> tuple[list[Event], int | None]:
+    def start(self, resume: int | None) -> tuple[list[Event], int | None]:
+        self.resumes_from = resume
         self._wait("start")
         self._store.on_start()
         self._contact()
@@ -187,12 +189,39 @@ def test_another_thread_gets_a_new_list(
     assert warnings == (["Relisting it: requested by the removal guard"] if way == "reread" else [])
 
 
-@pytest.mark.parametrize("way", ["reread", "reconnect"])
-def test_what_was_read_before_the_request_for_a_list_does_not_count(memory: Memory, way: str) -> None:
-    memory.on_start = getattr(memory.watch, way)
+def test_list_that_began_before_the_request_for_one_does_not_count(memory: Memory) -> None:
+    memory.on_start = memory.watch.reread
     assert memory.step(0.0)[0] == []
     memory.on_start = lambda: None
     assert memory.step(PACE)[0] == [Snapshot(())]
+
+
+def test_list_over_a_connection_that_was_given_up_counts(memory: Memory) -> None:
+    memory.on_start = memory.watch.reconnect
+    assert memory.step(0.0)[0] == [Snapshot(())]
+    memory.on_start = lambda: None
+    assert memory.step(0.1)[0] == []
+    assert memory.step(PACE)[0] == [Snapshot(())]
+
+
+@pytest.mark.parametrize(
+    "ways", [["reconnect"], ["reread"], ["reconnect", "reread"], ["reread", "reconnect"]]
+)
+@pytest.mark.parametrize("is_paused", [False, True])
+def test_store_may_resume_unless_a_list_was_requested(
+    memory: Memory, daemon_clock: Clock, ways: list[str], is_paused: bool
+) -> None:
+    memory.changes.append(added(1))
+    memory.step(daemon_clock.time)
+    if is_paused:
+        memory.failures = [NoAnswer("gone")]
+        memory.step(daemon_clock.time)
+    for way in ways:
+        getattr(memory.watch, way)()
+    for _ in range(2):
+        daemon_clock.time += PACE
+        memory.step(daemon_clock.time)
+    assert [source.resumes_from for source in memory.sources] == [None, None if "reread" in ways else 1]
 
 
 def test_request_for_a_list_before_there_is_a_source_is_met_by_the_first(memory: Memory) -> None:
