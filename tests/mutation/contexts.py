@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 from coverage import Coverage, CoverageData
 
+from tests.lab.forks import FORKS
 from tests.lab.node import Node
 
 ROOT = Path(__file__).parents[2]
@@ -115,7 +116,9 @@ def _make(folder: Path, results: Path, jobs: int) -> None:
     print(f"recording which tests run each line, into {folder}", flush=True)
     config = folder / "config"
     config.write_text(_CONFIG.format(root=ROOT, folder=folder))
-    environment = os.environ | {"COVERAGE_PROCESS_START": str(config), RESULTS: str(results)}
+    # A forked program would write over the lines of the one before it.
+    own = {"COVERAGE_PROCESS_START": str(config), RESULTS: str(results), FORKS: "0"}
+    environment = os.environ | own
     folders = [*UNIT, *NAMESPACES] if os.geteuid() == 0 else UNIT
     options = f"-q -n {jobs} --dist worksteal --needs-kernel without {PLUGIN}"
     python = [sys.executable, "-m"]
