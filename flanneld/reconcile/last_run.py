@@ -324,14 +324,16 @@ def machine_of(kernel: HostKernel, uplink: Uplink) -> Machine:
 class LastRun:
     """Record of the last run beside ``subnet_file``: read once, then kept up to date from any thread.
 
-    With ``is_dry_run`` it writes nothing.
+    With ``is_dry_run`` it writes nothing. ``file`` is another place for the record, ``boot_id`` another boot.
     """
 
-    def __init__(self, subnet_file: Path, *, is_dry_run: bool = False) -> None:
+    def __init__(
+        self, subnet_file: Path, *, is_dry_run: bool = False, file: StateFile | None = None, boot_id: str = ""
+    ) -> None:
         self._subnet_file = subnet_file
-        self._file = StateFile(beside(subnet_file, "state"), is_dry_run=is_dry_run)
+        self._file = file or StateFile(beside(subnet_file, "state"), is_dry_run=is_dry_run)
         self._state = self._file.load()
-        self._boot_id = clock.boot_id()
+        self._boot_id = boot_id or clock.boot_id()
         #: Devices of earlier runs in this boot.
         self.devices: tuple[Device, ...] = devices_of_this_boot(self._state, self._boot_id)
         #: True if another flanneld ran here since: its unmarked routes are adopted.

@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
 from flanneld.config import SubnetRange, parse
 from flanneld.model import IPAddress, Lease
 from flanneld.state.resources import FdbEntry, Key, Neighbor, Resource, Route, Vxlan
 from flanneld.state.table import Claim, Scope
+from flanneld.subnet.store import Store
 from tests.unit.simulation.etcd import SimulatedEtcd
 from tests.unit.simulation.kernel import Kernel
 from tests.unit.simulation.kernel_tables import tables
 from tests.unit.simulation.kube import SimulatedApiServer
 from tests.unit.simulation.node import BRIDGE, Process, SimulatedHost
-from tests.unit.simulation.stores import SimulatedEtcdStore, SimulatedKubeStore, SimulatedStore
+from tests.unit.simulation.stores import SimulatedEtcdStore, SimulatedKubeStore
 from tests.unit.simulation.world import World
 
 #: Hops after which a packet goes in circles.
@@ -111,10 +113,10 @@ class Cluster:
             for table in host.process.tables.values() if host.process else ():
                 table.audit = seconds
 
-    def _open_store(self, process: Process) -> SimulatedStore:
+    def _open_store(self, process: Process) -> Store:
         if self.kube is not None:
             return SimulatedKubeStore(self.kube, process, self._net_config)
-        return SimulatedEtcdStore(self.etcds, process)
+        return cast("Store", SimulatedEtcdStore(self.etcds, process))  # it has the attributes of the real one
 
     # ---- what must hold --------------------------------------------------------------------------
 

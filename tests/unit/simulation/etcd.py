@@ -190,7 +190,7 @@ class SimulatedClient:
         return prefix
 
     def fetch(self, key: str, *, recursive: bool = False) -> KeyReply:
-        self._ask()
+        self.ask()
         keys, at = self._etcd.keys, self._etcd.position()
         if recursive and self._chance(self._etcd.faults.stale):
             keys, at = self._etcd.state_before(self._etcd.changes_since(self._seen))
@@ -206,13 +206,13 @@ class SimulatedClient:
         return KeyReply("get", self._timed(keys[key]), (), at)
 
     def create(self, key: str, value: str, ttl: int | None) -> KeyReply:
-        self._ask()
+        self.ask()
         if key in self._etcd.keys:
             raise Conflict(f"{key} is there")
         return self._write(key, value, ttl)
 
     def replace(self, key: str, value: str, ttl: int | None, modified: int) -> KeyReply:
-        self._ask()
+        self.ask()
         there = self._etcd.keys.get(key)
         if there is None or there.modified != modified:
             raise Conflict(f"{key} has changed")
@@ -221,7 +221,7 @@ class SimulatedClient:
     def prolong(self, key: str, modified: int) -> float | None:
         if self.api == "v2" or self._written.get(key) != modified:
             return None
-        self._ask()
+        self.ask()
         there = self._etcd.keys.get(key)
         if there is None or there.modified != modified or there.ttl is None:
             return None
@@ -229,7 +229,7 @@ class SimulatedClient:
         return there.ttl
 
     def remove(self, key: str) -> None:
-        self._ask()
+        self.ask()
         if key not in self._etcd.keys:
             raise NotFound(self._etcd.position())
         self._etcd.delete(key)
@@ -257,7 +257,7 @@ class SimulatedClient:
             self._etcd.watchers.remove(watcher)
         self.watchers.clear()
 
-    def _ask(self) -> None:
+    def ask(self) -> None:
         if self._is_cancelled:
             raise Cancelled
         self._before_request()
@@ -381,7 +381,7 @@ class SimulatedWatcher:
             self.is_broken = False
             self.stream.close()
             raise NoAnswer("the connection of the watch was lost")
-        self.client._ask()
+        self.client.ask()
         if self._etcd.api == "v2":
             return self._v2.read(after)
         self.begin(after)

@@ -1,6 +1,6 @@
 """One simulated node: a host that lives on, and the daemon's processes that come and go on it.
 
-A process runs the product's code: acquisition, keeper, watches, uplink manager, backend and controller.
+A process runs the product's node, which starts and waits in steps of the simulated world.
 """
 
 from __future__ import annotations
@@ -9,43 +9,46 @@ import logging
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from ipaddress import IPv4Address, IPv6Address
+from pathlib import Path
 
 from msgspec.structs import replace
 
-from flanneld.backends.contract import Factory
-from flanneld.backends.host_gw import HostGw
-from flanneld.backends.vxlan import VxlanBackend
+from flanneld.backends.contract import NO_SERVICES
 from flanneld.config import Config
+from flanneld.effects import Effects
 from flanneld.errors import Cancelled, Fatal, Retryable
-from flanneld.model import Event, IPAddress, Lease, LeaseKey, network_around, single
+from flanneld.model import Event, IPAddress, Lease, LeaseKey, network_around
+from flanneld.network.host_settings import KernelForwardingTable
 from flanneld.network.rtnetlink.monitor import InterfaceChanged, Notification
-from flanneld.network.uplink_election import InterfaceChoice
-from flanneld.network.uplink_facts import connected_networks
-from flanneld.reconcile import last_run
+from flanneld.node import Node
+from flanneld.options import Options
+from flanneld.reconcile import controller, last_run
 from flanneld.reconcile.controller import Controller
-from flanneld.reconcile.local_node import LocalNode, UplinkManager, find_uplink
+from flanneld.reconcile.counted_manager import counted
 from flanneld.reconcile.peers import Peers
 from flanneld.runtime.loop import EventQueue
-from flanneld.runtime.supervisor import Supervisor
+from flanneld.runtime.process import Notifier
+from flanneld.runtime.supervisor import nothing
 from flanneld.runtime.waits import Backoff
-from flanneld.state.removal_guard import RemovalGuard
-from flanneld.state.resources import ForeignLink, Key, Resource, Route
-from flanneld.subnet.lease_keeper import LeaseKeeper
-from flanneld.subnet.store import LocalFacts
+from flanneld.startup import SingleAttempts
+from flanneld.state.resources import ForeignLink, Key, Link, Resource, Route
+from flanneld.state.table import Put, Report, Scope, Seen
+from flanneld.subnet import subnet_file
+from flanneld.subnet.store import Store
+from flanneld.subnet.subnet_file import Previous
 from tests.unit.simulation.kernel import Kernel
 from tests.unit.simulation.kernel_tables import KernelTable, tables
-from tests.unit.simulation.stores import SimulatedStore
 from tests.unit.simulation.world import Crash, Task, World
 
 UPLINK = "eth0"
 BRIDGE = "cni0"
 #: Seconds until a service manager starts a daemon that has ended again.
 RESTART = 5.0
+#: Seconds before its end in which a lease is renewed, as the options have it.
 MARGIN = 3600.0
 _BOOT = "this boot"
-_FACTORIES: Mapping[str, Factory] = {"vxlan": VxlanBackend, "host-gw": HostGw}
 #: Of each family: the length of the network on the uplink, its gateway, and a network behind another one.
 _SURROUNDINGS: Mapping[int, tuple[int, str, str, str]] = {
     4: (16, "172.16.255.254", "203.0.113.0/24", "172.16.255.253"),
@@ -79,7 +82,7 @@ class SimulatedHost:
     """A machine: its kernel, ``subnet.env`` and the record of the last run outlive the daemon."""
 
     def __init__(
-        self, world: World, number: int, config: Config, open_store: Callable[[Process], SimulatedStore]
+        self, world: World, number: int, config: Config, open_store: Callable[[Process], Store]
     ) -> None:
         self.world = world
         self.name = f"n{number}"
@@ -181,22 +184,167 @@ class SimulatedHost:
         self.state = replace(self.state or last_run.RunRecord(), **fields)
 
 
+class SimulatedStateFile(last_run.StateFile):
+    """The record of the last run, on a simulated host."""
+
+    def __init__(self, host: SimulatedHost) -> None:
+        super().__init__(Path(host.name))
+        self._host = host
+
+    def load(self) -> last_run.RunRecord | None:
+        return self._host.state
+
+    def update(self, **changes: object) -> None:
+        self._host.record(**changes)
+
+    def is_writable(self) -> bool:
+        return True
+
+
+class SimulatedSubnetFile:
+    """Table of subnet.env on a simulated host, whose container runtime reads it at once."""
+
+    name = subnet_file.TABLE
+    what = "subnet.env"
+    worker = "host"
+    vital = False
+    needs: frozenset[str] = frozenset()
+    audit: float | None = None
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self._content: list[Resource] = []
+
+    def read(self, scope: Scope) -> Iterable[Seen]:
+        del scope
+        return map(Seen, self._content)
+
+    def put(self, puts: Sequence[Put]) -> Report:
+        self._content = [put.want for put in puts]
+        self._process.subnet_file_written()
+        return Report(made=list(self._content))
+
+    def drop(self, found: Sequence[Resource]) -> Report:
+        del found
+        return Report()
+
+    def close(self, *, remove: bool) -> None:
+        del remove
+
+
+class UnwatchedForwarding(KernelForwardingTable):
+    """The kernel's forwarding, which nothing changes on a simulated host."""
+
+    next_look = math.inf
+
+
+class SimulatedLoop:
+    """Loop of a task, which the world steps once it runs."""
+
+    def __init__(self, process: Process, name: str, step: Callable[[float], float]) -> None:
+        self._process = process
+        self._name = name
+        self._step = step
+        self._task: Task | None = None
+
+    def run(self) -> None:
+        self._task = self._process.start(self._name, self._step)
+
+    def cancel(self) -> None:
+        if self._task:
+            self._task.wake()
+
+    def is_alive(self) -> None:
+        pass
+
+
+class SimulatedTasks:
+    """Tasks of a process. Each runs until it has told the world what to step."""
+
+    def __init__(self) -> None:
+        self.stop = threading.Event()
+        self.failure: BaseException | None = None
+
+    def start(self, name: str, run: Callable[[], None], cancel: Callable[[], None] = nothing, /) -> None:
+        del cancel
+        if name != "firewall":
+            run()
+
+    def request_stop(self, reason: str, /) -> None:
+        raise Retryable(reason)
+
+    def heartbeat(self, name: str, within: float, /) -> None:
+        pass
+
+    def overdue(self) -> list[str]:
+        return []
+
+    def wait(self, *ticks: tuple[Callable[[], None], float]) -> None:
+        raise NotImplementedError
+
+    def shutdown(self) -> list[str]:
+        raise NotImplementedError
+
+
 class Process:
-    """One run of the daemon."""
+    """One run of the daemon: the product's node, with the effects of a simulated host."""
 
     def __init__(self, host: SimulatedHost) -> None:
         self.host = host
         self.world = host.world
         self._is_over = False
         self._tasks: list[Task] = []
+        self._loops: dict[str, SimulatedLoop] = {}
         self._backoff = Backoff()
-        self.lease: Lease | None = None
-        self.controller: Controller | None = None
+        self._node: Node | None = None
+        self._begun: Node | None = None
         self.tables: dict[str, KernelTable] = {}
-        self._stop = threading.Event()
         self.host.kernel.before_write = self.count_operation
         self._store = host.open_store(self)
+        options = Options(subnet_file=f"/{host.name}/subnet.env", ip_blackhole_route=False)
+        self._options = replace(options, subnet_lease_renew_margin=MARGIN / 60.0)
+        self._effects = self._make_effects()
         self.start("start", self._start).wake()
+
+    def _make_effects(self) -> Effects:
+        host = self.host
+        path = Path(self._options.subnet_file)
+        return Effects(
+            tasks=SimulatedTasks(),
+            make_loop=self._make_loop,
+            notifier=Notifier(),
+            services=NO_SERVICES,
+            make_queue=lambda: Inbox(lambda: self._loops[controller.NAME].cancel(), self.world.now),
+            read_past=lambda _: (
+                Previous(subnets=host.subnet_env),
+                last_run.LastRun(path, file=SimulatedStateFile(host), boot_id=_BOOT),
+            ),
+            open_kernel=lambda: (host.kernel, host.kernel.monitor),
+            machine_of=lambda _kernel, _uplink: host.machine,
+            kernel_tables=lambda _kernel, stale, _networks, _options: self._make_tables(stale),
+            file_table=lambda _path, _written: SimulatedSubnetFile(self),
+            forwarding_table=lambda _families, uplink, keep: UnwatchedForwarding((), uplink, keep=keep),
+            report_settings=lambda *_, **__: None,
+            tries_routes=False,
+        )
+
+    def _make_loop(
+        self, name: str, step: Callable[[float], float], sources: Callable[[], Iterable[int]] = tuple
+    ) -> SimulatedLoop:
+        del sources
+        loop = self._loops[name] = SimulatedLoop(self, name, step)
+        return loop
+
+    def _make_tables(self, stale: Callable[[], Iterable[Link]]) -> tuple[KernelTable, ...]:
+        self.tables = tables(self.host.kernel, stale)
+        for table in self.tables.values():
+            table.audit = self.host.audit
+        return tuple(self.tables.values())
+
+    def subnet_file_written(self) -> None:
+        assert self._node is not None
+        assert self._node.member is not None
+        self.host.take_subnet(self._node.member.lease)
 
     def count_operation(self) -> None:
         """Note a request to the store, or a write to the kernel; the process may end instead."""
@@ -220,6 +368,14 @@ class Process:
         self._store.close()
 
     @property
+    def lease(self) -> Lease | None:
+        return self._begun.member.lease if self._begun and self._begun.member else None
+
+    @property
+    def controller(self) -> Controller | None:
+        return self._begun.reconciler if self._begun else None
+
+    @property
     def peers(self) -> Peers | None:
         return self.controller.peers if self.controller else None
 
@@ -231,104 +387,19 @@ class Process:
         """Return what the kernel's tables should hold."""
         return self.controller.peers.desired.state if self.controller else {}
 
-    # ---- the daemon's main flow ------------------------------------------------------------------
-
     def _start(self, now: float) -> float:
+        """Make one attempt to start a node, as often as its stages ask for another."""
+        node = self._node = Node(self._options, self._effects, counted(self._store))
         try:
-            node = self._join()
-            self._run(node)
+            node.join(SingleAttempts())
+            node.begin(SingleAttempts())
         except (Retryable, Fatal) as reason:
             self.world.tell(f"waiting: {reason}")
             retry_after = reason.retry_after if isinstance(reason, Retryable) else 0.0
             return now + max(self._backoff.pause(), retry_after)
+        self._begun = node
+        self.host.kernel.monitor.wake = self._loops[controller.NAME].cancel
         return math.inf
-
-    def _join(self) -> LocalNode:
-        host, manager, kernel = self.host, self._store.manager, self.host.kernel
-        config = manager.network_config()
-        uplink = find_uplink(kernel, config, InterfaceChoice())
-        written = last_run.proven_lease(host.state, host.machine, manager.name, host.subnet_env)
-        stored = manager.stored(uplink.public(config.families[0])) or (written.attrs if written else None)
-        uplinks = UplinkManager(
-            kernel, config, InterfaceChoice(), _FACTORIES[config.backend_type], uplink, stored
-        )
-        avoided = (*connected_networks(kernel, config.families), *map(single, manager.addresses))
-        local = LocalFacts(written, avoided, uplinks.is_self)
-        lease = manager.acquire(config, uplinks.backend.attributes(), host.subnet_env, local)
-        devices = last_run.devices_of_this_boot(host.state, _BOOT)
-        host.record(
-            boot_id=_BOOT,
-            machine=host.machine,
-            store=manager.name,
-            subnets=lease.key,
-            attributes=lease.attrs,
-            devices=devices,
-        )
-        host.take_subnet(lease)
-        return LocalNode(
-            kernel,
-            kernel.monitor,
-            uplinks,
-            lease,
-            lambda left: tuple(self._make_tables(left).values()),
-            devices=devices,
-            record=host.record,
-            store=manager,
-            store_addresses=host.state.store_addresses if host.state else (),
-        )
-
-    def _make_tables(self, left: Callable[[], object]) -> dict[str, KernelTable]:
-        self.tables = tables(self.host.kernel, left)  # type: ignore[arg-type]
-        for table in self.tables.values():
-            table.audit = self.host.audit
-        return self.tables
-
-    def _run(self, node: LocalNode) -> None:
-        lease = self.lease = node.lease
-        keeper = self._keeper(lease)
-
-        def tell_keeper(events: list[Event]) -> None:
-            keeper.deliver(events)
-            keeping.wake()
-
-        def moved() -> None:
-            self._store.manager.reconnect()
-            keeper.announce(node.uplink_manager.backend.attributes())
-            keeping.wake()
-
-        controller = Controller(
-            node,
-            RemovalGuard(),
-            stop=self._stop,
-            make_loop=Supervisor().loop,
-            on_move=moved,
-            on_synced=lambda: None,
-            reread=self._store.reread,
-            event_queue=Inbox(lambda: controlling.wake(), self.world.now),
-        )
-        controller.prepare()
-        self.controller = controller
-        controlling = self.start("reconciler", controller.step)
-        node.kernel.monitor.wake = controlling.wake  # type: ignore[attr-defined]
-        keeping = self.start("keeper", keeper.step)
-        self._store.watch(self, controller.event_queue.put)
-        self._store.watch_own(self, lease, tell_keeper)
-
-    def _keeper(self, lease: Lease) -> LeaseKeeper:
-        return LeaseKeeper(
-            self._store.manager,
-            lease,
-            margin=MARGIN,
-            stop=self._stop,
-            make_loop=Supervisor().loop,
-            revoked=self._revoked,
-            contested=self._store.contested,
-            written=lambda renewed: self.host.record(attributes=renewed.attrs),
-            lost=lambda: self.host.record(attributes=None),
-        )
-
-    def _revoked(self) -> None:
-        raise Retryable("our lease was revoked")
 
     def _ended(self, reason: BaseException) -> None:
         if not isinstance(reason, Retryable | Crash | Fatal | Cancelled):

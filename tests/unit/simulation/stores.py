@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from flanneld.model import Lease
+from flanneld.runtime.supervisor import nothing
 from flanneld.subnet.etcd.both import BothStores
 from flanneld.subnet.etcd.keys import Position
 from flanneld.subnet.kube.nodes import DEFAULT_PREFIX
@@ -21,48 +22,32 @@ if TYPE_CHECKING:
     from tests.unit.simulation.node import Process
 
 
-class SimulatedStore(Protocol):
-    """What differs between the stores, for one process."""
-
-    @property
-    def manager(self) -> Store: ...
-
-    @property
-    def contested(self) -> bool: ...
-
-    def watch(self, process: Process, deliver: Deliver) -> None: ...
-
-    def watch_own(self, process: Process, lease: Lease, deliver: Deliver) -> None: ...
-
-    def reread(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class SimulatedEtcdStore:
-    """Watches of a process on etcd, in each API that the cluster uses."""
-
-    contested = True
+    """Store of a process in etcd, in each API that the cluster uses; its watches are stepped by the world."""
 
     def __init__(self, etcds: Sequence[SimulatedEtcd], process: Process) -> None:
         self._clients = [SimulatedClient(etcd, process.count_operation) for etcd in etcds]
         sides = [store_on(client) for client in self._clients]
         self._both = BothStores(*sides, pause=process.world.pause) if len(sides) > 1 else None
         self._sides = sides
-        self.manager: Store = self._both or sides[0]
+        self._process = process
+        self._store: Store = self._both or sides[0]
         self._watches: list[ListWatch[Position]] = []
 
-    def watch(self, process: Process, deliver: Deliver) -> None:
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def watch(self, deliver: Deliver, _alive: Callable[[], None]) -> None:
         hear = self._both.hearing(deliver) if self._both else None
         for side, client in zip(self._sides, self._clients, strict=True):
             told = partial(hear, side.api) if hear else deliver
-            self._follow(process, f"{side.api} watch", side.lease_watch(), client, told)
+            self._follow(f"{side.api} watch", side.lease_watch(), client, told)
 
-    def watch_own(self, process: Process, lease: Lease, deliver: Deliver) -> None:
+    def watch_own(self, lease: Lease, deliver: Deliver, _alive: Callable[[], None]) -> None:
         hear = self._both.hearing_own(lease, deliver) if self._both else None
         for side, client in zip(self._sides, self._clients, strict=True):
             told = partial(hear, side.api) if hear else deliver
-            self._follow(process, f"{side.api} own watch", side.own_watch(lease), client, told)
+            self._follow(f"{side.api} own watch", side.own_watch(lease), client, told)
 
     def reread(self) -> None:
         for watch in self._watches:
@@ -71,11 +56,10 @@ class SimulatedEtcdStore:
     def close(self) -> None:
         for watch in self._watches:
             watch.close()
-        self.manager.close()
+        self._store.close()
 
     def _follow(
         self,
-        process: Process,
         name: str,
         watch: ListWatch[Position],
         client: SimulatedClient,
@@ -92,13 +76,11 @@ class SimulatedEtcdStore:
                 return wakeup
             return max(wakeup, watcher.wait(watch.at))
 
-        task = process.start(name, step)
+        task = self._process.start(name, step)
 
 
-class SimulatedKubeStore:
-    """Watches of a process on the API server."""
-
-    contested = False
+class SimulatedKubeStore(KubeStore):
+    """Store of a process in Kubernetes; its watches are stepped by the world."""
 
     def __init__(self, server: SimulatedApiServer, process: Process, net_config: Path) -> None:
         def open_api(*_: object) -> Any:
@@ -106,14 +88,14 @@ class SimulatedKubeStore:
             return self._apis[-1]
 
         self._apis: list[SimulatedApi] = []
-        options = KubeOptions("http://127.0.0.1:1", "", DEFAULT_PREFIX, str(net_config), "")
-        self.manager = self._kube_manager = KubeStore(
-            options, {"NODE_NAME": process.host.name}, open_api=open_api
-        )
+        self._process = process
         self._watch: ListWatch[str] | None = None
+        options = KubeOptions("http://127.0.0.1:1", "", DEFAULT_PREFIX, str(net_config), "")
+        super().__init__(options, {"NODE_NAME": process.host.name}, open_api=open_api)
 
-    def watch(self, process: Process, deliver: Deliver) -> None:
-        watch = self._watch = self._kube_manager.node_watch(deliver)
+    def watch(self, deliver: Deliver, alive: Callable[[], None] = nothing) -> None:
+        watch = self._watch = self.node_watch(deliver)
+        del alive
 
         def step(now: float) -> float:
             wakeup = watch.step(now, deliver)
@@ -124,21 +106,20 @@ class SimulatedKubeStore:
                 return max(wakeup, stream.wait())
             return wakeup
 
-        task = process.start("watch", step)
+        task = self._process.start("watch", step)
 
-    def watch_own(self, process: Process, lease: Lease, deliver: Deliver) -> None:
-        del lease
+    def watch_own(self, lease: Lease, deliver: Deliver, alive: Callable[[], None] = nothing) -> None:
+        del lease, alive
         steps: list[Callable[[float], float]] = []
-        task = process.start("own watch", lambda now: steps[0](now))
-        steps.append(self._kube_manager.own_watch_step(deliver, task.wake))
-        self.manager.mark_available()
+        task = self._process.start("own watch", lambda now: steps[0](now))
+        steps.append(self.own_watch_step(deliver, task.wake))
 
     def reread(self) -> None:
-        self.manager.reread()
+        super().reread()
         assert self._watch is not None
         self._watch.reread()
 
     def close(self) -> None:
         if self._watch is not None:
             self._watch.close()
-        self.manager.close()
+        super().close()
