@@ -23,15 +23,13 @@ from flanneld.ctl.source import DataSource, Unknown
 from flanneld.diagnostics.status import PeerStatus, Status, known, resources
 from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork
 from flanneld.network import host_settings, interfaces, processes, survey
-from flanneld.network.firewall import forward_drops
-from flanneld.network.firewall.forward_drops import accepting, dropping, in_the_way
+from flanneld.network.firewall.foreign import has_firewalld
 from flanneld.network.host_settings import WrongSetting as HostFinding
 from flanneld.network.rtnetlink import devices, links
 from flanneld.network.rtnetlink.kernel import Kernel
 from flanneld.network.rtnetlink.links import SeenLink, is_flannels
 from flanneld.network.xfrm.table import open_xfrm
 from flanneld.runtime import clock
-from flanneld.runtime.shell import Command
 from flanneld.state.resources import Link, Tun, Vxlan
 from flanneld.subnet import subnet_file
 from flanneld.subnet.subnet_file import Previous
@@ -41,15 +39,6 @@ _GC_THRESH = "/proc/sys/net/ipv4/neigh/default/gc_thresh3"
 _BRIEFLY = 0.3
 #: Hops to the kernel of a peer: with udp the proxies of both nodes take one each.
 _HOPS, _HOPS_UDP = 1, 3
-
-
-class Dropped(Struct, frozen=True, gc=False):
-    """A chain that drops the network's packets, and the commands that accept them."""
-
-    chain: str
-    commands: tuple[Command, ...]
-    by_rule: bool = False
-    is_firewalld: bool = False
 
 
 class LackingFeature(Struct, frozen=True, gc=False):
@@ -80,7 +69,6 @@ class Facts(Struct, frozen=True, gc=False):
     entries: tuple[Comparison, ...] = ()
     detours: tuple[ShadowingRoute, ...] = ()
     host: tuple[HostFinding, ...] = ()
-    dropping: tuple[Dropped, ...] = ()
     #: Devices managed by another program, with the program's name.
     managed: tuple[tuple[str, str], ...] = ()
     firewalls: tuple[str, ...] = ()
@@ -186,7 +174,6 @@ def gather(source: DataSource) -> Facts:
         entries=(*compare.compare(told, desired, found), *_outside(source)),
         detours=tuple(compare.shadowing_routes(told, found, compare.lookups())),
         host=host_settings.findings(host_settings.read_facts(families, told.uplink_name, services=services)),
-        dropping=tuple(_dropping(told)),
         managed=tuple(_managed(ours)),
         firewalls=tuple(_firewalls()),
         left_rules=tuple(stale_objects.read_left_rules(told)),
@@ -286,18 +273,6 @@ def _addresses(found: ActualState) -> Iterator[tuple[str, IPAddress]]:
             yield names.get(seen.index, ""), seen.address
 
 
-def _dropping(told: Status) -> Iterator[Dropped]:
-    """Yield the chains that drop the network's packets, without a rule that accepts them."""
-    firewall = known(told.firewall)
-    for network, _ in told.ranges:
-        ours = accepting(network.version)
-        if firewall and (firewall.not_in_place or not firewall.forward):
-            ours = None
-        for chain in dropping(network.version):
-            if in_the_way(chain, network, ours):
-                yield Dropped(str(chain), chain.commands(network), chain.by_rule, chain.is_firewalld)
-
-
 def _managed(ours: list[SeenLink]) -> Iterator[tuple[str, str]]:
     """Yield our devices that other programs manage, according to those programs' files in /run."""
     for link in ours:
@@ -309,7 +284,7 @@ def _managed(ours: list[SeenLink]) -> Iterator[tuple[str, str]]:
 
 
 def _firewalls() -> Iterator[str]:
-    if forward_drops.has_firewalld():
+    if has_firewalld():
         yield "firewalld"
     if "ENABLED=yes" in _text(Path("/etc/ufw/ufw.conf")):
         yield "ufw"

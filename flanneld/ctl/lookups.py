@@ -16,7 +16,7 @@ from flanneld.ctl.compare import NOWHERE, RouteTaken, follows, wanted_route
 from flanneld.diagnostics.status import PeerStatus, Status, addresses, known, resources
 from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork, family_of
 from flanneld.network.firewall.fate import Packet
-from flanneld.network.firewall.foreign import Opening
+from flanneld.network.firewall.foreign import SENDERS, SOME_PORT, Opening, of_network
 from flanneld.network.host import HostView
 from flanneld.network.lookups import RTN_LOCAL, PolicyRule
 from flanneld.network.rtnetlink.messages import RTM_GETNEIGH, decode_neighbor, neighbors_request
@@ -27,8 +27,6 @@ from flanneld.state.resources import Ipip, Neighbor, Tun, Vxlan
 INWARDS = frozenset({"ingress", "prerouting", "input"})
 OUTWARDS = frozenset({"output", "postrouting"})
 THROUGH = frozenset({"ingress", "prerouting", "forward", "postrouting"})
-#: Ports that senders use: those below are of services. A port of a container that rules hardly name.
-_UNPRIVILEGED, _SOME_PORT = (1024, 65535), 20111
 #: Numbers of IP protocols.
 _NUMBERS = {"ipencap": 4, "esp": 50}
 
@@ -186,7 +184,7 @@ def _between_nodes(told: Status, peer: ParsedPeer) -> Iterator[Flow]:
         there = next((ip for ip in peer.public if ip.version == each.family), None)
         if here is None or there is None:
             continue
-        sources = (min(each.port, _UNPRIVILEGED[0]), _UNPRIVILEGED[1]) if each.port else None
+        sources = (min(each.port, SENDERS[0]), SENDERS[1]) if each.port else None
         for shown, packet, hooks, port in (
             ("from", Packet(name, "", there, here, protocol, each.port), INWARDS, each.port),
             ("to", Packet("", name, here, there, protocol, each.peer_port), OUTWARDS, each.peer_port),
@@ -202,11 +200,11 @@ def _between_containers(
     if route is None:
         return
     network = next((each for each, _ in told.ranges if each.version == own.version), own)
-    openings = (Opening(side="saddr", network=network), Opening(side="daddr", network=network))
+    openings = of_network(network)
     here, there = container_of(own), container_of(theirs)
     out, back = Packet(device, route.device, here, there), Packet(route.device, device, there, here)
     for name, packet in ((FROM_CONTAINERS, out), (TO_CONTAINERS, back)):
-        tcp = replace(packet, protocol="tcp", dport=_SOME_PORT, sport=_UNPRIVILEGED)
+        tcp = replace(packet, protocol="tcp", dport=SOME_PORT, sport=SENDERS)
         ping = replace(packet, protocol="icmp" if own.version == 4 else "ipv6-icmp")
         yield Flow(name, tcp, THROUGH, openings, "TCP")
         yield Flow(name, ping, THROUGH, openings, "ICMP")

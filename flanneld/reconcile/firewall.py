@@ -21,7 +21,7 @@ from flanneld.model import FAMILIES, Family, IPNetwork, LeaseKey
 from flanneld.network.firewall import placing
 from flanneld.network.firewall.driver import Driver, IptablesRunner, Unavailable, carry_out
 from flanneld.network.firewall.edits import RuleOwnership, claim
-from flanneld.network.firewall.forward_drops import dropping, in_the_way
+from flanneld.network.firewall.foreign import forward_drops, of_network
 from flanneld.network.firewall.iptables import PythonIptables
 from flanneld.network.firewall.placing import PLACES, FlavourOption, RulePlace, described, driver, stale_rules
 from flanneld.network.firewall.rules import Nets, Purpose, Style, desired_rules
@@ -237,15 +237,13 @@ class Firewall(Worker):
 
     def _warn_of_dropping(self) -> None:
         """Warn of chains that drop packets: our rules accept them in one table at most."""
-        ours = self.placed.place if self.placed.tables and self._settings.purpose.forward else None
         for nets in self._settings.nets:
-            for found in dropping(nets.family):
-                if in_the_way(found, nets.network, ours):
-                    log.warning(
-                        "The %s drops the network's packets unless it accepts them itself; run as root: %s",
-                        found,
-                        shell.line(found.commands(nets.network)),
-                    )
+            for found in forward_drops(nets.network):
+                log.warning(
+                    "The %s drops the network's packets unless it accepts them itself; run as root: %s",
+                    found,
+                    shell.line(found.accept(*of_network(nets.network))),
+                )
 
 
 def retire(

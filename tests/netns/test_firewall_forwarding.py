@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flanneld.network.firewall.forward_drops import has_firewalld
+from flanneld.network.firewall.foreign import has_firewalld
 from tests.netns.firewall_host import NETS, WAYS, Host, host
 
 REFUSALS = ["REJECT --reject-with icmp-host-prohibited", "DROP -m comment --comment all"]
@@ -16,7 +16,7 @@ REFUSALS = ["REJECT --reject-with icmp-host-prohibited", "DROP -m comment --comm
 FIREWALLD = """
 nft -f - <<.
 table inet firewalld {
-    chain filter_FWD_trusted { }
+    chain filter_FWD_trusted { accept; }
     chain filter_FORWARD_ZONES { }
     chain filter_FORWARD {
         type filter hook forward priority 10; policy accept;

@@ -35,14 +35,16 @@ def forwarding(facts: Facts) -> Iterator[Finding]:
 
 @check("E", "dropping", "no chain drops the network's packets")
 def dropping(facts: Facts) -> Iterator[Finding]:
-    for each in facts.dropping:
-        what = "last rule" if each.by_rule else "policy"
+    for each in (drop for drop in facts.filtered if drop.drops_the_rest):
+        what = f"last rule is to drop: {each.rule}" if each.rule else "policy is to drop"
+        doubt = f"; whether this rule accepts it cannot be told: {each.doubt}" if each.doubt else ""
         yield Finding(
             f"the {each.chain} drops the network's packets",
-            f"its {what} is to drop, and no rule is seen that accepts the network",
+            f"its {what}, and no rule is seen that accepts the network{doubt}",
             "packets of containers end at this host",
             Advice(line(each.commands)) if each.is_firewalld else Fix(each.commands),
             about=each.chain,
+            severity=Severity.HINT if doubt else Severity.PROBLEM,
         )
 
 

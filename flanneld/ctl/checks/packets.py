@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from flanneld.ctl.checks.host import let_in
 from flanneld.ctl.findings import Advice, Finding, Fix, Severity, check
-from flanneld.ctl.lookups import TO_CONTAINERS, Flow, Lost, flows, reached_peers, some
+from flanneld.ctl.lookups import THROUGH, TO_CONTAINERS, Flow, Lost, flows, reached_peers, some
 from flanneld.diagnostics.status import Status, known
 from flanneld.model import FAMILIES, Family, IPNetwork
 from flanneld.network.firewall import foreign
@@ -34,7 +34,8 @@ _MENTIONED = 64
 class Drop(Struct, frozen=True, gc=False):
     """A rule, or without ``rule`` a policy, that drops a flow; and the commands that accept the flow.
 
-    It may not if it depends on a rule that may match or not: ``doubt``.
+    It may not if it depends on a rule that may match or not: ``doubt``. ``drops_the_rest`` is True for a
+    FORWARD chain that drops all that it does not accept.
     """
 
     chain: str
@@ -43,6 +44,7 @@ class Drop(Struct, frozen=True, gc=False):
     commands: tuple[Command, ...]
     is_firewalld: bool = False
     doubt: str = ""
+    drops_the_rest: bool = False
 
 
 def read_drops(told: Status, container_devices: Mapping[Family, str]) -> list[Drop]:
@@ -54,8 +56,15 @@ def read_drops(told: Status, container_devices: Mapping[Family, str]) -> list[Dr
     if not bases:
         return []
     chosen = some(reached_peers(told), _mentioned(bases, [network for network, _ in told.ranges]))
-    found = dropped(bases, list(flows(told, chosen, container_devices)))
-    return [_described(*each) for each in found]
+    packets = list(flows(told, chosen, container_devices))
+    forwarded = {flow.family for flow in packets if flow.hooks == THROUGH}
+    packets += (
+        Flow("packets of containers", packet, THROUGH, foreign.of_network(network))
+        for network, _ in told.ranges
+        for packet in foreign.between_containers(network)
+        if network.version not in forwarded
+    )
+    return [_described(*each) for each in dropped(bases, packets)]
 
 
 def _concerns(family: Family, versions: set[Family], told: Status) -> bool:
@@ -78,25 +87,15 @@ def _mentioned(bases: Iterable[BaseChain], around: Container[IPNetwork]) -> list
 
 
 def dropped(bases: Sequence[BaseChain], packets: Sequence[Flow]) -> Iterator[tuple[BaseChain, Flow, Fate]]:
-    """Yield each drop, once for a rule (pure).
-
-    A FORWARD chain that drops by its policy or its last rule is the subject of another check.
-    """
+    """Yield each drop, once for a rule (pure)."""
     found: dict[tuple[str, Fate, tuple[Opening, ...]], tuple[BaseChain, list[Flow]]] = {}
     for flow in packets:
         for base, decided in foreign.fates(bases, flow.packet, flow.hooks):
-            if decided.act == DROP and not _is_final(base, decided):
+            if decided.act == DROP:
                 found.setdefault((str(base), decided, flow.openings), (base, []))[1].append(flow)
     for (_, decided, _), (base, lost) in found.items():
         kinds = {flow.kind for flow in lost}
         yield base, replace(lost[0], kind=lost[0].kind if len(kinds) == 1 else ""), decided
-
-
-def _is_final(base: BaseChain, decided: Fate) -> bool:
-    if base.hook != "forward":
-        return False
-    by = next((step for step in base.chains.get(base.chain, ()) if step.text == decided.by), None)
-    return not decided.by or (by is not None and not by.tests)
 
 
 def _described(base: BaseChain, flow: Flow, decided: Fate) -> Drop:
@@ -105,15 +104,16 @@ def _described(base: BaseChain, flow: Flow, decided: Fate) -> Drop:
         str(flow),
         foreign.text_of(base, decided.by),
         base.accept(*flow.openings),
-        base.table == "inet firewalld",
+        base.is_firewalld,
         foreign.text_of(base, decided.doubt),
+        foreign.drops_the_rest(base, decided),
     )
 
 
 @check("E", "filters", "no rule drops packets between the nodes or between containers")
 def filters(facts: Facts) -> Iterator[Finding]:
     is_silent = any(path.carried is None for path in facts.paths)
-    for each in facts.filtered:
+    for each in (drop for drop in facts.filtered if not drop.drops_the_rest):
         if each.doubt and not is_silent:
             continue  # what accepts the packets is a rule that cannot be evaluated
         evidence = each.rule or "no rule accepts them, and the chain's policy is to drop"

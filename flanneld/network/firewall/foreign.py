@@ -1,4 +1,9 @@
-"""Base chains of this host's packet filters, with all that they can lead to."""
+"""Base chains of this host's packet filters, with all that they can lead to.
+
+Some drop by their policy, as Docker's, others by a final rule, as firewalld's. Each packet passes every
+table, and a drop in any of them is final. So an accept only helps in the table that would drop, and ours is
+in one table.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +14,23 @@ from contextlib import suppress
 from msgspec import Struct
 
 from flanneld.errors import FlannelError
-from flanneld.model import Family, IPNetwork
+from flanneld.model import Family, IPNetwork, family_of
 from flanneld.network.firewall import xtables
 from flanneld.network.firewall.driver import IptablesRunner
 from flanneld.network.firewall.fate import DROP, Chains, Fate, Packet, walked
 from flanneld.network.firewall.iptables import Flavour, program
 from flanneld.network.firewall.iptables_text import read_table
 from flanneld.network.firewall.netlink import Hooked, Netfilter
-from flanneld.network.firewall.nft_json import read_chains
 from flanneld.network.firewall.placing import RulePlace
-from flanneld.network.firewall.rules import NATIVE_TABLE, NFT_FAMILY
+from flanneld.network.firewall.rules import NATIVE_TABLE, NFT_FAMILY, Chain
 from flanneld.runtime.shell import Command, command
 
 #: Tables of iptables in which rules drop packets, with their priorities; in nat none do.
 _TABLES = {"raw": -300, "mangle": -150, "filter": 0, "security": 50}
+_FIREWALLD = "inet firewalld"
+_FIREWALLDS_CHAIN: Chain = ("filter", "INPUT_ZONES")
+#: Ports that senders use: those below are of services. A port of a container that rules hardly name.
+SENDERS, SOME_PORT = (1024, 65535), 20111
 #: Hooks in the order in which packets pass those that they pass at all.
 _HOOKS = ("ingress", "prerouting", "input", "forward", "output", "postrouting")
 
@@ -53,8 +61,19 @@ class BaseChain(Struct, frozen=True, gc=False):
             return Fate(), packet
         return walked(self.chains, self.chain, packet, DROP if self.drops else "")
 
+    @property
+    def is_firewalld(self) -> bool:
+        """Return True for firewalld's chains: rules that others add there are lost at a reload."""
+        return self.table == _FIREWALLD
+
     def accept(self, *openings: Opening) -> tuple[Command, ...]:
-        """Return the commands that make the chain accept packets before its first rule (pure)."""
+        """Return the commands that make the chain accept packets before its first rule drops them (pure)."""
+        if self.is_firewalld:
+            settings = dict.fromkeys(each.firewalld() for each in openings)
+            return *(("firewall-cmd", "--permanent", *each) for each in settings), (
+                "firewall-cmd",
+                "--reload",
+            )
         if self.place == "native":
             insert = command("nft", "insert", "rule", *self.table.split(), self.chain)
             return tuple((*insert, *each.nft(self.family), "accept") for each in openings)
@@ -85,6 +104,51 @@ class Opening(Struct, frozen=True, gc=False):
             return (NFT_FAMILY[family], self.side, str(self.network))
         return (self.protocol, "dport", str(self.port)) if self.port else ("meta", "l4proto", self.protocol)
 
+    def firewalld(self) -> tuple[str, ...]:
+        if self.network:
+            return "--zone=trusted", f"--add-source={self.network}"
+        return (
+            f"--add-port={self.port}/{self.protocol}" if self.port else f"--add-protocol={self.protocol}",
+        )
+
+
+def of_network(network: IPNetwork) -> tuple[Opening, Opening]:
+    """Return what to accept for the packets of a network's containers."""
+    return Opening(side="saddr", network=network), Opening(side="daddr", network=network)
+
+
+def between_containers(network: IPNetwork) -> Iterator[Packet]:
+    """Yield packets between containers of two nodes, by interfaces that are not known."""
+    ends = network[2 % network.num_addresses], network[-3 % network.num_addresses]
+    for source, destination in (ends, ends[::-1]):
+        yield Packet(None, None, source, destination, "tcp", SOME_PORT, SENDERS)
+
+
+def drops_the_rest(base: BaseChain, decided: Fate) -> bool:
+    """Return True for a drop by the policy of a FORWARD chain, or by its rule about all packets."""
+    by = next((step for step in base.chains.get(base.chain, ()) if step.text == decided.by), None)
+    unconditional = not decided.by or (by is not None and not by.tests)
+    return base.hook == "forward" and decided.act == DROP and unconditional
+
+
+def forward_drops(network: IPNetwork) -> list[BaseChain]:
+    """Return the chains that drop what they do not accept, and accept no packet between containers."""
+    bases = list(read(family_of(network), "forward"))
+    found = (each for packet in between_containers(network) for each in fates(bases, packet, ("forward",)))
+    return list({str(base): base for base, decided in found if drops_the_rest(base, decided)}.values())
+
+
+def has_firewalld() -> bool:
+    """Return True if firewalld is active in this network namespace, with nftables or iptables."""
+    with suppress(OSError), Netfilter() as netfilter:
+        if any(each.table == _FIREWALLD for each in netfilter.hooked(4)):
+            return True
+        if netfilter.has_chain(4, _FIREWALLDS_CHAIN):
+            return True
+    with suppress(OSError):
+        return xtables.has_chain(4, _FIREWALLDS_CHAIN)
+    return False
+
 
 def fates(
     bases: Iterable[BaseChain], packet: Packet, hooks: Container[str]
@@ -96,8 +160,15 @@ def fates(
         yield base, decided
 
 
-def read(family: Family) -> Iterator[BaseChain]:
-    """Yield the base chains that may drop packets of a family, as far as rights and programs allow."""
+def read(family: Family, hook: str = "") -> Iterator[BaseChain]:
+    """Yield the base chains that may drop packets of a family, as far as rights and programs allow.
+
+    With ``hook`` only those there: no table without such a chain is listed.
+    """
+    yield from (each for each in _read(family, hook) if hook in ("", each.hook))
+
+
+def _read(family: Family, hook: str) -> Iterator[BaseChain]:
     commands = IptablesRunner(threading.Event())
     with suppress(OSError):  # only root can read the legacy tables
         for table in sorted(xtables.tables(family) & _TABLES.keys()):
@@ -105,7 +176,7 @@ def read(family: Family) -> Iterator[BaseChain]:
     hooked: list[Hooked] = []
     with suppress(OSError), Netfilter() as netfilter:  # the kernel may lack nf_tables
         hooked = [each for each in netfilter.hooked(family) if each.type == "filter"]
-    for table in sorted({each.table for each in hooked}):
+    for table in sorted({each.table for each in hooked if hook in ("", each.hook)}):
         kind, _, name = table.partition(" ")
         if name == NATIVE_TABLE[family]:
             continue  # ours accepts only
@@ -130,6 +201,8 @@ def _of_iptables(place: Flavour, family: Family, table: str, commands: IptablesR
 
 
 def _native(family: Family, hooked: list[Hooked], commands: IptablesRunner) -> Iterator[BaseChain]:
+    from flanneld.network.firewall.nft_json import read_chains  # not needed on most hosts
+
     try:
         text = commands.run(("nft", "-j", "list", "table", *hooked[0].table.split()))
         chains = read_chains(text, family)

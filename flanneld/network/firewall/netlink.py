@@ -16,7 +16,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from flanneld.model import Family
-from flanneld.network.firewall.rules import JUMPS, OWN_CHAINS, Chain, Rule
+from flanneld.network.firewall.rules import JUMPS, OWN_CHAINS, Chain
 from flanneld.network.rtnetlink.netlink import (
     DumpInterrupted,
     NetlinkSocket,
@@ -120,12 +120,6 @@ class Netfilter:
                         ways.add((protocol, chain))
         return max(0, others - len(ways))
 
-    def forwarding(self, family: Family) -> Iterator[tuple[str, str, bool]]:
-        """Yield the chains at the FORWARD hook: table as nft(8) names it, chain, True if the policy drops."""
-        for each in self.hooked(family):
-            if each.hook == "forward":
-                yield each.table, each.chain, each.drops
-
     def hooked(self, family: Family) -> Iterator[Hooked]:
         """Yield the base chains that packets of a family pass."""
         for protocol in (_PROTOCOL[family], _INET, _NETDEV):
@@ -147,26 +141,6 @@ class Netfilter:
                         int.from_bytes(hook.get(_HOOK_PRIORITY, b""), signed=True),
                         text_of(hook, _HOOK_DEVICE),
                     )
-
-    def rules(self, family: Family, table: str, chain: str = "") -> list[Rule]:
-        """Return the rules of a chain, or of the whole table, as they concern a family.
-
-        The table is named as in nft(8).
-        """
-        # Rarely needed, so imported on demand.
-        from flanneld.network.firewall.kernel_rules import read_rule
-
-        kind, _, name = table.partition(" ")
-        protocol = next(number for number, word in _TABLE_FAMILY.items() if word == kind)
-        body = attribute(_RULE_TABLE, _terminated(name))
-        if chain:
-            body += attribute(_RULE_CHAIN, _terminated(chain))
-        return [
-            read_rule(family, given.get(_RULE_EXPRESSIONS, b""))
-            for given in self._whole(_GETRULE, protocol, body)
-            # Old kernels ignore the filter and dump all tables.
-            if text_of(given, _RULE_TABLE) == name and chain in ("", text_of(given, _RULE_CHAIN))
-        ]
 
     def _has(self, kind: int, family: Family, body: bytes) -> bool:
         try:

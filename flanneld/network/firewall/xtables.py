@@ -20,7 +20,6 @@ from msgspec import Struct
 from flanneld.model import Family
 from flanneld.network.firewall.rules import (
     ACCEPT,
-    FORWARDING,
     MASQUERADE,
     OWN_CHAINS,
     RETURN,
@@ -108,12 +107,6 @@ def has_chain(family: Family, chain: Chain) -> bool:
     return chain in read(family, [chain])
 
 
-def drops_forwarded(family: Family) -> bool:
-    """Return True if the policy of FORWARD is DROP. Raises ``OSError``."""
-    table, chain = FORWARDING
-    return table in tables(family) and _take(family, table).policy(chain) == "DROP"
-
-
 def count_rules(family: Family) -> int:
     """Return the number of rules that are not flannel's. Raises ``OSError``."""
     ours = sum(len(rules) + 1 for rules in read(family, OWN_CHAINS).values())
@@ -141,12 +134,6 @@ class TableDump(Struct, frozen=True, gc=False):
             return None
         offsets = list(self._walk(head + self._entry(head).next))
         return tuple(self._rule(offset) for offset in offsets[:-1])  # the last entry is the implicit return
-
-    def policy(self, hook: str) -> str:
-        """Return the policy of a built-in chain."""
-        offset = self.hooks[hook][1]
-        data = self.data[offset + self._entry(offset).target + _EXTENSION.size :]
-        return _VERDICTS.get(_unpack(_VERDICT, data)[0], "")
 
     def count(self) -> int:
         """Return the number of rules, without policies and the two entries around each user-defined chain."""

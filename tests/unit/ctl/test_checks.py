@@ -25,7 +25,7 @@ from flanneld.ctl.checks.packets import Drop
 from flanneld.ctl.checks.stale_objects import CniFile, LeftRules
 from flanneld.ctl.compare import Comparison, Difference, Outside, ShadowingRoute
 from flanneld.ctl.doctor import CHECKS, as_json, examine, report, verdict
-from flanneld.ctl.facts import Dropped, Facts, LackingFeature
+from flanneld.ctl.facts import Facts, LackingFeature
 from flanneld.ctl.findings import THEMES, Advice, Fix, Severity
 from flanneld.ctl.lookups import TO_CONTAINERS, Lost
 from flanneld.ctl.output import table_lines
@@ -223,9 +223,21 @@ CASES: dict[str, list[Facts]] = {
     "probes": [peer(probe={"target": "10.5.2.0", "time": NOW, "rtt": None})],
     "forwarding": [of_host("net/ipv4/ip_forward", 0)],
     "dropping": [
-        replace(WELL, dropping=(Dropped("chain FORWARD of table filter", ACCEPT),)),
-        replace(WELL, dropping=(Dropped("chain x of table inet y", ACCEPT, by_rule=True),)),
-        replace(WELL, dropping=(Dropped("chain x of firewalld", ACCEPT, is_firewalld=True),)),
+        replace(
+            WELL, filtered=(Drop("chain FORWARD of table filter", "TCP", "", ACCEPT, drops_the_rest=True),)
+        ),
+        replace(
+            WELL,
+            filtered=(
+                Drop("chain x of table inet y", "TCP", "drop # handle 3", ACCEPT, drops_the_rest=True),
+            ),
+        ),
+        replace(
+            WELL,
+            filtered=(
+                Drop("chain x of firewalld", "TCP", "", ACCEPT, is_firewalld=True, drops_the_rest=True),
+            ),
+        ),
     ],
     "left rules": [replace(WELL, left_rules=(LeftRules(("iptables-legacy: nat FLANNEL-POSTRTG",), ACCEPT),))],
     "cni": [

@@ -23,7 +23,7 @@ from flanneld.network.firewall.fate import (
     Test,
     fate,
 )
-from flanneld.network.firewall.foreign import BaseChain, Opening
+from flanneld.network.firewall.foreign import BaseChain, Opening, of_network
 from flanneld.network.firewall.iptables_text import read_table
 from flanneld.network.firewall.nft_json import read_chains
 
@@ -267,3 +267,14 @@ def test_commands_that_accept_go_before_the_first_rule(
     base: BaseChain, opening: Opening, command: str
 ) -> None:
     assert [" ".join(each) for each in base.accept(opening)] == [command]
+
+
+def test_firewalld_is_asked_to_accept() -> None:
+    base = replace(NATIVE, table="inet firewalld")
+    network = ip_network("10.5.0.0/16")
+    assert [" ".join(each) for each in base.accept(*of_network(network), UDP, Opening("esp"))] == [
+        "firewall-cmd --permanent --zone=trusted --add-source=10.5.0.0/16",
+        "firewall-cmd --permanent --add-port=8472/udp",
+        "firewall-cmd --permanent --add-protocol=esp",
+        "firewall-cmd --reload",
+    ]
