@@ -26,7 +26,6 @@ from flanneld.network import host_settings, interfaces, processes, survey
 from flanneld.network.firewall.foreign import has_firewalld
 from flanneld.network.host_settings import WrongSetting as HostFinding
 from flanneld.network.rtnetlink import devices, links
-from flanneld.network.rtnetlink.kernel import Kernel
 from flanneld.network.rtnetlink.links import SeenLink, is_flannels
 from flanneld.network.xfrm.table import open_xfrm
 from flanneld.runtime import clock
@@ -154,7 +153,7 @@ def gather(source: DataSource) -> Facts:
     found = compare.read(told, desired)
     families = _families(told)
     ours = [link for link in found.links if is_flannels(link)]
-    addresses = tuple(_addresses(found))
+    addresses = tuple(lookups.host_addresses())
     devices = known(told.devices) or [link.name for link in ours]
     ways = containers.container_devices(addresses, devices, told.own_subnets)
     paths, now = tuple(_paths(told)), clock.wall()
@@ -263,14 +262,6 @@ def _passing(told: Status, paths: Collection[PathToPeer]) -> Iterator[tuple[str,
 
 def _families(told: Status) -> tuple[Family, ...]:
     return tuple(network.version for network, _ in told.ranges) or FAMILIES[:1]
-
-
-def _addresses(found: ActualState) -> Iterator[tuple[str, IPAddress]]:
-    names = {link.index: link.name for link in found.links}
-    kernel = Kernel()
-    for family in FAMILIES:
-        for seen in kernel.addresses(family):
-            yield names.get(seen.index, ""), seen.address
 
 
 def _managed(ours: list[SeenLink]) -> Iterator[tuple[str, str]]:

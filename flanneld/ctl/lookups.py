@@ -101,6 +101,15 @@ def flows(
                 yield from _between_containers(told, peer, subnet, theirs, device)
 
 
+def host_addresses() -> Iterator[tuple[str, IPAddress]]:
+    """Yield the addresses of all interfaces, with the interface's name. Raises ``OSError``."""
+    view = HostView()
+    names = view.names()
+    for family in FAMILIES:
+        for seen in view.addresses(family):
+            yield names.get(seen.index, ""), seen.address
+
+
 def container_of(subnet: IPNetwork) -> IPAddress:
     """Return an address of a subnet that a container may have."""
     return subnet[2 % subnet.num_addresses]

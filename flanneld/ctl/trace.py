@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
@@ -11,6 +12,9 @@ from flanneld.ctl.views import handshake
 from flanneld.diagnostics.status import PeerStatus, Status, known, networks, resources
 from flanneld.model import IPAddress, IPNetwork
 from flanneld.state.resources import FdbEntry, Neighbor, Resource, Route
+
+if TYPE_CHECKING:
+    from flanneld.ctl.checks.packets import Drop
 
 WayTo = Callable[[IPAddress], RouteTaken]
 
@@ -24,14 +28,17 @@ class Hop(Struct, frozen=True, gc=False):
     note: str = ""
 
 
-def trace(target: IPAddress, told: Status, found: ActualState, look_up_route: WayTo) -> list[Hop]:
-    """Return the hops, as far as they are known."""
+def trace(
+    target: IPAddress, told: Status, found: ActualState, look_up_route: WayTo, drops: Sequence[Drop] = ()
+) -> list[Hop]:
+    """Return the hops, as far as they are known. ``drops`` are those of packets from and to the peer."""
     own = _subnet_with(target, told.own_subnets)
     if own:
         return list(_to_a_container(target, own, told, look_up_route))
     peer = next((each for each in told.each_peer if _subnet_with(target, each.networks)), None)
     if peer is not None:
-        return list(_to_a_peer(target, peer, told, found, look_up_route))
+        hops = list(_to_a_peer(target, peer, told, found, look_up_route))
+        return [*hops, *map(_filter, drops)]
     way = look_up_route(target)
     if not told.ranges:
         state = "ok" if way.is_here else "unknown" if way.device else "PROBLEM"
@@ -133,6 +140,12 @@ def _underlay(target: IPAddress, peer: PeerStatus, told: Status, look_up_route: 
         yield Hop(
             "uplink", f"{public} {way}", "ok" if right else "PROBLEM" if not way.device else "unknown", note
         )
+
+
+def _filter(drop: Drop) -> Hop:
+    rule = f"; unless this rule passes them: {drop.doubt}" if drop.doubt else ""
+    note = f"drops {drop.flow}: {drop.rule or 'its policy'}{rule}"
+    return Hop("filter", drop.chain, "unknown" if rule else "PROBLEM", note)
 
 
 def _subnet_with(target: IPAddress, subnets: Iterable[IPNetwork]) -> str:

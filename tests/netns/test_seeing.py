@@ -103,6 +103,18 @@ def test_the_way_to_a_container_is_traced(lab: Lab) -> None:
         assert flannelctl(node, "trace", target).returncode == 0
 
 
+def test_a_rule_that_drops_packets_to_a_peer_is_on_the_way_to_its_containers(lab: Lab) -> None:
+    node, peer = settled(lab)
+    node.run("nft", "add table inet wall")
+    node.run("nft", "add chain inet wall c { type filter hook output priority 0; policy accept; }")
+    node.run("nft", "add rule inet wall c udp dport 8472 drop")
+    target = peer.subnet()[:-3]
+    assert flannelctl(node, "trace", target).returncode == 1
+    (hop,) = (hop for hop in answer(node, "trace", target)["hops"] if hop["hop"] == "filter")
+    assert (hop["found"], hop["state"]) == ("chain c of table inet wall", "PROBLEM")
+    assert hop["note"].startswith("drops UDP 8472 to its peers: udp dport 8472 drop # handle ")
+
+
 def test_the_way_is_traced_over_ipv6_too(lab: Lab) -> None:
     node, peer = lab.cluster(BACKEND, **DUAL_STACK)
     node.wait_for_route(peer.subnet(), PATIENCE)

@@ -12,11 +12,22 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 from msgspec.structs import replace
 
+from flanneld.ctl.checks.containers import container_devices
 from flanneld.ctl.checks.host import let_in
 from flanneld.ctl.findings import Advice, Finding, Fix, Severity, check
-from flanneld.ctl.lookups import THROUGH, TO_CONTAINERS, Flow, Lost, flows, reached_peers, some
-from flanneld.diagnostics.status import Status, known
-from flanneld.model import FAMILIES, Family, IPNetwork
+from flanneld.ctl.lookups import (
+    THROUGH,
+    TO_CONTAINERS,
+    Flow,
+    Lost,
+    flows,
+    host_addresses,
+    parsed,
+    reached_peers,
+    some,
+)
+from flanneld.diagnostics.status import PeerStatus, Status, known
+from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork
 from flanneld.network.firewall import foreign
 from flanneld.network.firewall.fate import DROP, Fate
 from flanneld.network.firewall.foreign import BaseChain, Opening
@@ -47,16 +58,33 @@ class Drop(Struct, frozen=True, gc=False):
     drops_the_rest: bool = False
 
 
-def read_drops(told: Status, container_devices: Mapping[Family, str]) -> list[Drop]:
-    """Return what this host's packet filters drop, as far as they can be read."""
+def drops_towards(target: IPAddress, told: Status) -> list[Drop]:
+    """Return what this host's packet filters drop of the packets from and to the peer with an address."""
+    peers = [each for each in reached_peers(told) if any(target in net for net in each.networks)]
+    if not peers:
+        return []
+    ways = container_devices(tuple(host_addresses()), known(told.devices) or (), told.own_subnets)
+    return read_drops(told, ways, peers)
+
+
+def read_drops(
+    told: Status, devices: Mapping[Family, str], peers: Sequence[PeerStatus] | None = None
+) -> list[Drop]:
+    """Return what this host's packet filters drop, as far as they can be read.
+
+    ``devices`` are those of containers. Without ``peers`` a few are chosen, and those that rules name.
+    """
     versions = {network.version for network, _ in told.ranges}
     bases = [
         base for family in FAMILIES if _concerns(family, versions, told) for base in foreign.read(family)
     ]
     if not bases:
         return []
-    chosen = some(reached_peers(told), _mentioned(bases, [network for network, _ in told.ranges]))
-    packets = list(flows(told, chosen, container_devices))
+    if peers is None:
+        chosen = some(reached_peers(told), _mentioned(bases, [network for network, _ in told.ranges]))
+    else:
+        chosen = list(map(parsed, peers))
+    packets = list(flows(told, chosen, devices))
     forwarded = {flow.family for flow in packets if flow.hooks == THROUGH}
     packets += (
         Flow("packets of containers", packet, THROUGH, foreign.of_network(network))

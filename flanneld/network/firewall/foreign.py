@@ -232,4 +232,5 @@ def text_of(base: BaseChain, rule: str) -> str:
         return f"rule # handle {rule}"
     mark = f" # handle {rule}"
     found = (line.removesuffix(mark).strip() for line in listing.splitlines() if line.endswith(mark))
-    return f"{next(found, 'rule')} # handle {rule}"
+    # Tables have handles of their own.
+    return f"{next((text for text in found if not text.endswith('{')), 'rule')}{mark}"

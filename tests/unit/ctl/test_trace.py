@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from flanneld.ctl.checks.packets import Drop
 from flanneld.ctl.compare import ActualState, RouteTaken
 from flanneld.ctl.trace import Hop, trace
 from flanneld.model import IPAddress
@@ -178,3 +179,20 @@ def test_a_packet_to_this_host_stays_here(target: str) -> None:
 def test_without_the_network_nobody_says_that_an_address_is_outside(way: RouteTaken, state: str) -> None:
     lease, route = trace(ip_address("10.5.2.7"), status_of({}), found(), lambda _: way)
     assert (lease.state, route.state) == ("unknown", state)
+
+
+def test_what_drops_the_packets_here_is_a_hop_with_its_rule() -> None:
+    drops = (
+        Drop("chain INPUT of table ip filter", "UDP 8472 from its peers", "-A INPUT -j DROP", ()),
+        Drop("chain c of table inet wall", "UDP 8472 to its peers", "", (), doubt="limit accept # handle 3"),
+    )
+    told = status_of(DOCUMENT)
+    *_, sure, unsure = trace(ip_address("10.5.2.7"), told, found(), lambda way: WAYS[str(way)], drops)
+    assert sure == Hop(
+        "filter",
+        "chain INPUT of table ip filter",
+        "PROBLEM",
+        "drops UDP 8472 from its peers: -A INPUT -j DROP",
+    )
+    assert (unsure.hop, unsure.state) == ("filter", "unknown")
+    assert unsure.note.endswith("its policy; unless this rule passes them: limit accept # handle 3")
