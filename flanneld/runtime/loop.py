@@ -15,6 +15,34 @@ from flanneld.runtime import clock
 _IDLE = 30.0
 
 
+class Wakeup:
+    """File descriptor that is readable from ``set`` until ``clear``. Any thread may set it."""
+
+    _event = -1
+
+    def __init__(self) -> None:
+        self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        # A default argument, because at interpreter exit the module's names are gone.
+        if self._event >= 0:
+            close(self._event)
+
+    def fileno(self) -> int:
+        return self._event
+
+    def set(self) -> None:
+        os.eventfd_write(self._event, 1)
+
+    def clear(self) -> bool:
+        """Return False if it was not set."""
+        try:
+            os.eventfd_read(self._event)
+        except BlockingIOError:
+            return False
+        return True
+
+
 class Loop(Protocol):
     """Thread's part of a stepped machine, whichever thread that is."""
 
@@ -48,12 +76,11 @@ class StepLoop:
         stop: threading.Event,
         heartbeat: Callable[[float], None],
     ) -> None:
-        self._wake = -1
         self._step = step
         self._sources = sources
         self._stop = stop
         self._heartbeat = heartbeat
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake = Wakeup()
 
     def run(self) -> None:
         """Step until ``stop`` is set."""
@@ -63,26 +90,21 @@ class StepLoop:
             if due > clock.now():
                 self._sleep_until(due)
 
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        # A default argument, because at interpreter exit the module's names are gone.
-        if self._wake >= 0:
-            close(self._wake)
-
     def is_alive(self) -> None:
         """Send a heartbeat. A step that does several things calls this after each."""
         self._heartbeat(4 * _IDLE)
 
     def cancel(self) -> None:
         """End the current wait. May be called from any thread."""
-        os.eventfd_write(self._wake, 1)
+        self._wake.set()
 
     def _sleep_until(self, when: float) -> None:
         poll = select.poll()
-        for source in (self._wake, *self._sources()):
+        for source in (self._wake.fileno(), *self._sources()):
             poll.register(source, select.POLLIN)
         ready = poll.poll(min(_IDLE, max(0.0, when - clock.now())) * 1000)
-        if (self._wake, select.POLLIN) in ready:
-            os.eventfd_read(self._wake)
+        if (self._wake.fileno(), select.POLLIN) in ready:
+            self._wake.clear()
 
 
 Item = TypeVar("Item")
@@ -100,10 +122,10 @@ class EventQueue(Generic[Item]):
         self.since = 0.0
         #: Held from ``put`` until ``settle``. A ``threading.Event`` would take 15 us more for each item.
         self._unsettled = threading.Lock()
-        self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._readable = Wakeup()
 
     def fileno(self) -> int:
-        return self._event
+        return self._readable.fileno()
 
     def put(self, item: Item) -> None:
         """Add an item, then wait until it is processed, at most a few milliseconds.
@@ -112,7 +134,7 @@ class EventQueue(Generic[Item]):
         """
         self._unsettled.acquire(blocking=False)
         self._items.append((clock.now(), item))
-        os.eventfd_write(self._event, 1)
+        self._readable.set()
         self._unsettled.acquire(timeout=_PATIENCE)
 
     def settle(self) -> None:
@@ -122,13 +144,11 @@ class EventQueue(Generic[Item]):
 
     def wake(self) -> None:
         """Wake the owner without adding an item."""
-        os.eventfd_write(self._event, 1)
+        self._readable.set()
 
     def drain(self) -> list[Item]:
         """Return all items, oldest first."""
-        try:
-            os.eventfd_read(self._event)
-        except BlockingIOError:
+        if not self._readable.clear():
             return []
         items = [self._items.popleft() for _ in range(len(self._items))]
         self.since = items[0][0] if items else self.since

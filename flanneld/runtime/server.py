@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import os
 import select
 import socket
 import threading
@@ -23,6 +22,7 @@ from msgspec import Struct
 
 from flanneld.runtime import clock
 from flanneld.runtime.complaints import PACE
+from flanneld.runtime.loop import Wakeup
 
 log = logging.getLogger(__name__)
 
@@ -92,8 +92,6 @@ class PolledServer:
     ``failing`` is logged for a coroutine or a function that fails through a bug.
     """
 
-    _wake = -1
-
     def __init__(
         self,
         listener: socket.socket,
@@ -107,7 +105,7 @@ class PolledServer:
         self._failing = failing
         self._closing = threading.Event()
         self._poll = select.poll()
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake = Wakeup()
         #: Open connections without a thread by file descriptor, oldest first.
         self._open: dict[int, _Open] = {}
         #: Guards counters, also those of a subclass.
@@ -144,12 +142,7 @@ class PolledServer:
     def close(self) -> None:
         """End ``serve`` at once. May be called repeatedly, from any thread."""
         self._closing.set()
-        os.eventfd_write(self._wake, 1)  # no shutdown: systemd may keep the listening socket
-
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        # A default argument, because at interpreter exit the module's names are gone.
-        if self._wake >= 0:
-            close(self._wake)
+        self._wake.set()  # no shutdown: systemd may keep the listening socket
 
     def _patience(self) -> float | None:
         """Return the milliseconds until the oldest connection expires: all have the same lifetime."""

@@ -6,12 +6,13 @@ import os
 import random
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from flanneld.errors import Cancelled, Retryable
 from flanneld.runtime import clock, randomness, supervisor, waits
-from flanneld.runtime.loop import StepLoop
+from flanneld.runtime.loop import EventQueue, StepLoop, Wakeup
 from flanneld.runtime.waits import Backoff
 from tests.clock import Clock
 from tests.lab.wait import wait_for
@@ -114,3 +115,10 @@ def test_step_loop_steps_when_it_is_time_or_woken_until_it_is_stopped() -> None:
     thread.join(DEADLINE)
     assert not thread.is_alive()
     assert promises == {120.0}
+
+
+@pytest.mark.parametrize("kind", [EventQueue, Wakeup])
+def test_descriptor_of_a_queue_is_closed_with_it(kind: type[EventQueue[int] | Wakeup]) -> None:
+    """A network that fails is served again and again, each time with a queue of its own."""
+    number = kind().fileno()
+    assert not Path(f"/proc/self/fd/{number}").exists()
