@@ -85,7 +85,7 @@ def test_a_node_that_is_well_is_shown_as_it_is(lab: Lab) -> None:
         ["ok", kind] for kind in ("link", "address", "neighbor", "fdb", "route")
     ]
     events = flannelctl(node, "events").stdout
-    head = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d +I +main"
+    head = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d +I +node"
     assert re.search(f"^{head} +Our subnet is {node.subnet()}", events, re.MULTILINE)
 
 
