@@ -7,13 +7,12 @@ public IP that is local here would loop. One to a broadcast address would reach 
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator
 from typing import Literal
 
 from msgspec import Struct
 
-from flanneld.model import Family, IPAddress, IPNetwork, lies_in, network_around, overlap, single
+from flanneld.model import IPAddress, IPNetwork, lies_in, network_around, overlap, single
 
 #: linux/rtnetlink.h RTPROT_*: creators of connected routes: the kernel, router advertisements, DHCP.
 _ON_LINK_PROTOCOLS = frozenset({2, 9, 16})
@@ -153,72 +152,3 @@ def _broadcasts(net: IPNetwork) -> Iterator[IPAddress]:
     if net.version == 4 and net.prefixlen <= _LONGEST_WITH_BROADCAST:
         yield net.network_address
         yield net.broadcast_address
-
-
-_NO_NETWORKS = HostNetworks()
-
-
-class Obstacles:
-    """Index of the host's networks, for lookups by lease."""
-
-    def __init__(self, host: HostNetworks = _NO_NETWORKS) -> None:
-        self.host = host
-        self.devices = frozenset(each.device for each in host.obstacles)
-        self._broadcast = {(ip.version, int(ip)) for ip in host.broadcast}
-        self._local: dict[tuple[int, int], set[int]] = {}
-        for net in host.local:
-            shift = net.max_prefixlen - net.prefixlen
-            self._local.setdefault((net.version, shift), set()).add(int(net.network_address) >> shift)
-        #: By family, sorted by address and length: the networks in a subnet are one run.
-        self._sorted: dict[int, list[tuple[int, int, Obstacle]]] = {4: [], 6: []}
-        for each in host.obstacles:
-            self._sorted[each.net.version].append((int(each.net.network_address), each.net.prefixlen, each))
-        for found in self._sorted.values():
-            found.sort(key=lambda entry: (entry[0], entry[1], str(entry[2])))
-
-    def in_subnet(self, subnet: IPNetwork) -> Obstacle | None:
-        """Return an obstacle that equals the subnet or lies in it, None if there is none."""
-        found = self._sorted[subnet.version]
-        if not found:
-            return None
-        first = int(subnet.network_address)
-        host_bits = subnet.max_prefixlen - subnet.prefixlen
-        # A network that begins inside the subnet is at most as large: prefixes never overlap in part.
-        for place in range(
-            bisect_left(found, (first, subnet.prefixlen), key=lambda entry: entry[:2]), len(found)
-        ):
-            number, _, obstacle = found[place]
-            if (number ^ first) >> host_bits:
-                break
-            if obstacle.route is None or not lies_in(obstacle.route, subnet):
-                return obstacle
-            # Of two routes to one destination the metric decides, and ours may have the lower one. A gateway
-            # is needed then for that destination only, which the lease takes over on purpose.
-            if obstacle.what == "store" and obstacle.route == subnet:
-                return obstacle
-        return None
-
-    def at(self, public_ip: IPAddress) -> str:
-        """Return the local meaning of a public IP, empty if it is another host's."""
-        number = int(public_ip)
-        for (version, shift), prefixes in self._local.items():
-            if version == public_ip.version and number >> shift in prefixes:
-                return "an address of this host"
-        if (public_ip.version, number) in self._broadcast:
-            return "a broadcast or network address of this host's link"
-        return ""
-
-    def around(self, lengths: dict[Family, int]) -> list[Obstacle]:
-        """Return the connected networks larger than a subnet: more specific routes would split them."""
-        return [
-            entry[2]
-            for family, length in lengths.items()
-            for entry in self._sorted[family]
-            if entry[2].what == "network" and entry[1] < length
-        ]
-
-    def connected_at(self, destination: IPNetwork) -> Obstacle | None:
-        """Return the connected network that equals a destination, None if there is none."""
-        return next(
-            (each for each in self.host.obstacles if each.what == "network" and each.net == destination), None
-        )

@@ -146,7 +146,7 @@ class Controller:
         try:
             spare_links_of_others(self._node.kernel, self._host.links())
             self._host.look_at_networks(now)
-            spare_connected_networks(self.peers.local_resources(), self.peers.safety.obstacles)
+            spare_connected_networks(self.peers.local_resources(), self.peers.claims.host)
         except OSError as failure:
             raise Retryable(f"cannot read the kernel's tables: {cause_of(failure)}") from failure
         # Routes of an earlier run may bypass the encryption, so they go before any peer is known.
@@ -158,13 +158,13 @@ class Controller:
         demand_all(self.tables.states())
         for resource in report.made:
             log.info("Made %s", resource)
-        warn_of_networks_around(self.peers.safety.obstacles, self.domain)
+        warn_of_networks_around(self.peers.claims.host, self.domain)
         self._host.postpone(now)
 
     def _harms(self, resource: Resource) -> bool:
         """Return True for a route by which packets leave unencrypted, or that covers the store's address."""
         backend, own = self.uplink_manager.backend, self._node.lease
-        obstacle = isinstance(resource, Route) and self.peers.safety.obstacles.in_subnet(resource.destination)
+        obstacle = isinstance(resource, Route) and self.peers.claims.obstacle_in(resource.destination)
         if obstacle and obstacle.what == "store":
             return True
         synced = self.peers.synced or self._has_failed

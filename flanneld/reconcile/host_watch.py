@@ -15,7 +15,7 @@ from flanneld.compat.glog import V, counted
 from flanneld.errors import Fatal, cause_of
 from flanneld.model import IPAddress, IPNetwork, single
 from flanneld.network.host import HostKernel
-from flanneld.network.obstacles import Obstacles
+from flanneld.network.obstacles import HostNetworks, Obstacle
 from flanneld.network.processes import ChangeOrigins
 from flanneld.network.rtnetlink.domain import Domain
 from flanneld.network.rtnetlink.links import described, is_not_ours_to_remove
@@ -29,7 +29,7 @@ from flanneld.network.rtnetlink.monitor import (
     Unmonitored,
 )
 from flanneld.network.uplink_facts import read_host_networks
-from flanneld.reconcile.claims import LeaseSafety
+from flanneld.reconcile.claims import Claims
 from flanneld.reconcile.encryption_watch import EncryptionWatch
 from flanneld.reconcile.local_node import LocalNode
 from flanneld.reconcile.node_tables import NodeTables
@@ -57,10 +57,11 @@ def spare_links_of_others(kernel: HostKernel, links: Iterable[Link]) -> None:
             )
 
 
-def spare_connected_networks(local: Iterable[Resource], obstacles: Obstacles) -> None:
+def spare_connected_networks(local: Iterable[Resource], host: HostNetworks) -> None:
     """Raise ``Fatal`` if a route that this node needs would take over a network of the host."""
+    connected = {each.net: each for each in host.obstacles if each.what == "network"}
     for route in local:
-        obstacle = obstacles.connected_at(route.destination) if isinstance(route, Route) else None
+        obstacle = connected.get(route.destination) if isinstance(route, Route) else None
         if obstacle is not None and isinstance(route, Route):
             raise Fatal(
                 f"{obstacle}, and all of {obstacle.net} would go into {route.device}",
@@ -68,9 +69,17 @@ def spare_connected_networks(local: Iterable[Resource], obstacles: Obstacles) ->
             )
 
 
-def warn_of_networks_around(obstacles: Obstacles, domain: Domain) -> None:
+def networks_around(host: HostNetworks, ranges: Iterable[tuple[IPNetwork, int]]) -> list[Obstacle]:
+    """Return the connected networks larger than a subnet: more specific routes would split them."""
+    lengths = {network.version: length for network, length in ranges}
+    found = [each for each in host.obstacles if each.what == "network"]
+    around = [each for each in found if each.net.prefixlen < lengths.get(each.net.version, 0)]
+    return sorted(around, key=lambda each: (each.net.version, each.net, str(each)))
+
+
+def warn_of_networks_around(host: HostNetworks, domain: Domain) -> None:
     """Warn of networks on this host's links that overlap the cluster's and exceed a node's subnet."""
-    for network in obstacles.around({each.version: length for each, length in domain.ranges}):
+    for network in networks_around(host, domain.ranges):
         log.warning(
             "Network overlap: %s; its hosts with addresses in a node's subnet are not reached; "
             "choose a Network that no link of any node uses",
@@ -140,8 +149,8 @@ class HostWatch:
         store = self._store.look(now, networks, own)
         self._next_look = min(self._next_look, self._store.due)
         host = read_host_networks(self._node.kernel, networks, own, self._node.kernel.domain.links, store)
-        if host != self._peers.safety.obstacles.host:
-            self._change(self._peers.look(Obstacles(host), self._manager.backend), now)
+        if host != self._peers.claims.host:
+            self._change(self._peers.look(host, self._manager.backend), now)
         self._store.applied()
         self._peers.log_changes(now)
 
@@ -155,7 +164,7 @@ class HostWatch:
     def tell_of_bypasses(self) -> None:
         """Update the report of ways past the encryption, as the host and the tables were last read."""
         if self._manager.backend.encrypts:
-            detours = self._peers.safety.obstacles.host.detours
+            detours = self._peers.claims.host.detours
             self.encryption.look(detours, self._peers.desired.table(ROUTES), self._tables.bypasses())
 
     def wish_for_ourselves(self) -> None:
@@ -240,7 +249,7 @@ class KernelNews:
             self._names = names
 
     def _take(self, item: Notification, now: float) -> None:
-        if may_be_obstacle(item, self._peers.safety, self._node.kernel.domain.links):
+        if may_be_obstacle(item, self._peers.claims, self._node.kernel.domain.links):
             self._host.look_soon(now)
         match item:
             case Overrun():
@@ -286,7 +295,7 @@ class KernelNews:
         return (domain.uplink, *domain.links)
 
 
-def may_be_obstacle(item: Notification, safety: LeaseSafety, links: Collection[str]) -> bool:
+def may_be_obstacle(item: Notification, claims: Claims, links: Collection[str]) -> bool:
     """Return True if a notification may change an address, a connected network or a gateway of the host.
 
     ``links`` are our devices.
@@ -294,18 +303,18 @@ def may_be_obstacle(item: Notification, safety: LeaseSafety, links: Collection[s
     match item:
         case InterfaceChanged(name=name, address=address):
             # The kernel sends no notification of IPv4 routes that vanish with their link.
-            is_known = name in safety.obstacles.devices
+            is_known = name in claims.devices
             return is_known or (address is not None and name not in links)
         case HostRouteChanged(destination, gateways):
-            return _may_harm(safety, destination, *gateways)
+            return _may_harm(claims, destination, *gateways)
         case ResourceRemoved(key, gateway=gateway):
-            return _may_harm(safety, destination_of(key), gateway)
+            return _may_harm(claims, destination_of(key), gateway)
         case ResourceChanged(Route() as route):
-            return route.device not in links and _may_harm(safety, route.destination, route.gateway)
+            return route.device not in links and _may_harm(claims, route.destination, route.gateway)
     return False
 
 
-def _may_harm(safety: LeaseSafety, destination: IPNetwork | None, *gateways: IPAddress | None) -> bool:
+def _may_harm(claims: Claims, destination: IPNetwork | None, *gateways: IPAddress | None) -> bool:
     """Return True if a route to the destination, or a gateway, may affect a lease."""
     nets = (destination, *(single(gateway) for gateway in gateways if gateway is not None))
-    return any(net is not None and safety.concerns(net) for net in nets)
+    return any(net is not None and claims.concerns(net) for net in nets)

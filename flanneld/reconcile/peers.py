@@ -15,22 +15,19 @@ from flanneld.model import (
     Added,
     Change,
     Event,
-    Family,
     IPNetwork,
     Lease,
     LeaseKey,
     LeaseTable,
     Removed,
     Snapshot,
-    lies_in,
     name_of,
-    overlap,
 )
-from flanneld.network.obstacles import Obstacles
-from flanneld.reconcile.claims import LeaseSafety, Overlaps
+from flanneld.network.obstacles import HostNetworks
+from flanneld.reconcile.claims import Claims, Overlaps
 from flanneld.reconcile.permits import Knowledge
 from flanneld.runtime.complaints import LogBatch, Once
-from flanneld.state.desired import LOCAL, Before, Delta, DesiredState
+from flanneld.state.desired import LOCAL, Before, Delta, DesiredState, rank
 from flanneld.state.removal_guard import RemovalGuard
 from flanneld.state.resources import Key, Kind, Resource
 
@@ -109,11 +106,11 @@ class Peers:
     ) -> None:
         self._own = own
         self._removal_guard = removal_guard
-        lengths = dict(ranges)
-        self._networks = {network.version: network for network in lengths}
-        self._overlaps = Overlaps({network.version: length for network, length in lengths.items()})
         self._table = LeaseTable(own.key)
-        self.safety = LeaseSafety(own, self._networks.values(), self._table.get)
+        self.claims = Claims(own, ranges, self._table.get)
+        self._overlaps = Overlaps(self.claims, self._leads)
+        #: Leases that would lead to a peer, and are not followed for one that precedes them.
+        self._withheld: set[LeaseKey] = set()
         self._desired = DesiredState()
         #: Leases with data that the backend cannot parse.
         self._unparsable: set[LeaseKey] = set()
@@ -153,8 +150,11 @@ class Peers:
             net
             for key in self._table.unreadable | self._unparsable
             for net in key
-            if net is not None and self.safety.obstacles.in_subnet(net) is None
+            if net is not None and self.claims.obstacle_in(net) is None
         }
+
+    def _leads(self, key: LeaseKey) -> bool:
+        return key in self._desired or key in self._withheld
 
     def known(self) -> Knowledge:
         """Return what is known of the leases, for the permits of the tables."""
@@ -204,16 +204,18 @@ class Peers:
 
     def _fold(self, event: Event, backend: Backend) -> Iterator[Before]:
         change = self._change(event)
-        others = self.safety.update(change.put, change.gone)
+        others = self.claims.update(change.put, change.gone)
         if others:
             others.difference_update([lease.key for lease in change.put])
         for key in change.gone:
             self._forget(key)
             self._sound.pop(key, None)
-            self._overlaps.note(key, leads=False)
+            if self._leads(key):
+                self._overlaps.note(key)
+            self._withheld.discard(key)
             self._once.clear(("overlap", key))
             yield self._desired.set(key, ())
-        for lease in (*change.put, *filter(None, map(self._table.get, others))):
+        for lease in (*change.put, *filter(None, map(self._table.get, sorted(others, key=rank)))):
             yield self._decide(lease, backend)
             self._warn_of_conflicts(lease)
         yield from self._decide_overlaps(backend)
@@ -221,10 +223,16 @@ class Peers:
     def _decide(self, lease: Lease, backend: Backend) -> Before:
         """Set the objects of a lease. Return those that were in effect before."""
         key = lease.key
+        led = self._leads(key)
         resources = self._lead_to(lease, backend)
-        self._overlaps.note(key, leads=bool(resources))
+        if led != bool(resources):
+            self._overlaps.note(key)
         winner = self._overlaps.winner(key)
+        if winner is None or not resources:
+            self._withheld.discard(key)
         if winner is not None:
+            if resources:
+                self._withheld.add(key)
             problem = f"it overlaps the lease {name_of(winner)}, which precedes it"
             reason = Refused(problem, f"give its node a subnet of the usual SubnetLen; {LEASES_END}")
             self._reasons[key] = Refusal(str(reason))
@@ -244,14 +252,15 @@ class Peers:
         """Decide again about every lease, after a change of the backend or of the host's routes."""
         return self._decide_all(self._table, backend)
 
-    def look(self, obstacles: Obstacles, backend: Backend) -> Delta:
+    def look(self, host: HostNetworks, backend: Backend) -> Delta:
         """Apply new facts of this host. Return the objects to make and to remove."""
-        self.safety.look(obstacles, self._table)
+        self.claims.look(host)
         return self._decide_all(filter(self._may_change, self._table), backend)
 
     def _may_change(self, lease: Lease) -> bool:
-        harm = self.safety.harm(lease)
-        return (str(harm) if harm else None) != self._unsafe.get(lease.key) or lease.key in self._unparsable
+        reason = self.claims.refusal(lease)
+        harm = str(reason) if isinstance(reason, Unsafe) else None
+        return harm != self._unsafe.get(lease.key) or lease.key in self._unparsable
 
     def _decide_all(self, leases: Iterable[Lease], backend: Backend) -> Delta:
         before: Before = {}
@@ -304,10 +313,9 @@ class Peers:
         """Return the objects for a peer; for an invalid lease its former ones, or those of the valid part."""
         resources: list[Resource] = []
         try:
-            if not self.safety.is_led(lease.key):
-                _refuse_overlap(lease, self._own)
-                _refuse_outside(lease, self._networks)
-            self._refuse_harm(lease)
+            refusal = self.claims.refusal(lease)
+            if refusal is not None:
+                raise refusal
             resources.extend(backend.peer(self._own, lease))
         except OtherBackend as reason:
             self._complain(lease, reason, f"Ignoring a lease: {reason}")
@@ -320,17 +328,12 @@ class Peers:
             self._complain(lease, reason, f"Refusing the data of lease {lease}: {reason}")
             self._unparsable.add(lease.key)
             sound = self._sound.get(lease.key)
-            if sound is not None and not self.safety.is_reachable(sound):
+            if sound is not None and not self.claims.is_reachable(sound):
                 return ()
             return self._desired.of_owner(lease.key) or tuple(resources)
         self._forget(lease.key)
         self._sound[lease.key] = lease
         return tuple(resources)
-
-    def _refuse_harm(self, lease: Lease) -> None:
-        harm = self.safety.harm(lease)
-        if harm is not None:
-            raise harm
 
     def _complain(self, lease: Lease, reason: Refused, line: str) -> None:
         self._unparsable.discard(lease.key)
@@ -366,22 +369,6 @@ class Peers:
                 f"{name_of(winner)} and {name_of(loser)} both claim {resource}; {name_of(winner)} has it: "
                 "are these cloned machines, or is one public IP used twice?",
             )
-
-
-def _refuse_overlap(lease: Lease, own: Lease) -> None:
-    """Raise ``Refused`` if a peer claims our subnet: its route would cut off our containers."""
-    for theirs, ours in zip(lease.key, own.key, strict=True):
-        if theirs is not None and ours is not None and overlap(theirs, ours):
-            raise Refused(f"it overlaps our own subnet {ours}", "give one of both nodes another subnet")
-
-
-def _refuse_outside(lease: Lease, networks: Mapping[Family, IPNetwork]) -> None:
-    """Raise ``Refused`` for a peer with a subnet outside this network: it would attract foreign traffic."""
-    for net in lease.key:
-        network = networks.get(net.version) if net is not None else None
-        if net is not None and network is not None and not lies_in(net, network):
-            remedy = f"restart its daemon if Network was changed; {LEASES_END}"
-            raise Refused(f"it is outside our network {network}", remedy)
 
 
 def _lacks(event: Event, own: Lease) -> bool:

@@ -9,20 +9,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flanneld.model import IPAddress, IPNetwork, single
+from flanneld.model import IPAddress, IPNetwork, Lease, LeaseAttrs, LeaseKey, single
 from flanneld.network.obstacles import (
     HostNetworks,
     HostRoute,
     Obstacle,
-    Obstacles,
     concerns,
     host_networks,
 )
+from flanneld.reconcile.claims import Claims
+from flanneld.reconcile.host_watch import networks_around
 
 NETWORKS = (IPv4Network("10.5.0.0/16"), IPv6Network("fc00:5::/48"))
 OWN = (IPv4Network("10.5.1.0/24"), IPv6Network("fc00:5:0:1::/64"))
 KERNEL, BOOT, STATIC, DHCP, ROUTER = 2, 3, 4, 16, 9
 SUBNETS: dict[int, IPNetwork] = {4: IPv4Network("10.5.7.0/24"), 6: IPv6Network("fc00:5:0:7::/64")}
+
+
+def claims(host: HostNetworks) -> Claims:
+    """Return the claims of this host and of no lease."""
+    found = Claims(Lease(LeaseAttrs()), [(NETWORKS[0], 24), (NETWORKS[1], 64)], dict[LeaseKey, Lease]().get)
+    found.look(host)
+    return found
 
 
 def nets4(near: int, lengths: st.SearchStrategy[int]) -> st.SearchStrategy[IPNetwork]:
@@ -52,7 +60,7 @@ def test_obstacle_is_what_equals_a_subnet_or_lies_inside_it(
         for each in found
         if each.net.version == subnet.version and each.net.subnet_of(subnet)  # type: ignore[arg-type]
     ]
-    answer = Obstacles(HostNetworks(found)).in_subnet(subnet)
+    answer = claims(HostNetworks(found)).obstacle_in(subnet)
     assert (answer in inside) if inside else answer is None
 
 
@@ -67,17 +75,20 @@ def test_obstacle_is_what_equals_a_subnet_or_lies_inside_it(
 def test_public_ip_is_known_as_local_or_broadcast(
     local: frozenset[IPNetwork], broadcast: frozenset[IPAddress], public_ip: IPAddress
 ) -> None:
-    answer = Obstacles(HostNetworks(local=local, broadcast=broadcast)).at(public_ip)
+    of_4 = public_ip if isinstance(public_ip, IPv4Address) else None
+    of_6 = public_ip if isinstance(public_ip, IPv6Address) else None
+    lease = Lease(LeaseAttrs(of_4, of_6), IPv4Network("10.5.250.0/24"), IPv6Network("fc00:5:0:fff::/64"))
+    reason = str(claims(HostNetworks(local=local, broadcast=broadcast)).refusal(lease) or "")
     if any(public_ip in net for net in local):
-        assert answer == "an address of this host"
+        assert "an address of this host" in reason
     else:
-        assert bool(answer) == (public_ip in broadcast)
+        assert ("broadcast or network address" in reason) == (public_ip in broadcast)
 
 
 @given(st.frozensets(obstacles, max_size=10))
 def test_networks_around_are_those_larger_than_a_subnet(found: frozenset[Obstacle]) -> None:
-    around = Obstacles(HostNetworks(found)).around({4: 24, 6: 64})
     lengths = {4: 24, 6: 64}
+    around = networks_around(HostNetworks(found), [(net, lengths[net.version]) for net in NETWORKS])
     assert set(around) == {
         each for each in found if each.what == "network" and each.net.prefixlen < lengths[each.net.version]
     }
@@ -134,7 +145,7 @@ GATEWAYS = {4: "10.5.7.0", 6: "fc00:5:0:7::"}
 
 
 def stands_in_the_way(subnet: IPNetwork, *routes: HostRoute) -> bool:
-    answers = {Obstacles(told(*order)).in_subnet(subnet) is not None for order in permutations(routes)}
+    answers = {claims(told(*order)).obstacle_in(subnet) is not None for order in permutations(routes)}
     (answer,) = answers
     return answer
 
@@ -261,10 +272,10 @@ def test_address_of_store_is_obstacle_unless_its_route_is_longer_than_the_subnet
     )
     found = host_networks((), (), (), networks=NETWORKS, own=OWN, store=[obstacle])
     assert found.obstacles == {obstacle}
-    assert Obstacles(found).in_subnet(IPv4Network(subnet)) == (obstacle if is_hit else None)
+    assert claims(found).obstacle_in(IPv4Network(subnet)) == (obstacle if is_hit else None)
 
 
 def test_obstacle_behind_an_address_of_the_store_is_found() -> None:
     passed = Obstacle(single(ip_address("10.5.7.9")), "eth0", "store", IPv4Network("10.5.7.9/32"))
     other = Obstacle(single(ip_address("10.5.7.10")), "eth0", "gateway")
-    assert Obstacles(HostNetworks(frozenset({passed, other}))).in_subnet(IPv4Network("10.5.7.0/24")) == other
+    assert claims(HostNetworks(frozenset({passed, other}))).obstacle_in(IPv4Network("10.5.7.0/24")) == other

@@ -114,7 +114,7 @@ def test_start_waits_while_a_table_cannot_be_read(name: str, world: World) -> No
 
 
 def test_bridge_of_our_own_containers_is_no_obstacle(node: Node) -> None:
-    host = node.controller.peers.safety.obstacles.host
+    host = node.controller.peers.claims.host
     assert (host.obstacles, host.detours) == (frozenset(), frozenset())
 
 

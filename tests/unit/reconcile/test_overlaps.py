@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flanneld.model import Family, LeaseKey, overlap
-from flanneld.reconcile.claims import Overlaps
+from flanneld.model import IPNetwork, Lease, LeaseAttrs, LeaseKey, overlap
+from flanneld.reconcile.claims import Claims, Overlaps
 from flanneld.state.desired import rank
 
-LENGTHS: dict[Family, int] = {4: 24, 6: 64}
+RANGES: list[tuple[IPNetwork, int]] = [(IPv4Network("10.5.0.0/16"), 24), (IPv6Network("fc00:5::/48"), 64)]
 
 
 def key(text: str) -> LeaseKey:
@@ -22,10 +22,26 @@ def key(text: str) -> LeaseKey:
     return (IPv4Network(ipv4) if ipv4 else None, IPv6Network(ipv6) if ipv6 else None)
 
 
-def settled(keys: Iterable[LeaseKey]) -> Overlaps:
-    overlaps = Overlaps(LENGTHS)
+class Overlapping(Overlaps):
+    """Overlaps of leases that are noted by their keys."""
+
+    def __init__(self) -> None:
+        own = Lease(LeaseAttrs(), IPv4Network("10.5.1.0/24"), IPv6Network("fc00:5:0:1::/64"))
+        self.claims = Claims(own, RANGES, dict[LeaseKey, Lease]().get)
+        self.led: set[LeaseKey] = set()
+        super().__init__(self.claims, self.led.__contains__)
+
+    def set(self, key: LeaseKey, *, leads: bool) -> None:
+        self.claims.update([Lease(LeaseAttrs(), *key)] if leads else (), () if leads else [key])
+        if (key in self.led) != leads:
+            (self.led.add if leads else self.led.discard)(key)
+            self.note(key)
+
+
+def settled(keys: Iterable[LeaseKey]) -> Overlapping:
+    overlaps = Overlapping()
     for each in keys:
-        overlaps.note(each, leads=True)
+        overlaps.set(each, leads=True)
     overlaps.settle()
     return overlaps
 
@@ -74,20 +90,19 @@ def test_neighbours_of_a_wide_lease_are_not_inside_it() -> None:
 def test_lease_that_goes_is_forgotten_with_all_that_was_decided() -> None:
     regular, wide = key("10.5.3.0/24"), key("10.5.0.0/20")
     overlaps = settled([regular, wide])
-    overlaps.note(wide, leads=False)
+    overlaps.set(wide, leads=False)
     assert overlaps.settle() == [wide]
     assert overlaps.winner(wide) is None
-    assert not overlaps._odd
-    overlaps.note(regular, leads=False)
+    assert not overlaps.claims.odd
+    overlaps.set(regular, leads=False)
     assert overlaps.settle() == []
-    assert not overlaps._regular
 
 
 def test_lease_that_is_not_followed_itself_takes_nothing_from_others() -> None:
     regular, wide, small = key("10.5.3.0/24"), key("10.5.0.0/20"), key("10.5.9.0/25")
     overlaps = settled([small, wide, regular])
     assert verdicts(overlaps, [regular, wide, small]) == {wide: regular}
-    overlaps.note(regular, leads=False)
+    overlaps.set(regular, leads=False)
     assert overlaps.settle() == [wide, small]
     assert verdicts(overlaps, [regular, wide, small]) == {small: wide}
 
@@ -95,7 +110,7 @@ def test_lease_that_is_not_followed_itself_takes_nothing_from_others() -> None:
 def test_change_that_decides_about_nothing_else_is_told_to_nobody() -> None:
     overlaps = settled([key("10.5.0.0/20"), key("10.5.3.0/24")])
     for text in ("10.5.20.0/24", "10.5.4.0/24"):
-        overlaps.note(key(text), leads=True)
+        overlaps.set(key(text), leads=True)
         assert overlaps.settle() == []
 
 
@@ -118,11 +133,11 @@ keys = st.one_of(
 def test_decisions_after_any_history_are_those_of_the_set_alone(
     history: list[tuple[LeaseKey, bool, bool]],
 ) -> None:
-    overlaps, now = Overlaps(LENGTHS), set[LeaseKey]()
+    overlaps, now = Overlapping(), set[LeaseKey]()
     known: dict[LeaseKey, LeaseKey] = {}
     for each, leads, settles in [*history, (key("10.9.0.0/24"), False, True)]:
         (now.add if leads else now.discard)(each)
-        overlaps.note(each, leads=leads)
+        overlaps.set(each, leads=leads)
         if settles:
             before, changed = known, overlaps.settle()
             known = verdicts(overlaps, now)

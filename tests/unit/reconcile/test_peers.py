@@ -14,7 +14,7 @@ from flanneld.backends import vxlan
 from flanneld.backends.host_gw import HostGw
 from flanneld.errors import LEASES_END
 from flanneld.model import Added, Event, Lease, LeaseAttrs, Removed, Snapshot
-from flanneld.network.obstacles import HostNetworks, Obstacle, Obstacles
+from flanneld.network.obstacles import HostNetworks, Obstacle
 from flanneld.reconcile.peers import Peers
 from flanneld.state.desired import Delta
 from flanneld.state.removal_guard import HOLD, RemovalGuard
@@ -282,7 +282,7 @@ def test_lease_that_leads_nowhere_itself_precedes_none(peers: Peers) -> None:
 def test_overlapped_lease_takes_over_where_an_obstacle_withdraws_the_other(peers: Peers) -> None:
     take(peers, Added(INSIDE))
     assert Plan.of(peers.look(OLDS_ADDRESS, made())) == Plan(puts=(route_to(INSIDE),), drops=(route(OLD),))
-    assert Plan.of(peers.look(Obstacles(), made())) == Plan(puts=(route(OLD),), drops=(route_to(INSIDE),))
+    assert Plan.of(peers.look(HostNetworks(), made())) == Plan(puts=(route(OLD),), drops=(route_to(INSIDE),))
 
 
 def test_lease_that_goes_while_it_is_overlapped_is_forgotten(
@@ -373,9 +373,9 @@ def test_a_list_without_our_own_lease_is_passed_over_and_read_again() -> None:
 
 # ---- leases that would harm this host ------------------------------------------------------------
 
-ON_A_BRIDGE = Obstacles(HostNetworks(frozenset({Obstacle(SUBNET, "br7", "network")})))
-NEWS_ADDRESS = Obstacles(HostNetworks(local=frozenset({IPv4Network("192.168.0.7/32")})))
-OLDS_ADDRESS = Obstacles(HostNetworks(local=frozenset({IPv4Network("192.168.0.6/32")})))
+ON_A_BRIDGE = HostNetworks(frozenset({Obstacle(SUBNET, "br7", "network")}))
+NEWS_ADDRESS = HostNetworks(local=frozenset({IPv4Network("192.168.0.7/32")}))
+OLDS_ADDRESS = HostNetworks(local=frozenset({IPv4Network("192.168.0.6/32")}))
 
 
 def test_obstacle_withdraws_what_leads_to_a_peer_until_it_is_gone(
@@ -387,7 +387,7 @@ def test_obstacle_withdraws_what_leads_to_a_peer_until_it_is_gone(
     assert peers.unclear == set()
     assert take(peers, Added(NEW)) == Plan()
     assert Plan.of(peers.look(ON_A_BRIDGE, made())) == Plan()
-    assert Plan.of(peers.look(Obstacles(), made())) == Plan(puts=(route(NEW),))
+    assert Plan.of(peers.look(HostNetworks(), made())) == Plan(puts=(route(NEW),))
     assert peers.unsafe() == []
     peers.log_changes(0.0)
     said = [record.getMessage() for record in caplog.records]
