@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import re
 import shlex
 import shutil
@@ -299,14 +300,17 @@ def main() -> int:
     parser.add_argument("--fast", action="store_true")
     parser.add_argument("--long", action="store_true")
     parser.add_argument("--shuffles", type=int, default=0, metavar="TIMES")
+    parser.add_argument("--randomly-seed", type=int, default=random.randrange(1 << 32), metavar="SEED")
     chosen, more = parser.parse_known_args()
     more += ["--long"] * chosen.long
     is_root = os.geteuid() == 0
     lacking = [feature for feature in FEATURES if is_root and lacks(feature)]
     if chosen.shuffles:
+        order = []  # each run has its own
         lanes = shuffles(more, chosen.shuffles, lacking)
     else:
-        lanes = plan(more, fast=chosen.fast, long=chosen.long, is_root=is_root, lacking=lacking)
+        order = [] if "no:randomly" in more else [f"--randomly-seed={chosen.randomly_seed}"]
+        lanes = plan([*more, *order], fast=chosen.fast, long=chosen.long, is_root=is_root, lacking=lacking)
     steps = [step for lane in lanes for step in lane]
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="flanneld-tests-") as folder:
@@ -318,6 +322,8 @@ def main() -> int:
         for line in (line for step in steps for line in step.text.splitlines() if line.startswith(TOOK)):
             record("machine", json.loads(line.removeprefix(TOOK)))
         print(summary(steps))
+        if order:
+            print(f"order: {shlex.join(['tests/run', *sys.argv[1:], *order])}")
     return 0 if passed(steps) else 1
 
 
