@@ -221,4 +221,7 @@ def _firewall(firewall: FirewallStatus) -> str:
 
 
 def _when(stamp: float | None) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(stamp)) if stamp else "never"
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(stamp)) if stamp else "never"
+    except (OverflowError, ValueError):
+        return f"{stamp} s after 1970"

@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -111,7 +111,7 @@ class ObjectStatus(Struct, frozen=True, gc=False):
     @property
     def resource(self) -> Resource | None:
         """The object; None for one of a backend's own table. Raises ``NotUnderstood``."""
-        return _parsed(resource_json.decode, self.value) if self.value else None
+        return _parsed(_resource, self.value) if self.value else None
 
 
 class RepairStatus(Struct, frozen=True, gc=False):
@@ -197,7 +197,7 @@ class PeerStatus(Struct, frozen=True, gc=False):
     ``vnis`` are numbers; daemons before them told anything that a lease has there.
     """
 
-    subnets: tuple[str, ...]
+    subnets: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
     public_ips: tuple[str, ...] = ()
     macs: tuple[str, ...] = ()
     vnis: tuple[Any, ...] = ()
@@ -394,10 +394,16 @@ def resources(objects: Iterable[ObjectStatus] | UnsetType | None) -> Iterator[Re
     return (found for each in known(objects) or () if (found := each.resource) is not None)
 
 
+def _resource(value: dict[str, Any]) -> Resource:
+    found = resource_json.decode(value)
+    hash((found, found.key))  # a list in the place of a name is found here, and not where it is compared
+    return found
+
+
 def _parsed(parse: Callable[[Any], Value], told: object) -> Value:
     try:
         return parse(told)
-    except (LookupError, TypeError, ValueError) as error:
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise NotUnderstood(f"{type(error).__name__}: {error}") from None
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator
-from ipaddress import ip_network
 from typing import TYPE_CHECKING, TypeVar
 
 from msgspec import Struct
@@ -15,7 +14,7 @@ from flanneld.ctl.checks.kernel import NEW_MAC
 from flanneld.ctl.findings import Advice, Check, Finding, Severity, check, few
 from flanneld.ctl.lookups import carriers
 from flanneld.ctl.path_mtu import PathToPeer
-from flanneld.diagnostics.status import PeerStatus, known
+from flanneld.diagnostics.status import PeerStatus, known, networks
 from flanneld.errors import LEASES_END
 from flanneld.model import overlap
 from flanneld.state.resources import Route
@@ -187,7 +186,7 @@ def _mac(cluster: Cluster) -> Iterator[tuple[ClusterNode, str]]:
 def _overlap(cluster: Cluster) -> Iterator[tuple[ClusterNode, str]]:
     """Compare each subnet with the widest one before it: sorted by first address, only that can reach it."""
     nets = sorted(
-        ((ip_network(text), node) for node in cluster.nodes for text in node.subnets),
+        ((net, node) for node in cluster.nodes for net in networks(node.subnets)),
         key=lambda pair: (pair[0].version, int(pair[0].network_address), pair[0].prefixlen),
     )
     widest = None
