@@ -11,6 +11,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from flanneld.ctl.checks.packets import drops_towards
 from flanneld.ctl.compare import wanted_route
 from flanneld.ctl.nodes import answer_remedy, our_addresses, port_of, target_of, told, vxlan_of
 from flanneld.ctl.output import TextTable
@@ -360,6 +361,8 @@ def _of_peer(peer: PeerStatus, source: DataSource) -> Iterator[Result]:
     own = our_addresses(status)
     for public in peer.addresses[:1]:
         yield from _port(public, peer, status, through)
+    for drop in drops_towards(peer.networks[0].network_address, status):
+        yield Result("filter", about, drop.state, f"{drop.chain} of this node", drop.note)
     place = target_of(peer, own)
     if place is None:
         return

@@ -38,7 +38,7 @@ def trace(
     peer = next((each for each in told.each_peer if _subnet_with(target, each.networks)), None)
     if peer is not None:
         hops = list(_to_a_peer(target, peer, told, found, look_up_route))
-        return [*hops, *map(_filter, drops)]
+        return [*hops, *(Hop("filter", each.chain, each.state, each.note) for each in drops)]
     way = look_up_route(target)
     if not told.ranges:
         state = "ok" if way.is_here else "unknown" if way.device else "PROBLEM"
@@ -140,12 +140,6 @@ def _underlay(target: IPAddress, peer: PeerStatus, told: Status, look_up_route: 
         yield Hop(
             "uplink", f"{public} {way}", "ok" if right else "PROBLEM" if not way.device else "unknown", note
         )
-
-
-def _filter(drop: Drop) -> Hop:
-    rule = f"; unless this rule passes them: {drop.doubt}" if drop.doubt else ""
-    note = f"drops {drop.flow}: {drop.rule or 'its policy'}{rule}"
-    return Hop("filter", drop.chain, "unknown" if rule else "PROBLEM", note)
 
 
 def _subnet_with(target: IPAddress, subnets: Iterable[IPNetwork]) -> str:

@@ -113,6 +113,9 @@ def test_a_rule_that_drops_packets_to_a_peer_is_on_the_way_to_its_containers(lab
     (hop,) = (hop for hop in answer(node, "trace", target)["hops"] if hop["hop"] == "filter")
     assert (hop["found"], hop["state"]) == ("chain c of table inet wall", "PROBLEM")
     assert hop["note"].startswith("drops UDP 8472 to its peers: udp dport 8472 drop # handle ")
+    checks = answer(node, "netcheck")["checks"]
+    (check,) = (check for check in checks if check["check"] == "filter")
+    assert (check["found"], check["note"]) == ("chain c of table inet wall of this node", hop["note"])
 
 
 def test_the_way_is_traced_over_ipv6_too(lab: Lab) -> None:

@@ -57,6 +57,15 @@ class Drop(Struct, frozen=True, gc=False):
     doubt: str = ""
     drops_the_rest: bool = False
 
+    @property
+    def state(self) -> str:
+        return "unknown" if self.doubt else "PROBLEM"
+
+    @property
+    def note(self) -> str:
+        unless = f"; unless this rule passes them: {self.doubt}" if self.doubt else ""
+        return f"drops {self.flow}: {self.rule or 'its policy'}{unless}"
+
 
 def drops_towards(target: IPAddress, told: Status) -> list[Drop]:
     """Return what this host's packet filters drop of the packets from and to the peer with an address."""
