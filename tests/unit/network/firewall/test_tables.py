@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from flanneld.network.firewall.driver import IptablesRunner
+import pytest
+
+from flanneld.network.firewall.driver import IptablesRunner, Rejected
 from flanneld.network.firewall.edits import Edit, RuleOwnership
-from flanneld.network.firewall.rules import Purpose, Rules, desired_rules
+from flanneld.network.firewall.rules import Purpose, Rule, Rules, desired_rules
 from flanneld.network.firewall.tables import RuleSet, RulesTable
 from flanneld.reconcile.reconciler import Reconciler, desired_by_table
 from flanneld.runtime import clock
 from flanneld.state.resources import Resource
-from flanneld.state.table import Report, Scope
+from flanneld.state.table import Put, Report, Scope
 from tests.unit.network.firewall.test_edits import LOOK_ALIKES, NETS, OURS, OWN, simulate
 
 FORWARD_ONLY = desired_rules("own-chains", NETS, Purpose(forward=True))
@@ -88,3 +90,38 @@ def test_script_names_what_the_reconciler_would_change() -> None:
     converge(table, want)
     assert [*table.script(scope)] == []
     assert [*table.script(Scope({}))] == ["edit FORWARD", "edit FLANNEL-FWD"]
+
+
+class Rejecting(Memory):
+    """Rules whose kernel refuses some of them, as one without --random-fully does."""
+
+    def __init__(self, refuses: Callable[[Rule], bool]) -> None:
+        super().__init__({})
+        self._refuses = refuses
+
+    def apply(self, edits: Sequence[Edit]) -> None:
+        changed = simulate(self.rules, tuple(edits))
+        if any(self._refuses(rule) for inside in changed.values() for rule in inside):
+            raise Rejected("the kernel refuses a rule", "see its log")
+        self.rules = changed
+
+
+def test_kernel_without_random_ports_gets_the_rules_without_them(caplog: pytest.LogCaptureFixture) -> None:
+    driver = Rejecting(lambda rule: rule.random)
+    table = table_of(driver)
+    want = table.desired(OWN)
+    assert converge(table, want).made == [want]
+    plain = desired_rules("own-chains", NETS, Purpose(masquerade=True, forward=True, random=False))
+    assert {chain: driver.rules[chain] for chain in plain} == plain
+    assert "memory lacks --random-fully: masquerading without it" in caplog.text
+    assert not converge(table, want)
+
+
+def test_rules_that_are_refused_for_another_reason_are_no_reason_to_do_without_random_ports(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    table = table_of(Rejecting(lambda _rule: True))
+    want = table.desired(FORWARD_ONLY)
+    with pytest.raises(Rejected):
+        table.put([Put(want)])
+    assert "random-fully" not in caplog.text
