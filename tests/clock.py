@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from flanneld.runtime import clock
 
-class Clock:
+
+class Clock(clock.Clock):
     """Called, it says the time, in seconds; it stands still unless ``time`` is set."""
 
     def __init__(self) -> None:

@@ -6,29 +6,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-class Clock(Protocol):
-    """Source of time, in seconds."""
-
-    def now(self) -> float:
-        """Return the time since boot, including suspend."""
-        ...
-
-    def wall(self) -> float:
-        """Return the time since the epoch."""
-        ...
-
-    def cpu_time(self) -> float:
-        """Return the CPU time of this thread."""
-        ...
-
-
-class SystemClock:
-    """The kernel's clocks. Setting the time of day does not affect ``now``."""
+class Clock:
+    """The kernel's clocks, in seconds. Setting the time of day does not affect ``now``."""
 
     def now(self) -> float:
         return time.clock_gettime(time.CLOCK_BOOTTIME)
@@ -40,7 +23,7 @@ class SystemClock:
         return time.thread_time()
 
 
-_clock: Clock = SystemClock()
+_clock = Clock()
 
 
 def now() -> float:

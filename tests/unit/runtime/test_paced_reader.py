@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from flanneld.runtime.clock import replaced
+from flanneld.runtime.clock import Clock, replaced
 from flanneld.runtime.sockets.interruptible import LEAST, PacedReader, TooSlow
 
 #: Seconds that each read takes on the test's clock.
@@ -17,7 +17,7 @@ STEP = 5.0
 HEAD = 30.0
 
 
-class TickingClock:
+class TickingClock(Clock):
     """On which time passes only between two looks at it."""
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ class Crash(BaseException):
     """A process ends here, as by SIGKILL. Nothing that it would have done afterwards is done."""
 
 
-class World(logging.Handler):
+class World(logging.Handler, clock.Clock):
     """Clock, schedule and log of one simulation. The same seed gives the same log."""
 
     def __init__(self, seed: int, level: int = logging.INFO) -> None:

@@ -183,7 +183,7 @@ pytestmark = pytest.mark.usefixtures("daemon_clock")
 @pytest.fixture
 def real_time(daemon_clock: Clock) -> Iterator[None]:
     del daemon_clock
-    with monotonic_clock.replaced(monotonic_clock.SystemClock()):
+    with monotonic_clock.replaced(monotonic_clock.Clock()):
         yield
 
 
