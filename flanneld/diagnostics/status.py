@@ -394,9 +394,15 @@ def resources(objects: Iterable[ObjectStatus] | UnsetType | None) -> Iterator[Re
     return (found for each in known(objects) or () if (found := each.resource) is not None)
 
 
+#: Types of the fields of an object in JSON.
+_SCALARS = frozenset({str, int, float, bool, type(None)})
+
+
 def _resource(value: dict[str, Any]) -> Resource:
+    if not _SCALARS.issuperset(map(type, value.values())):
+        raise TypeError("a field of an object is a list or an object")
     found = resource_json.decode(value)
-    hash((found, found.key))  # a list in the place of a name is found here, and not where it is compared
+    hash(found.key)  # null in the place of an address is found here, and not where it is compared
     return found
 
 
