@@ -13,6 +13,7 @@ import importlib
 import json
 import os
 import pkgutil
+import signal
 import socket
 import struct
 import subprocess
@@ -41,7 +42,7 @@ _APART = (".aws", ".gce", ".ali", ".tencent", ".grpc", ".__main__", "._udp_pump"
 _LAZY = ("kubernetes.client.exceptions", "kubernetes.config.kube_config", "prometheus_client")
 # asm/unistd.h, linux/sched.h, linux/mount.h, linux/prctl.h
 _SYS_CLONE = {"x86_64": 56, "aarch64": 220}
-_CLONE_PARENT, _CLONE_NEWNS, _CLONE_NEWNET, _SIGCHLD = 0x8000, 0x20000, 0x40000000, 17
+_CLONE_PARENT, _CLONE_NEWNS, _CLONE_NEWNET = 0x8000, 0x20000, 0x40000000
 _MS_BIND, _MS_REC, _MS_SLAVE, _MNT_DETACH = 0x1000, 0x4000, 1 << 19, 2
 _PR_SET_NAME, _PR_SET_MM, _PR_SET_MM_MAP = 15, 35, 14
 _LONGEST = 1 << 20  # bytes of a request
@@ -169,7 +170,7 @@ def _fork_for_parent() -> int:
     """Fork a child of this process' parent; see clone(2)."""
     ctypes.pythonapi.PyOS_BeforeFork()
     number = _SYS_CLONE[os.uname().machine]
-    pid = int(_libc.syscall(number, _CLONE_PARENT | _SIGCHLD, 0, 0, 0, 0))
+    pid = int(_libc.syscall(number, _CLONE_PARENT | signal.SIGCHLD, 0, 0, 0, 0))
     if pid == 0:
         ctypes.pythonapi.PyOS_AfterFork_Child()
         return 0
@@ -231,9 +232,11 @@ def _checked(result: int, what: str) -> int:
 
 def main(descriptor: int) -> None:
     """Fork programs at the request of the process at the other end of a socket."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with the other process
     _load()
     gc.collect()
     gc.freeze()
     request = _serve(socket.socket(fileno=descriptor))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     _become(request)
     importlib.import_module(PROGRAMS[request["command"][0]]).main()

@@ -70,7 +70,7 @@ def test_forked_daemon_is_like_one_that_was_started(lab: Lab, wrapped: Callable[
             node.start("--v=2", command=wrapped(node, *own_command()))
         node.wait_ready()
         seen.append(facts(node))
-        assert node.stop().status == 0
+        assert node.daemon.end(signal.SIGINT, 20).status == 0
     forked, started = seen
     assert forked.pop("fd/2").replace("daemon-1", "daemon-2") == started.pop("fd/2")
     assert forked == started
