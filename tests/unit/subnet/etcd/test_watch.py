@@ -337,16 +337,6 @@ def test_a_watch_without_news_keeps_up_with_a_busy_etcd(etcd: LocalEtcd) -> None
         assert len(watched.events) == 2
 
 
-def test_requested_relist_delivers_all_leases(watched: Watched) -> None:
-    watched.put("10.1.1.0-24", value(1))
-    watched.start()
-    for number in (1, 2):
-        watched.manager.reread()
-        assert subnets(watched.next(number)) == {"10.1.1.0/24"}
-    watched.put("10.1.2.0-24", value(2))
-    assert lease_of(watched.next(3)) == ("10.1.2.0/24", "192.0.2.2")
-
-
 def test_reconnection_of_our_own_loses_no_lease_and_is_no_warning(
     watched: Watched, caplog: pytest.LogCaptureFixture
 ) -> None:
