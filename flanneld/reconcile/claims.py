@@ -51,7 +51,7 @@ _LENGTHS: dict[Family, int] = {4: 24, 6: 64}
 _LOCAL, _BROADCAST = "an address of this host", "a broadcast or network address of this host's link"
 
 
-class Claim(NamedTuple, Generic[T]):
+class OwnedNet(NamedTuple, Generic[T]):
     """A network with its owner, as its first address and its number of host bits."""
 
     number: int
@@ -59,7 +59,7 @@ class Claim(NamedTuple, Generic[T]):
     owner: T
 
 
-_Table = dict[int, "T | Claim[T] | list[T | Claim[T]]"]
+_Table = dict[int, "T | OwnedNet[T] | list[T | OwnedNet[T]]"]
 
 
 class Cells(Generic[T]):
@@ -98,14 +98,14 @@ class Cells(Generic[T]):
             return
         table.pop(prefix, None)
 
-    def _place(self, net: IPNetwork, owner: T) -> tuple[_Table[T], int, T | Claim[T]]:
+    def _place(self, net: IPNetwork, owner: T) -> tuple[_Table[T], int, T | OwnedNet[T]]:
         number, own, version = int(net.network_address), net.max_prefixlen - net.prefixlen, net.version
         bits = max(own, self._bits[version])
         tables = self._tables[version]
         table = tables.get(bits)
         if table is None:
             table = tables[bits] = {}
-        return table, number >> bits, owner if own == bits else Claim(number, own, owner)
+        return table, number >> bits, owner if own == bits else OwnedNet(number, own, owner)
 
     def is_free(self, version: int, number: int, bits: int) -> bool:
         """Return True if no table can have what overlaps a network: for a cell, if nothing does."""
@@ -114,13 +114,13 @@ class Cells(Generic[T]):
                 return False
         return True
 
-    def touching(self, version: int, number: int, bits: int) -> Iterator[Claim[T]]:
+    def touching(self, version: int, number: int, bits: int) -> Iterator[OwnedNet[T]]:
         """Yield what overlaps a network: equal to it, around it or inside it."""
         for table, prefixes in self._tables[version].items():
             for place in _places(prefixes, table, number, bits):
                 known = prefixes[place]
                 for entry in known if isinstance(known, list) else (known,):
-                    claim = entry if isinstance(entry, Claim) else Claim(place << table, table, entry)
+                    claim = entry if isinstance(entry, OwnedNet) else OwnedNet(place << table, table, entry)
                     larger = max(claim.bits, bits)
                     if claim.number >> larger == number >> larger:
                         yield claim
@@ -140,7 +140,7 @@ def _numbers(net: IPNetwork) -> tuple[int, int, int]:
     return net.version, int(net.network_address), net.max_prefixlen - net.prefixlen
 
 
-class Claims:
+class AddressClaims:
     """Claims of the host and of leases. Call ``update`` with every change, then ``refusal`` for a lease.
 
     ``ranges`` are the cluster's networks, each with the prefix length of this node's subnet. ``lease_of``
@@ -233,7 +233,7 @@ class Claims:
         around = {owner for ip in (*former, *publics) for owner in self._led_around(ip.version, int(ip))}
         return around.union(claim.owner for net in key if net is not None for claim in self._in(net))
 
-    def _in(self, net: IPNetwork) -> list[Claim[LeaseKey]]:
+    def _in(self, net: IPNetwork) -> list[OwnedNet[LeaseKey]]:
         """Return the public IPs in a network, by address."""
         return sorted(self._publics.touching(*_numbers(net)), key=itemgetter(0))
 
@@ -392,7 +392,7 @@ class Overlaps:
     ``leads`` tells whether a lease leads to a peer, be it followed or not.
     """
 
-    def __init__(self, claims: Claims, leads: Callable[[LeaseKey], bool]) -> None:
+    def __init__(self, claims: AddressClaims, leads: Callable[[LeaseKey], bool]) -> None:
         self._claims = claims
         self._leads = leads
         self._noted: list[LeaseKey] = []

@@ -29,7 +29,7 @@ from flanneld.network.rtnetlink.monitor import (
     Unmonitored,
 )
 from flanneld.network.uplink_facts import read_host_networks
-from flanneld.reconcile.claims import Claims
+from flanneld.reconcile.claims import AddressClaims
 from flanneld.reconcile.encryption_watch import EncryptionWatch
 from flanneld.reconcile.local_node import LocalNode
 from flanneld.reconcile.node_tables import NodeTables
@@ -295,7 +295,7 @@ class KernelNews:
         return (domain.uplink, *domain.links)
 
 
-def may_be_obstacle(item: Notification, claims: Claims, links: Collection[str]) -> bool:
+def may_be_obstacle(item: Notification, claims: AddressClaims, links: Collection[str]) -> bool:
     """Return True if a notification may change an address, a connected network or a gateway of the host.
 
     ``links`` are our devices.
@@ -314,7 +314,7 @@ def may_be_obstacle(item: Notification, claims: Claims, links: Collection[str]) 
     return False
 
 
-def _may_harm(claims: Claims, destination: IPNetwork | None, *gateways: IPAddress | None) -> bool:
+def _may_harm(claims: AddressClaims, destination: IPNetwork | None, *gateways: IPAddress | None) -> bool:
     """Return True if a route to the destination, or a gateway, may affect a lease."""
     nets = (destination, *(single(gateway) for gateway in gateways if gateway is not None))
     return any(net is not None and claims.concerns(net) for net in nets)

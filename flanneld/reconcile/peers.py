@@ -24,7 +24,7 @@ from flanneld.model import (
     name_of,
 )
 from flanneld.network.obstacles import HostNetworks
-from flanneld.reconcile.claims import Claims, Overlaps
+from flanneld.reconcile.claims import AddressClaims, Overlaps
 from flanneld.reconcile.permits import Knowledge
 from flanneld.runtime.complaints import LogBatch, Once
 from flanneld.state.desired import LOCAL, Before, Delta, DesiredState, rank
@@ -107,7 +107,7 @@ class Peers:
         self._own = own
         self._removal_guard = removal_guard
         self._table = LeaseTable(own.key)
-        self.claims = Claims(own, ranges, self._table.get)
+        self.claims = AddressClaims(own, ranges, self._table.get)
         self._overlaps = Overlaps(self.claims, self._leads)
         #: Leases that would lead to a peer, and are not followed for one that precedes them.
         self._withheld: set[LeaseKey] = set()

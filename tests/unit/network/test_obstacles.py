@@ -17,7 +17,7 @@ from flanneld.network.obstacles import (
     concerns,
     host_networks,
 )
-from flanneld.reconcile.claims import Claims
+from flanneld.reconcile.claims import AddressClaims
 from flanneld.reconcile.host_watch import networks_around
 
 NETWORKS = (IPv4Network("10.5.0.0/16"), IPv6Network("fc00:5::/48"))
@@ -26,9 +26,11 @@ KERNEL, BOOT, STATIC, DHCP, ROUTER = 2, 3, 4, 16, 9
 SUBNETS: dict[int, IPNetwork] = {4: IPv4Network("10.5.7.0/24"), 6: IPv6Network("fc00:5:0:7::/64")}
 
 
-def claims(host: HostNetworks) -> Claims:
+def claims(host: HostNetworks) -> AddressClaims:
     """Return the claims of this host and of no lease."""
-    found = Claims(Lease(LeaseAttrs()), [(NETWORKS[0], 24), (NETWORKS[1], 64)], dict[LeaseKey, Lease]().get)
+    found = AddressClaims(
+        Lease(LeaseAttrs()), [(NETWORKS[0], 24), (NETWORKS[1], 64)], dict[LeaseKey, Lease]().get
+    )
     found.look(host)
     return found
 

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from flanneld.errors import Refused, Unsafe
 from flanneld.model import FAMILIES, IPAddress, IPNetwork, Lease, LeaseAttrs, LeaseKey, lies_in, overlap
 from flanneld.network.obstacles import HostNetworks, Obstacle
-from flanneld.reconcile.claims import Claims
+from flanneld.reconcile.claims import AddressClaims
 
 NO_LEASES: dict[LeaseKey, Lease] = {}
 RANGES: tuple[tuple[IPNetwork, int], ...] = (
@@ -32,8 +32,8 @@ def lease(number: int, public_ip: str, length: int = 24, created: int = 0) -> Le
     return Lease(LeaseAttrs(IPv4Address(public_ip)), subnet, created=created)
 
 
-def claims_of(*leases: Lease, facts: HostNetworks | None = None) -> Claims:
-    claims = Claims(OWN, RANGES, {each.key: each for each in leases}.get)
+def claims_of(*leases: Lease, facts: HostNetworks | None = None) -> AddressClaims:
+    claims = AddressClaims(OWN, RANGES, {each.key: each for each in leases}.get)
     claims.look(facts or HostNetworks())
     claims.update(leases, ())
     return claims
@@ -44,7 +44,7 @@ def host(*nets: str, local: str = "198.18.0.1/32") -> HostNetworks:
     return HostNetworks(found, frozenset({IPv4Network(local)}))
 
 
-def verdicts(claims: Claims, leases: list[Lease]) -> dict[LeaseKey, str]:
+def verdicts(claims: AddressClaims, leases: list[Lease]) -> dict[LeaseKey, str]:
     return {each.key: str(harm) for each in leases if (harm := claims.refusal(each))}
 
 
@@ -66,7 +66,7 @@ hosts = st.sampled_from(
 @given(st.lists(st.one_of(leases, leases.map(lambda each: each.key), hosts), max_size=20))
 def test_verdicts_after_any_history_are_those_of_the_set_alone(history: list[object]) -> None:
     now, facts = dict[LeaseKey, Lease](), HostNetworks()
-    claims = Claims(OWN, RANGES, now.get)
+    claims = AddressClaims(OWN, RANGES, now.get)
     known: dict[LeaseKey, str] = {}
     for item in history:
         if isinstance(item, HostNetworks):
@@ -142,21 +142,21 @@ def test_verdicts_are_those_of_the_rules_one_by_one(known: list[Lease], facts: H
 def test_subnet_of_a_family_that_the_network_lacks_leaves_the_other_one_in_force() -> None:
     around = Lease(LeaseAttrs(), IPv4Network("10.5.7.0/24"), IPv6Network("fc00:9:0:7::/64"), created=2)
     inside = lease(3, "10.5.7.9", created=9)
-    claims = Claims(OWN, RANGES[:1], {each.key: each for each in (around, inside)}.get)
+    claims = AddressClaims(OWN, RANGES[:1], {each.key: each for each in (around, inside)}.get)
     claims.update([around, inside], ())
     assert claims.refusal(around) is None
     assert "lies in the leased subnet 10.5.7.0/24" in str(claims.refusal(inside))
 
 
 def test_lease_with_our_own_public_ip_is_left_to_the_backend() -> None:
-    claims = Claims(OWN, RANGES, NO_LEASES.get)
+    claims = AddressClaims(OWN, RANGES, NO_LEASES.get)
     claims.look(host())
     assert claims.refusal(lease(7, "198.18.0.1")) is None
     assert not claims.is_reachable(lease(7, "198.18.0.1"))
 
 
 def test_lease_that_is_itself_unsafe_takes_no_public_ips_along() -> None:
-    claims = Claims(OWN, RANGES, NO_LEASES.get)
+    claims = AddressClaims(OWN, RANGES, NO_LEASES.get)
     claims.look(host("10.5.3.0/24"))
     around, inside = lease(3, "198.18.0.3"), lease(7, "10.5.3.9")
     claims.update([around, inside], ())
@@ -198,7 +198,7 @@ def test_host_precedes_older_leases() -> None:
 def test_newcomer_that_the_hosts_network_stood_in_the_way_of_is_refused_for_the_older_then() -> None:
     newcomer, older = lease(80, "198.18.0.3", 24, 9), lease(7, "10.5.80.9", 24, 4)
     for order in ([newcomer, older], [older, newcomer]):
-        claims = Claims(OWN, RANGES, {each.key: each for each in order}.get)
+        claims = AddressClaims(OWN, RANGES, {each.key: each for each in order}.get)
         claims.look(host("10.5.80.0/24"))
         for each in order:
             claims.update([each], ())
@@ -232,7 +232,7 @@ def test_order_of_creation_decides_in_ipv6_too_and_only_for_the_families_of_a_le
 
 def test_both_families_are_looked_at() -> None:
     subnet = IPv6Network("fc00:5:0:7::/64")
-    claims = Claims(OWN, RANGES, NO_LEASES.get)
+    claims = AddressClaims(OWN, RANGES, NO_LEASES.get)
     claims.look(HostNetworks(frozenset({Obstacle(subnet, "br7", "network")})))
     both = Lease(LeaseAttrs(IPv4Address("198.18.0.7")), IPv4Network("10.5.7.0/24"), subnet)
     assert str(claims.refusal(both)).startswith("br7 is connected to fc00:5:0:7::/64; ")
@@ -241,13 +241,13 @@ def test_both_families_are_looked_at() -> None:
 
 
 def test_public_ip_above_our_own_is_looked_at_as_well() -> None:
-    claims = Claims(OWN, RANGES, NO_LEASES.get)
+    claims = AddressClaims(OWN, RANGES, NO_LEASES.get)
     claims.look(host(local="198.18.0.4/32"))
     assert claims.refusal(lease(7, "198.18.0.4")) is not None
 
 
 def test_ipv6_public_ip_inside_a_leased_subnet_is_affected_by_it() -> None:
-    claims = Claims(OWN, RANGES, NO_LEASES.get)
+    claims = AddressClaims(OWN, RANGES, NO_LEASES.get)
     inside = Lease(LeaseAttrs(None, IPv6Address("fc00:5:0:9::7")), None, IPv6Network("fc00:5:0:8::/64"))
     claims.update([inside], ())
     around = Lease(LeaseAttrs(None, IPv6Address("fd00::9")), None, IPv6Network("fc00:5:0:9::/64"))
@@ -257,20 +257,20 @@ def test_ipv6_public_ip_inside_a_leased_subnet_is_affected_by_it() -> None:
 def test_public_ip_in_two_leased_subnets_is_said_to_lie_in_the_longer_prefix() -> None:
     wide, narrow = lease(4, "198.18.0.2", 22), lease(4, "10.5.4.9", 25)
     for order in ([wide, narrow], [narrow, wide]):
-        claims = Claims(OWN, RANGES, NO_LEASES.get)
+        claims = AddressClaims(OWN, RANGES, NO_LEASES.get)
         claims.update(order, ())
         assert "lies in the leased subnet 10.5.4.0/25" in str(claims.refusal(narrow))
 
 
 def test_lease_whose_public_ip_has_left_the_network_is_affected_by_no_subnet_there() -> None:
-    claims = Claims(OWN, RANGES, NO_LEASES.get)
+    claims = AddressClaims(OWN, RANGES, NO_LEASES.get)
     claims.update([lease(2, "10.5.7.9")], ())
     claims.update([lease(2, "198.18.0.2")], ())
     assert claims.update([lease(7, "198.18.0.7")], ()) == set()
 
 
 def test_lease_of_another_host_is_reachable_and_of_concern_only_inside_the_network() -> None:
-    claims = Claims(OWN, RANGES, NO_LEASES.get)
+    claims = AddressClaims(OWN, RANGES, NO_LEASES.get)
     claims.look(host())
     assert claims.is_reachable(lease(7, "198.18.0.7")) is True
     assert claims.concerns(IPv4Network("10.5.7.0/24")) is True

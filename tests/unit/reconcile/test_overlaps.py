@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flanneld.model import IPNetwork, Lease, LeaseAttrs, LeaseKey, overlap
-from flanneld.reconcile.claims import Claims, Overlaps
+from flanneld.reconcile.claims import AddressClaims, Overlaps
 from flanneld.state.desired import rank
 
 RANGES: list[tuple[IPNetwork, int]] = [(IPv4Network("10.5.0.0/16"), 24), (IPv6Network("fc00:5::/48"), 64)]
@@ -27,7 +27,7 @@ class Overlapping(Overlaps):
 
     def __init__(self) -> None:
         own = Lease(LeaseAttrs(), IPv4Network("10.5.1.0/24"), IPv6Network("fc00:5:0:1::/64"))
-        self.claims = Claims(own, RANGES, dict[LeaseKey, Lease]().get)
+        self.claims = AddressClaims(own, RANGES, dict[LeaseKey, Lease]().get)
         self.led: set[LeaseKey] = set()
         super().__init__(self.claims, self.led.__contains__)
 
