@@ -25,6 +25,12 @@ Value = TypeVar("Value")
 _PEERS_AT_A_TIME = 100
 
 
+#: Types of the fields of an object in JSON.
+_SCALARS = frozenset({str, int, float, bool, type(None)})
+#: Errors of parsers.
+_STRANGE = (AttributeError, LookupError, TypeError, ValueError)
+
+
 class NotUnderstood(ValueError):
     """A text in the document that cannot be parsed, as of another version's daemon."""
 
@@ -111,7 +117,16 @@ class ObjectStatus(Struct, frozen=True, gc=False):
     @property
     def resource(self) -> Resource | None:
         """The object; None for one of a backend's own table. Raises ``NotUnderstood``."""
-        return _parsed(_resource, self.value) if self.value else None
+        if not self.value:
+            return None
+        try:
+            if not _SCALARS.issuperset(map(type, self.value.values())):
+                raise TypeError("a field of an object is a list or an object")
+            found = resource_json.decode(self.value)
+            hash(found.key)  # null in the place of an address is found here, and not where it is compared
+        except _STRANGE as error:
+            raise NotUnderstood(f"{type(error).__name__}: {error}") from None
+        return found
 
 
 class RepairStatus(Struct, frozen=True, gc=False):
@@ -394,22 +409,10 @@ def resources(objects: Iterable[ObjectStatus] | UnsetType | None) -> Iterator[Re
     return (found for each in known(objects) or () if (found := each.resource) is not None)
 
 
-#: Types of the fields of an object in JSON.
-_SCALARS = frozenset({str, int, float, bool, type(None)})
-
-
-def _resource(value: dict[str, Any]) -> Resource:
-    if not _SCALARS.issuperset(map(type, value.values())):
-        raise TypeError("a field of an object is a list or an object")
-    found = resource_json.decode(value)
-    hash(found.key)  # null in the place of an address is found here, and not where it is compared
-    return found
-
-
 def _parsed(parse: Callable[[Any], Value], told: object) -> Value:
     try:
         return parse(told)
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
+    except _STRANGE as error:
         raise NotUnderstood(f"{type(error).__name__}: {error}") from None
 
 
