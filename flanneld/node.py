@@ -58,8 +58,8 @@ _HOST_LOOK = 1.0
 Tick = tuple[Callable[[], None], float]
 
 
-class Moment(Enum):
-    """Moment of a node at which those who look at it may begin."""
+class Phase(Enum):
+    """Phase of a node at which those who look at it may begin."""
 
     #: Nothing is there yet but the options and the store.
     BEGINS = auto()
@@ -69,14 +69,14 @@ class Moment(Enum):
     SERVES = auto()
 
 
-def alone(_node: Node, _moment: Moment) -> None:
+def alone(_node: Node, _phase: Phase) -> None:
     """Look at nothing: nobody is beside the node."""
 
 
 class Node:
     """Node of one network.
 
-    ``admit`` is called before it takes a lease. ``beside`` is called at each ``Moment`` and starts what looks
+    ``admit`` is called before it takes a lease. ``beside`` is called at each ``Phase`` and starts what looks
     at the node. ``more_metrics`` returns the counters of a lease server in this process, as Prometheus' text.
     """
 
@@ -87,7 +87,7 @@ class Node:
         manager: CountedManager,
         *,
         admit: Admit = startup.admit_any,
-        beside: Callable[[Node, Moment], None] = alone,
+        beside: Callable[[Node, Phase], None] = alone,
         events: Events | None = None,
         more_metrics: Callable[[], str] | None = None,
     ) -> None:
@@ -181,7 +181,7 @@ class Node:
     def serve(self, *ticks: Tick) -> int:
         """Run until a stop or until a task fails, and call the ticks meanwhile. Return the exit status."""
         self.tasks.start("closer", self._close_on_stop)
-        self._beside(self, Moment.BEGINS)
+        self._beside(self, Phase.BEGINS)
         try:
             self.join(self.readiness)
             self.begin(self.readiness)
@@ -224,7 +224,7 @@ class Node:
         )
         self._say_status(*filter(None, (self.file_problem,)))
         self._look_at_host()
-        self._beside(self, Moment.SERVES)
+        self._beside(self, Phase.SERVES)
         if not self.options.ip_masq:
             self.tasks.start("firewall", self._forward, self._cancel_firewall)
 
@@ -398,7 +398,7 @@ class Node:
     def _report(self, reason: str) -> None:
         if isinstance(self.manager, NodeStore):
             self.manager.report(reason)
-        self._beside(self, Moment.WAITS)
+        self._beside(self, Phase.WAITS)
 
     def _say_ready(self) -> None:
         """Report readiness: the container runtime can now read subnet.env and start containers."""

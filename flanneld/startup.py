@@ -103,12 +103,7 @@ class Elected(Struct, frozen=True, gc=False):
 # ---- the stages ---------------------------------------------------------------------------------
 
 
-def load(
-    options: Options,
-    manager: Store,
-    waiting: Waiting,
-    effects: Effects,
-) -> Loaded:
+def load(options: Options, manager: Store, waiting: Waiting, effects: Effects) -> Loaded:
     """Read the record of the last run and the network config."""
     path = Path(options.subnet_file)
     manager.addresses  # noqa: B018 - starts the lookup of names, which a new lease needs

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from flanneld.diagnostics import conditions
-from flanneld.node import Moment, Node
+from flanneld.node import Node, Phase
 
 
 class Observation:
@@ -17,12 +17,12 @@ class Observation:
     def __init__(self) -> None:
         self._has_socket = False
 
-    def __call__(self, node: Node, moment: Moment) -> None:
+    def __call__(self, node: Node, phase: Phase) -> None:
         """Start what may look at the node from this moment on."""
-        if moment is Moment.BEGINS:
+        if phase is Phase.BEGINS:
             _serve_health(node)
             return
-        if moment is Moment.SERVES:
+        if phase is Phase.SERVES:
             node.tasks.start("conditions", partial(conditions.watch, node, node.tasks.stop, node.tell))
             _probe_peers(node)
             _answer_queries(node)
