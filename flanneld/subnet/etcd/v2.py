@@ -140,7 +140,8 @@ class V2Client(etcd.Client):  # type: ignore[misc] # python-etcd has no types
             answer = send(replace(request, headers=login))
             return v2_messages.changes(answer) if request.is_stream else v2_messages.read(answer)
 
-        repeatable = method != "DELETE" and query.get("prevExist") != "false"
+        # A watch that breaks off is a failure, as in v3: the next server may lack changes that this one had.
+        repeatable = self._after is None and method != "DELETE" and query.get("prevExist") != "false"
         return self._transport.ask(attempt, repeatable=repeatable)
 
     def _request(
@@ -158,7 +159,7 @@ class V2Client(etcd.Client):  # type: ignore[misc] # python-etcd has no types
             if after is not None and answer.status == 200:
                 v2_messages.check_history(after, answer.at)
                 if self._transport.losses > losses:
-                    raise PossibleGap("the connection was lost, or given up")
+                    raise PossibleGap("another server answers than before")
 
         return Request(
             method,

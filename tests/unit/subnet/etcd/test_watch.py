@@ -21,6 +21,7 @@ from flanneld.subnet.etcd.endpoints import EtcdOptions
 from flanneld.subnet.etcd.transport import EtcdTimeouts
 from flanneld.subnet.store import Deliver
 from tests.lab.etcd_v3 import V3Keys
+from tests.lab.listener import end
 from tests.lab.wait import PATIENCE, wait_for
 from tests.local_etcd import DEADLINE, LocalEtcd, Relay, free_port, running_etcd, server, silent
 
@@ -511,6 +512,21 @@ def test_the_next_server_is_watched_when_one_falls_silent(api: str, etcd: LocalE
         watched.start()
         watched.put("10.1.1.0-24", value(1))
         assert lease_of(watched.next(1)) == ("10.1.1.0/24", "192.0.2.1")
+
+
+def test_watch_warns_when_its_server_breaks_off_and_goes_on_at_the_next(
+    api: str, etcd: LocalEtcd, caplog: pytest.LogCaptureFixture
+) -> None:
+    relays = [Relay(etcd.url), Relay(etcd.url)]
+    with server(relays[0]) as one, server(relays[1]) as two, Watched(etcd, api, one, two) as watched:
+        watched.start()
+        wait_for(lambda: any(polls(relay) for relay in relays), 10, "a poll")
+        for relay in relays:
+            for client in relay.clients:
+                end(client)
+        watched.put("10.1.1.0-24", value(1))
+        wait_for(lambda: known(watched.events) == {"10.1.1.0/24": "192.0.2.1"}, 10, "the lease")
+    assert sum("Watching" in text and "broke the connection" in text for text in texts(caplog)) == 1
 
 
 def test_a_watch_ends_at_once_when_the_manager_is_closed(api: str, etcd: LocalEtcd) -> None:
