@@ -14,6 +14,7 @@ from pathlib import Path
 from flanneld import __version__
 from flanneld.diagnostics.serving import Checks, HealthServer
 from flanneld.errors import Cancelled, Fatal, Retryable
+from flanneld.option_values import RemoteServer
 from flanneld.options import Options
 from flanneld.runtime import process
 from flanneld.runtime.instance_lock import InstanceLock
@@ -134,6 +135,5 @@ def _allow_many_connections() -> None:
 
 def _name(address: object) -> str:
     if isinstance(address, tuple):
-        host, port = address[:2]
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return str(RemoteServer(*address[:2]))
     return os.fsdecode(address) if isinstance(address, str | bytes) else "a socket"

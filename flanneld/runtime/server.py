@@ -15,7 +15,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
-from ipaddress import ip_address
 from typing import Any
 
 from msgspec import Struct
@@ -23,6 +22,7 @@ from msgspec import Struct
 from flanneld.runtime import clock
 from flanneld.runtime.complaints import PACE
 from flanneld.runtime.loop import Wakeup
+from flanneld.runtime.sockets.host_addresses import address_of
 
 log = logging.getLogger(__name__)
 
@@ -274,9 +274,8 @@ def send(connection: socket.socket, data: bytes) -> Generator[int, None, None]:
 def _source(connection: socket.socket, address: object) -> ConnectionOrigin:
     if not isinstance(address, tuple):
         return ConnectionOrigin("", is_local=True)  # a Unix socket is local
-    host = ip_address(str(address[0]).partition("%")[0])
-    if host.version == 6 and host.ipv4_mapped:
-        host = host.ipv4_mapped
+    host = address_of(str(address[0]))
+    assert host
     is_local = host.is_loopback or address[0] == connection.getsockname()[0]
     if host.version == 6 and not is_local:
         return ConnectionOrigin(f"{int(host) >> (128 - _IPV6_SOURCE):x}", is_local=False)
