@@ -23,7 +23,7 @@ from flanneld.options import Options
 from flanneld.readiness import Readiness
 from flanneld.reconcile import controller
 from flanneld.reconcile.controller import Controller
-from flanneld.reconcile.counted_manager import CountedManager
+from flanneld.reconcile.counted_store import CountedStore
 from flanneld.reconcile.counters import StoreCounters
 from flanneld.reconcile.local_node import Member
 from flanneld.reconcile.permits import everything
@@ -84,7 +84,7 @@ class Node:
         self,
         options: Options,
         effects: Effects,
-        manager: CountedManager,
+        manager: CountedStore,
         *,
         admit: Admit = startup.admit_any,
         beside: Callable[[Node, Phase], None] = alone,

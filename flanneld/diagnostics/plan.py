@@ -29,7 +29,7 @@ from flanneld.network.rtnetlink.tables import KERNEL_TABLES
 from flanneld.node import Node
 from flanneld.options import Options
 from flanneld.reconcile.controller import Controller
-from flanneld.reconcile.counted_manager import counted
+from flanneld.reconcile.counted_store import counted
 from flanneld.reconcile.firewall import firewall_settings, place_rules
 from flanneld.reconcile.local_node import LocalNode
 from flanneld.reconcile.peers import View

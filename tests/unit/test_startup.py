@@ -19,7 +19,7 @@ from flanneld.model import Lease, LeaseAttrs
 from flanneld.node import Node
 from flanneld.options import Options, read
 from flanneld.readiness import Readiness
-from flanneld.reconcile.counted_manager import counted
+from flanneld.reconcile.counted_store import counted
 from flanneld.reconcile.last_run import LastRun, Machine
 from flanneld.runtime.process import Notifier
 from flanneld.runtime.supervisor import Supervisor

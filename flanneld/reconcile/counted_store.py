@@ -17,7 +17,7 @@ from flanneld.subnet.store import NO_FACTS, Deliver, LocalFacts, NodeStore, Stor
 Result = TypeVar("Result")
 
 
-class CountedManager:
+class CountedStore:
     """``Store`` that forwards every call. ``counters`` may be read from any thread."""
 
     def __init__(self, manager: Store) -> None:
@@ -92,8 +92,8 @@ class CountedManager:
         return answer
 
 
-class CountedNodeStore(CountedManager):
-    """``CountedManager`` for a store that is also a ``NodeStore``. Both arguments are the same object."""
+class CountedNodeStore(CountedStore):
+    """``CountedStore`` for a store that is also a ``NodeStore``. Both arguments are the same object."""
 
     def __init__(self, manager: Store, node_store: NodeStore) -> None:
         super().__init__(manager)
@@ -112,6 +112,6 @@ class CountedNodeStore(CountedManager):
         self._node_store.report(reason)
 
 
-def counted(manager: Store) -> CountedManager:
+def counted(manager: Store) -> CountedStore:
     """Return a wrapper with the interfaces of ``manager``."""
-    return CountedNodeStore(manager, manager) if isinstance(manager, NodeStore) else CountedManager(manager)
+    return CountedNodeStore(manager, manager) if isinstance(manager, NodeStore) else CountedStore(manager)
