@@ -16,6 +16,8 @@ from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.exceptions import ReadTimeoutError
 from urllib3.response import BaseHTTPResponse
 
+from flanneld.errors import Retryable
+from flanneld.runtime import clock
 from flanneld.runtime.sockets.interruptible import InterruptibleSocket, PacedReader, TooSlow, no_heartbeat
 
 #: Bytes of a response, at most. etcd's list of a large cluster's leases takes some MB.
@@ -157,3 +159,64 @@ class LiveBody:
             return b""
         finally:
             self._sock.settimeout(self._limit)
+
+
+#: Bytes of a line, at most. The history of a large cluster in one object takes some MB.
+LONGEST_LINE = 64 << 20
+
+
+class Lines:
+    """Assembler of lines from the pieces of a stream."""
+
+    def __init__(self) -> None:
+        self._rest: list[bytes] = []
+        self._size = 0
+
+    def feed(self, piece: bytes) -> list[bytes]:
+        """Return the lines that a piece completes. Raises ``Retryable`` for one that exceeds the limit."""
+        if b"\n" not in piece:
+            self._rest.append(piece)
+            self._size += len(piece)
+            if self._size > LONGEST_LINE:
+                raise Retryable("the watch sends a line without end", "see what it is that answers there")
+            return []
+        *lines, rest = b"".join([*self._rest, piece]).split(b"\n")
+        self._rest, self._size = [rest], len(rest)
+        return [line for line in lines if line.strip()]
+
+    @property
+    def is_incomplete(self) -> bool:
+        """Return True if the end of a line has yet to come."""
+        return self._size > 0
+
+    def rest(self) -> bytes:
+        """Return and discard the incomplete line at the end."""
+        rest, self._rest, self._size = b"".join(self._rest), [], 0
+        return rest.strip()
+
+
+class LineStream:
+    """Lines of a body that the server sends over time."""
+
+    def __init__(self, body: LiveBody) -> None:
+        self._body = body
+        self._lines = Lines()
+
+    def read(self, timeout: float) -> list[bytes] | None:
+        """Return the lines that have come or come next, or None after ``timeout`` seconds.
+
+        Raises ``HTTPException``, also at the end, or ``OSError``.
+        """
+        deadline = clock.now() + timeout
+        while self._body.more_within(deadline - clock.now()):
+            piece = self._body.read()
+            # The last line may lack its end.
+            lines = self._lines.feed(piece) if piece else [*filter(None, [self._lines.rest()])]
+            if lines:
+                return lines
+            if not piece:
+                raise HTTPException("the answer has ended")
+        return None
+
+    def close(self) -> None:
+        self._body.close()

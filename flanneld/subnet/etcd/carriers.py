@@ -16,14 +16,13 @@ from urllib3 import Timeout
 from urllib3.exceptions import HTTPError
 
 from flanneld.errors import Cancelled, Fatal, Retryable, install_command
-from flanneld.runtime.sockets.connection_pools import LiveBody
+from flanneld.runtime.sockets.connection_pools import LineStream, LiveBody
 from flanneld.runtime.sockets.interruptible import InterruptibleSocket, Unreachable
 from flanneld.subnet.etcd import v3_messages
 from flanneld.subnet.etcd.endpoints import Server, Servers
 from flanneld.subnet.etcd.http import NoSuchApi, Request, ServerFailed
 from flanneld.subnet.etcd.transport import (
     EtcdTimeouts,
-    LineStream,
     Send,
     Transport,
     pool_to,

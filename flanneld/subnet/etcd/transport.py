@@ -19,12 +19,18 @@ from urllib3.response import BaseHTTPResponse
 from flanneld.compat.glog import V
 from flanneld.errors import NoAnswer, Retryable
 from flanneld.runtime import clock
-from flanneld.runtime.sockets.connection_pools import LiveBody, Pool, ResponseTooLarge, TlsPool, body_of
+from flanneld.runtime.sockets.connection_pools import (
+    LineStream,
+    LiveBody,
+    Pool,
+    ResponseTooLarge,
+    TlsPool,
+    body_of,
+)
 from flanneld.runtime.sockets.interruptible import InterruptibleSocket, TooSlow, Unreachable
 from flanneld.subnet.etcd.endpoints import Server, Servers, ssl_text
 from flanneld.subnet.etcd.http import Answer, Request, ServerFailed
 from flanneld.subnet.etcd.keys import Position
-from flanneld.subnet.watch_lines import Lines
 
 log = logging.getLogger(__name__)
 
@@ -254,33 +260,6 @@ class HttpConnection:
             self.reset()
             return head
         return replace(head, body=b"\n".join(lines))
-
-
-class LineStream:
-    """Lines of a body that the server sends over time."""
-
-    def __init__(self, body: LiveBody) -> None:
-        self._body = body
-        self._lines = Lines()
-
-    def read(self, timeout: float) -> list[bytes] | None:
-        """Return the lines that have come or come next, or None after ``timeout`` seconds.
-
-        Raises ``HTTPException``, also at the end, or ``OSError``.
-        """
-        deadline = clock.now() + timeout
-        while self._body.more_within(deadline - clock.now()):
-            piece = self._body.read()
-            # The last line may lack its end.
-            lines = self._lines.feed(piece) if piece else [*filter(None, [self._lines.rest()])]
-            if lines:
-                return lines
-            if not piece:
-                raise HTTPException("the answer has ended")
-        return None
-
-    def close(self) -> None:
-        self._body.close()
 
 
 def pool_to(

@@ -15,12 +15,12 @@ from flanneld.errors import NoAnswer, Refused, Retryable
 from flanneld.model import Event
 from flanneld.runtime import clock, randomness
 from flanneld.runtime.complaints import Once
+from flanneld.runtime.sockets.connection_pools import Lines
 from flanneld.runtime.waits import Backoff, Backoffs
 from flanneld.subnet.kube.api import NODES, Api, ApiStream, BrokenOff, Expired, NoServer
 from flanneld.subnet.kube.nodes import KubeNode, NodeReader, child, decoded, items
 from flanneld.subnet.list_watch import Contact, RelistNeeded
 from flanneld.subnet.store import Deliver
-from flanneld.subnet.watch_lines import Lines
 
 log = logging.getLogger(__name__)
 

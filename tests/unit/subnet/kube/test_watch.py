@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flanneld.errors import Retryable
+from flanneld.runtime.sockets.connection_pools import Lines
 from flanneld.subnet.kube.api import Expired
 from flanneld.subnet.kube.nodes import NodeReader
 from flanneld.subnet.kube.watch import InvalidWatchData, decode
-from flanneld.subnet.watch_lines import Lines
 from tests.local_kube import parse_reply
 
 GOLDEN = Path(__file__).parents[2] / "golden"
