@@ -114,8 +114,8 @@ def _concerns(family: Family, versions: set[Family], told: Status) -> bool:
 def _mentioned(bases: Iterable[BaseChain], around: Container[IPNetwork]) -> list[IPNetwork]:
     """Return the networks that rules name, each once, except the cluster networks ``around`` all peers."""
     found: dict[IPNetwork, None] = {}
-    steps = (step for base in bases for steps in base.chains.values() for step in steps)
-    for value in (value for step in steps for test in step.tests for value in test.values):
+    rules = (rule for base in bases for rules in base.chains.values() for rule in rules)
+    for value in (value for rule in rules for test in rule.tests for value in test.values):
         if not isinstance(value, str | tuple) and value.prefixlen and value not in around:
             found[value] = None
             if len(found) == _MENTIONED:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from msgspec import Struct
 
 from flanneld.model import IPNetwork, lies_in
+from flanneld.network.firewall.fate import Rule
 from flanneld.network.firewall.rules import (
     FORWARD,
     FORWARDING,
@@ -22,8 +23,8 @@ from flanneld.network.firewall.rules import (
     POSTROUTING,
     Chain,
     Nets,
-    Rule,
     Rules,
+    networks_of,
     v012_forward,
     v012_masquerade,
 )
@@ -45,7 +46,7 @@ class RuleOwnership(Struct, frozen=True, gc=False):
     def owns(self, chain: Chain, rule: Rule) -> bool:
         """Return True if a rule in one of our own chains is flannel's."""
         marked = rule.comment in _COMMENTS or chain[0] in NATIVE_TABLE.values()
-        return marked and not rule.extra and all(map(self._covers, rule.networks))
+        return marked and rule.is_plain and all(map(self._covers, networks_of(rule)))
 
     def left(self, chain: Chain, found: Sequence[Rule]) -> set[Rule]:
         """Return the rules of an earlier run in a built-in chain."""
@@ -119,15 +120,15 @@ def _own(
     if len(ours) == len(found):
         return Edit(chain, flush=True, append=desired)
     # Another flanneld shares this chain. Rules without a network serve it, too, and must come first.
-    shared = tuple(rule for rule in desired if not rule.networks)
-    rest = tuple(rule for rule in desired if rule.networks)
+    shared = tuple(rule for rule in desired if not networks_of(rule))
+    rest = tuple(rule for rule in desired if networks_of(rule))
     return Edit(chain, delete=tuple(ours), insert=shared[::-1], append=rest)
 
 
 def _give_up(chain: Chain, ours: list[Rule], *, alone: bool) -> Edit | None:
     if alone:
         return Edit(chain, drop=True)
-    delete = tuple(rule for rule in ours if rule.networks)
+    delete = tuple(rule for rule in ours if networks_of(rule))
     return Edit(chain, delete=delete) if delete else None
 
 

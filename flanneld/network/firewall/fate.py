@@ -1,4 +1,4 @@
-"""Fate of one packet in the chains of a packet filter (pure).
+"""Rules of any packet filter, our own among them, and the fate of one packet in its chains (pure).
 
 Whether a rule matches may be unknown: a match may not be parsed, or concern what the packet leaves open. The
 walk then follows both ways. A fate is certain if all ways end alike, else it names the rule that is unknown.
@@ -8,18 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
-from ipaddress import IPv4Network, IPv6Network
 from typing import Any, TypeVar
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from flanneld.model import IPAddress, IPNetwork
-from flanneld.network.firewall.rules import ALL_BITS, Match, Rule
 
-ACCEPT, DROP, RETURN, JUMP, GOTO = "accept", "drop", "return", "jump", "goto"
-#: Acts after which a packet goes on: a new mark, no connection, and what only another program knows.
-MARK, NOTRACK, UNKNOWN_ACT = "mark", "notrack", "unknown"
+ACCEPT, RETURN, MASQUERADE, DROP, REJECT = "ACCEPT", "RETURN", "MASQUERADE", "DROP", "REJECT"
+#: Verdicts after which a packet goes on: with a new mark, without a connection, or as only a program knows.
+MARK, NOTRACK, UNKNOWN_VERDICT = "MARK", "NOTRACK", "unknown"
+#: iptables' targets after which a packet goes on as it is.
+_PASSES_ON = frozenset(
+    {"", "LOG", "NFLOG", "ULOG", "TRACE", "AUDIT", "CONNMARK", "SECMARK", "CONNSECMARK", "CLASSIFY", "CT"}
+    | {"TCPMSS", "TOS", "DSCP", "ECN", "TTL", "HL", "CHECKSUM", "SET", "TEE", "NFACCT", "RATEEST"}
+    | {"IDLETIMER", "LED"}
+)
+#: Ends of a packet's walk through a table by the verdict.
+_ENDS = {ACCEPT: ACCEPT, MASQUERADE: ACCEPT, DROP: DROP, REJECT: DROP}
+ALL_BITS = 0xFFFF_FFFF
 #: Other names and the numbers of IP protocols (/etc/protocols).
 _PROTOCOLS = {
     **dict.fromkeys(("4", "ipip", "ipv4"), "ipencap"),
@@ -141,55 +148,60 @@ def icmp_name(given: str | int) -> str:
     return _ICMP.get(str(given), str(given))
 
 
-class Step(Struct, frozen=True, gc=False):
-    """One rule, or one element of a verdict map. An empty ``act`` lets packets pass on to the next rule.
+class Rule(Struct, frozen=True, gc=False):
+    """One rule, or one element of a verdict map: tests that all have to hold, and the verdict.
 
-    ``target`` is a chain, or iptables' name of the verdict; ``random`` requests fully random source ports.
-    ``mark`` are the bits that MARK toggles and those that it clears before, None if they are unknown.
-    ``rest`` names other parts that affect no packet's walk.
+    ``verdict`` is a verdict in iptables' words, or a chain; an empty one lets packets pass on to the next
+    rule. ``extra`` has the parts that our rules never have, so a rule with some is never ours. ``random``
+    requests fully random source ports. ``new_mark`` are the bits that MARK toggles and those that it clears
+    before, None if they are unknown. ``text`` is the rule as its program lists it, or its handle.
     """
 
-    text: str
+    verdict: str = ""
     tests: tuple[Test, ...] = ()
-    act: str = ""
-    target: str = ""
     comment: str = ""
     random: bool = False
-    rest: str = ""
-    mark: tuple[int, int] | None = None
+    extra: str = ""
+    is_goto: bool = False
+    new_mark: tuple[int, int] | None = None
+    text: str = ""
 
-    def as_rule(self) -> Rule:
-        """Return it as one of our rules; ``extra`` names what they never have."""
-        fields: dict[str, Any] = {}
-        extra = [self.rest] if self.rest else []
-        for test in self.tests:
-            match test:
-                case Test("source" | "destination" as side, (IPv4Network() | IPv6Network() as net,)):
-                    fields[side] = Match(net, not test.negated)
-                case Test("mark", (mark,), False):
-                    fields["mark"] = mark
-                case _:
-                    extra.append(test.field)
-        return Rule(self.target, comment=self.comment, random=self.random, extra=" ".join(extra), **fields)
+    @property
+    def is_plain(self) -> bool:
+        """Return True if the rule has no part that ours never have."""
+        return not self.extra and not self.is_goto and all(map(_is_plain, self.tests))
+
+    def without_text(self) -> Rule:
+        """Return the rule as ours compare: its tests in the order in which they are written."""
+        tests = sorted(self.tests, key=lambda test: _ORDER.get(test.field, len(_ORDER)))
+        return replace(self, text="", tests=tuple(tests))
 
     def matches(self, packet: Packet) -> bool | None:
         return all_hold(self.tests, packet)
 
 
+#: Tests of our own rules, in the order in which they are written.
+_ORDER = {"source": 0, "destination": 1, "mark": 2}
+
+
+def _is_plain(test: Test) -> bool:
+    return test.field in _ORDER and len(test.values) == 1 and not (test.field == "mark" and test.negated)
+
+
 #: The rules of each chain of one table.
-Chains = Mapping[str, tuple[Step, ...]]
+Chains = Mapping[str, tuple[Rule, ...]]
 
 _T = TypeVar("_T")
 
 
-class LazyChains(Mapping[str, tuple[Step, ...]]):
+class LazyChains(Mapping[str, tuple[Rule, ...]]):
     """Chains whose rules are parsed when a packet gets there: of thousands most are never looked at."""
 
-    def __init__(self, listed: Mapping[str, _T], parse: Callable[[_T], tuple[Step, ...]]) -> None:
+    def __init__(self, listed: Mapping[str, _T], parse: Callable[[_T], tuple[Rule, ...]]) -> None:
         self._listed = listed
         self._parse = cache(lambda chain: parse(listed[chain]))
 
-    def __getitem__(self, chain: str) -> tuple[Step, ...]:
+    def __getitem__(self, chain: str) -> tuple[Rule, ...]:
         return self._parse(chain)
 
     def __iter__(self) -> Iterator[str]:
@@ -253,16 +265,16 @@ class _Walk(Struct, gc=False):
         """
         ways: dict[str, Fate] = {}
         doubt = ""  # unknown rule that has to match for the packet to get here
-        for step in self.chains[chain]:
-            met = step.matches(self.packet)
-            if met is False or not step.act:
+        for rule in self.chains[chain]:
+            met = rule.matches(self.packet)
+            if met is False or rule.verdict in _PASSES_ON:
                 continue
-            why = doubt or ("" if met else step.text)
-            if step.act in (MARK, NOTRACK):
-                self._change(step, is_sure=not why)
+            why = doubt or ("" if met else rule.text)
+            if rule.verdict in (MARK, NOTRACK):
+                self._change(rule, is_sure=not why)
                 continue
             before = self.packet
-            ends, is_final = self._ends(step, depth)
+            ends, is_final = self._ends(rule, depth)
             if why and self.packet != before:
                 self.packet = replace(before, mark=None)
             for act, end in ends.items():
@@ -275,23 +287,24 @@ class _Walk(Struct, gc=False):
         _add(ways, "", "", doubt)
         return ways
 
-    def _ends(self, step: Step, depth: int) -> tuple[dict[str, Fate], bool]:
+    def _ends(self, rule: Rule, depth: int) -> tuple[dict[str, Fate], bool]:
         """Return the possible ends in a matching rule, and True if it ends the walk through its chain."""
-        is_final = step.act != JUMP
-        if step.act not in (JUMP, GOTO, UNKNOWN_ACT):
-            return {step.act: Fate(by=step.text)} if step.act != RETURN else {"": Fate()}, True
-        if step.act != UNKNOWN_ACT and step.target in self.chains and depth + 1 < _DEEPEST:
-            return self.through(step.target, depth + 1), is_final
-        ends = {act: Fate(by=step.text, doubt=step.text) for act in (ACCEPT, DROP)}
+        if rule.verdict in _ENDS:
+            return {_ENDS[rule.verdict]: Fate(by=rule.text)}, True
+        if rule.verdict == RETURN:
+            return {"": Fate()}, True
+        if rule.verdict in self.chains and depth + 1 < _DEEPEST:
+            return self.through(rule.verdict, depth + 1), rule.is_goto
+        ends = {act: Fate(by=rule.text, doubt=rule.text) for act in (ACCEPT, DROP)}
         return {**ends, "": Fate()}, False
 
-    def _change(self, step: Step, *, is_sure: bool) -> None:
-        if step.act == NOTRACK:
+    def _change(self, rule: Rule, *, is_sure: bool) -> None:
+        if rule.verdict == NOTRACK:
             self.packet = replace(self.packet, state="untracked" if is_sure else self.packet.state)
-        elif not is_sure or step.mark is None or self.packet.mark is None:
+        elif not is_sure or rule.new_mark is None or self.packet.mark is None:
             self.packet = replace(self.packet, mark=None)
         else:
-            toggled, cleared = step.mark
+            toggled, cleared = rule.new_mark
             self.packet = replace(self.packet, mark=(self.packet.mark & (ALL_BITS ^ cleared)) ^ toggled)
 
 

@@ -126,7 +126,7 @@ def between_containers(network: IPNetwork) -> Iterator[Packet]:
 
 def drops_the_rest(base: BaseChain, decided: Fate) -> bool:
     """Return True for a drop by the policy of a FORWARD chain, or by its rule about all packets."""
-    by = next((step for step in base.chains.get(base.chain, ()) if step.text == decided.by), None)
+    by = next((rule for rule in base.chains.get(base.chain, ()) if rule.text == decided.by), None)
     unconditional = not decided.by or (by is not None and not by.tests)
     return base.hook == "forward" and decided.act == DROP and unconditional
 

@@ -24,8 +24,9 @@ from flanneld.model import Family
 from flanneld.network.firewall import iptables_text, xtables
 from flanneld.network.firewall.driver import IptablesFailed, IptablesRunner, Rejected, Unavailable
 from flanneld.network.firewall.edits import Edit
+from flanneld.network.firewall.fate import ALL_BITS, Rule, Test
 from flanneld.network.firewall.netlink import Netfilter
-from flanneld.network.firewall.rules import ALL_BITS, IPTABLES_CHAINS, Match, Rule, Rules
+from flanneld.network.firewall.rules import IPTABLES_CHAINS, Rules
 from flanneld.runtime import waits
 
 log = logging.getLogger(__name__)
@@ -165,13 +166,15 @@ class PythonIptables(Restore):
     def _entry(self, rule: Rule) -> Any:
         """Return the library's object for a rule."""
         entry = self._iptc.Rule()
-        if rule.source:
-            entry.src = _side(rule.source)
-        if rule.destination:
-            entry.dst = _side(rule.destination)
-        if rule.mark:
-            value, mask = rule.mark
-            entry.create_match("mark").mark = f"{value:#x}" if mask == ALL_BITS else f"{value:#x}/{mask:#x}"
+        for test in rule.tests:
+            match test:
+                case Test("source", (net,), negated):
+                    entry.src = f"{'!' if negated else ''}{net}"
+                case Test("destination", (net,), negated):
+                    entry.dst = f"{'!' if negated else ''}{net}"
+                case Test("mark", ((int(value), int(mask)),)):
+                    given = f"{value:#x}" if mask == ALL_BITS else f"{value:#x}/{mask:#x}"
+                    entry.create_match("mark").mark = given
         if rule.comment:
             entry.create_match("comment").comment = rule.comment
         target = entry.create_target(rule.verdict)
@@ -180,10 +183,6 @@ class PythonIptables(Restore):
         # The public final_check would first read the target back, through our stdout.
         target._final_check()  # noqa: SLF001
         return entry
-
-
-def _side(match: Match) -> str:
-    return f"{'' if match.inside else '!'}{match.net}"
 
 
 @contextmanager

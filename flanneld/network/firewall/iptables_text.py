@@ -10,19 +10,21 @@ from itertools import takewhile
 from msgspec.structs import replace
 
 from flanneld.model import IPNetwork
-from flanneld.network.firewall import fate
 from flanneld.network.firewall.edits import Edit
 from flanneld.network.firewall.fate import (
+    ALL_BITS,
+    MARK,
     NEVER,
+    NOTRACK,
     UNKNOWN,
+    UNKNOWN_VERDICT,
     Chains,
     LazyChains,
-    Step,
+    Rule,
     Test,
     icmp_name,
     protocol_name,
 )
-from flanneld.network.firewall.rules import ACCEPT, ALL_BITS, DROP, MASQUERADE, REJECT, RETURN, Match, Rule
 
 #: Options that are parsed: the property of a packet that each is about.
 _FIELDS = {
@@ -73,22 +75,6 @@ _OF_OTHER_PACKETS = frozenset(
 )
 #: Flags of TCP (RFC 9293) by their bits.
 _FLAGS = {"FIN": 1, "SYN": 2, "RST": 4, "PSH": 8, "ACK": 16, "URG": 32, "ALL": 63}
-#: Targets that end the walk through a table, and those that let packets pass on.
-_VERDICTS = {
-    ACCEPT: fate.ACCEPT,
-    MASQUERADE: fate.ACCEPT,
-    DROP: fate.DROP,
-    REJECT: fate.DROP,
-    RETURN: fate.RETURN,
-    "MARK": fate.MARK,
-    "HMARK": fate.MARK,
-    "NOTRACK": fate.NOTRACK,
-}
-_PASSES_ON = frozenset(
-    {"LOG", "NFLOG", "ULOG", "TRACE", "AUDIT", "CONNMARK", "SECMARK", "CONNSECMARK", "CLASSIFY", "CT"}
-    | {"TCPMSS", "TOS", "DSCP", "ECN", "TTL", "HL", "CHECKSUM", "SET", "TEE", "NFACCT", "RATEEST"}
-    | {"IDLETIMER", "LED"}
-)
 
 
 def restore_text(edits: Iterable[Edit]) -> str:
@@ -112,21 +98,19 @@ def _lines(edit: Edit) -> Iterator[str]:
 
 def rule_text(rule: Rule) -> str:
     """Return our rule as text, with its options in Go flannel's order."""
-    words = [*_side("-s", rule.source), *_side("-d", rule.destination)]
-    if rule.mark:
-        words.append(f"-m mark --mark {rule.mark[0]:#x}/{rule.mark[1]:#x}")
+    words: list[str] = []
+    for test in rule.tests:
+        match test:
+            case Test("source" | "destination" as side, (net,), negated):
+                words.append(f"{'! ' if negated else ''}{'-s' if side == 'source' else '-d'} {net}")
+            case Test("mark", ((int(value), int(mask)),)):
+                words.append(f"-m mark --mark {value:#x}/{mask:#x}")
     if rule.comment:
         words.append(f'-m comment --comment "{rule.comment}"')
     words.append(f"-j {rule.verdict}")
     if rule.random:
         words.append("--random-fully")
     return " ".join(words)
-
-
-def _side(flag: str, match: Match | None) -> list[str]:
-    if match is None:
-        return []
-    return [f"{flag} {match.net}" if match.inside else f"! {flag} {match.net}"]
 
 
 def rule_words(rule: Rule) -> list[str]:
@@ -137,7 +121,7 @@ def rule_words(rule: Rule) -> list[str]:
 def read_rules(listing: str) -> tuple[Rule, ...]:
     """Return the rules in the output of ``iptables -S CHAIN``."""
     chains, _ = read_table(listing)
-    return tuple(step.as_rule() for steps in chains.values() for step in steps)
+    return tuple(rule.without_text() for rules in chains.values() for rule in rules)
 
 
 def read_table(listing: str) -> tuple[Chains, dict[str, str]]:
@@ -153,36 +137,36 @@ def read_table(listing: str) -> tuple[Chains, dict[str, str]]:
             chains[name], policies[name] = [], policy
         elif line.startswith("-A "):
             chains.setdefault(line.split(" ", 2)[1], []).append(line)
-    return LazyChains(chains, lambda lines: tuple(map(_read_step, lines))), policies
+    return LazyChains(chains, lambda lines: tuple(map(_read_rule, lines))), policies
 
 
-def _read_step(line: str) -> Step:
-    step, tests = Step(line), list[Test]()
+def _read_rule(line: str) -> Rule:
+    rule, tests = Rule(text=line), list[Test]()
     try:
         for name, values, negated in _options("".join(line.split(" ", 2)[2:])):
-            if step.target:
-                step = _with_option(step, name, values)
+            if rule.verdict:
+                rule = _with_option(rule, name, values)
             elif name in ("-j", "-g"):
-                (target,) = values
-                step = replace(step, act=_act(name, target), target=target, rest="-g" if name == "-g" else "")
+                (verdict,) = values
+                rule = replace(rule, verdict=MARK if verdict == "HMARK" else verdict, is_goto=name == "-g")
             elif name == "--comment":
-                step = replace(step, comment=values[0])
+                rule = replace(rule, comment=values[0])
             elif name != "-m" or values[0] not in _EXTENSIONS:
                 tests.append(_condition(name, values, negated=negated))
     except ValueError:
-        return Step(line, (UNKNOWN,), fate.UNKNOWN_ACT)
-    return replace(step, tests=tuple(tests))
+        return Rule(UNKNOWN_VERDICT, (UNKNOWN,), text=line)
+    return replace(rule, tests=tuple(tests))
 
 
-def _with_option(step: Step, name: str, values: tuple[str, ...]) -> Step:
-    """Return a step with an option of its target."""
+def _with_option(rule: Rule, name: str, values: tuple[str, ...]) -> Rule:
+    """Return a rule with an option of its target."""
     if name == "--random-fully":
-        return replace(step, random=True)
+        return replace(rule, random=True)
     if name == "--set-xmark":
-        step = replace(step, mark=_mark(*values))
+        rule = replace(rule, new_mark=_mark(*values))
     if name in ("--notrack", "--restore-mark"):
-        step = replace(step, act=fate.NOTRACK if name == "--notrack" else fate.MARK)
-    return replace(step, rest=f"{step.rest} {name}".strip())
+        rule = replace(rule, verdict=NOTRACK if name == "--notrack" else MARK)
+    return replace(rule, extra=f"{rule.extra} {name}".strip())
 
 
 def _condition(name: str, values: tuple[str, ...], *, negated: bool) -> Test:
@@ -208,12 +192,6 @@ def _options(rule: str) -> Iterator[tuple[str, tuple[str, ...], bool]]:
 
 def _is_value(word: str) -> bool:
     return word != "!" and not word.startswith("-")
-
-
-def _act(flag: str, target: str) -> str:
-    if target in _PASSES_ON:
-        return ""
-    return _VERDICTS.get(target) or (fate.GOTO if flag == "-g" else fate.JUMP)
 
 
 def _test(field: str, value: str, *, negated: bool) -> Test:

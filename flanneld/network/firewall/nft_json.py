@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from ipaddress import ip_address, ip_network, summarize_address_range
+from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network, summarize_address_range
 from typing import Any
 
 from msgspec import MsgspecError, Raw, Struct, ValidationError, convert
@@ -11,31 +11,33 @@ from msgspec.json import decode
 from msgspec.structs import replace
 
 from flanneld.model import Family, IPNetwork
-from flanneld.network.firewall import fate
 from flanneld.network.firewall.edits import Edit
 from flanneld.network.firewall.fate import (
+    ACCEPT,
+    ALL_BITS,
+    DROP,
+    MARK,
+    MASQUERADE,
     NEVER,
+    NOTRACK,
+    REJECT,
+    RETURN,
     UNKNOWN,
+    UNKNOWN_VERDICT,
     Chains,
     LazyChains,
-    Step,
+    Rule,
     Test,
     Value,
     icmp_name,
     protocol_name,
 )
 from flanneld.network.firewall.rules import (
-    ACCEPT,
-    ALL_BITS,
-    MASQUERADE,
     NATIVE_FORWARD,
     NATIVE_POSTRTG,
     NATIVE_TABLE,
     NFT_FAMILY,
-    RETURN,
     Chain,
-    Match,
-    Rule,
     Rules,
 )
 
@@ -46,7 +48,17 @@ _HOOKS: Mapping[str, Mapping[str, Any]] = {
     NATIVE_FORWARD: {"type": "filter", "hook": "forward", "prio": 0, "policy": "accept"},
     NATIVE_POSTRTG: {"type": "nat", "hook": "postrouting", "prio": 100, "policy": "accept"},
 }
-_VERDICTS = {"accept": ACCEPT, "return": RETURN, "masquerade": MASQUERADE}
+_VERDICTS = {
+    "accept": ACCEPT,
+    "drop": DROP,
+    "reject": REJECT,
+    "return": RETURN,
+    "masquerade": MASQUERADE,
+    "continue": "",
+    "notrack": NOTRACK,
+    MARK: MARK,
+    **dict.fromkeys(("queue", "synproxy", "tproxy", "fwd"), UNKNOWN_VERDICT),
+}
 _STATEMENTS = {verdict: statement for statement, verdict in _VERDICTS.items()}
 _FULLY_RANDOM = ("fully-random", ["fully-random"])
 #: Objects at the head of a listing.
@@ -54,20 +66,6 @@ _HEADS = frozenset({"metainfo", "table"})
 #: Statements of our rules, those that affect no packet's walk, and those that end it.
 _OURS = frozenset({"match", "counter", "accept", "return", "masquerade"})
 _IDLE = frozenset({"counter", "log", "comment", "mangle", "ct helper", "flow", "set", "limit_log"})
-_ACTS = {
-    "accept": fate.ACCEPT,
-    "masquerade": fate.ACCEPT,
-    "drop": fate.DROP,
-    "reject": fate.DROP,
-    "return": fate.RETURN,
-    "jump": fate.JUMP,
-    "goto": fate.GOTO,
-    "continue": "",
-    fate.MARK: fate.MARK,
-    "notrack": fate.NOTRACK,
-}
-#: Statements that may end a packet's walk in any way. An extension of iptables ("xt") may be one, or a test.
-_ANY_ACT = frozenset({"queue", "synproxy", "tproxy", "fwd"})
 #: Expressions, in the words of nft(8), and the property of a packet that each is.
 _FIELDS = {
     "meta iif": "iif",
@@ -202,27 +200,24 @@ def _commands(family: Family, edit: Edit, handles: Handles) -> Iterator[JsonComm
 
 def rule_json(family: Family, rule: Rule) -> JsonCommand:
     """Return the JSON of one of our rules."""
-    statements = [_side(family, "saddr", rule.source), _side(family, "daddr", rule.destination)]
-    if rule.mark:
-        value, mask = rule.mark
-        left = {"&": [{"meta": {"key": "mark"}}, mask]}
-        statements.append({"match": {"op": "==", "left": left, "right": value}})
+    statements: list[JsonCommand] = []
+    for test in rule.tests:
+        match test:
+            case Test("source" | "destination" as side, (IPv4Network() | IPv6Network() as net,), negated):
+                left = {"payload": {"protocol": NFT_FAMILY[family], "field": f"{side[0]}addr"}}
+                right = {"prefix": {"addr": str(net.network_address), "len": net.prefixlen}}
+                statements.append({"match": {"op": "!=" if negated else "==", "left": left, "right": right}})
+            case Test("mark", ((value, mask),)):
+                bits = {"&": [{"meta": {"key": "mark"}}, mask]}
+                statements.append({"match": {"op": "==", "left": bits, "right": value}})
     flags = {"flags": "fully-random"} if rule.random else None
     statements.append({_STATEMENTS[rule.verdict]: flags})
-    return {"expr": [statement for statement in statements if statement], "comment": rule.comment}
-
-
-def _side(family: Family, field: str, match: Match | None) -> JsonCommand | None:
-    if match is None:
-        return None
-    left = {"payload": {"protocol": NFT_FAMILY[family], "field": field}}
-    right = {"prefix": {"addr": str(match.net.network_address), "len": match.net.prefixlen}}
-    return {"match": {"op": "==" if match.inside else "!=", "left": left, "right": right}}
+    return {"expr": statements, "comment": rule.comment}
 
 
 def read_rule(given: ListedRule, family: Family) -> Rule:
     """Parse a rule of our table. ``extra`` names the parts that our rules never have."""
-    return next(read_steps(given, family), Step("", (UNKNOWN,))).as_rule()
+    return next(read_rules(given, family), Rule(tests=(UNKNOWN,))).without_text()
 
 
 class _RawRule(Struct, frozen=True, gc=False):
@@ -269,19 +264,19 @@ def read_chains(text: str, family: Family) -> Chains:
         if item.rule:
             chains.setdefault(item.rule.chain, []).append(item.rule)
     return LazyChains(
-        chains, lambda rules: tuple(step for rule in rules for step in _parsed(rule, family, sets))
+        chains, lambda rules: tuple(each for rule in rules for each in _parsed(rule, family, sets))
     )
 
 
-def _parsed(raw: _RawRule, family: Family, sets: Sets) -> Iterator[Step]:
+def _parsed(raw: _RawRule, family: Family, sets: Sets) -> Iterator[Rule]:
     try:
         rule = ListedRule(raw.chain, raw.handle, decode(raw.expr, type=list[dict[str, Any]]), raw.comment)
-        yield from list(read_steps(rule, family, sets))
+        yield from list(read_rules(rule, family, sets))
     except (MsgspecError, ValueError, TypeError, KeyError, AttributeError):
-        yield Step(str(raw.handle), (UNKNOWN,), fate.UNKNOWN_ACT)
+        yield Rule(UNKNOWN_VERDICT, (UNKNOWN,), text=str(raw.handle))
 
 
-def read_steps(rule: ListedRule, family: Family, sets: Sets = _NO_SETS) -> Iterator[Step]:
+def read_rules(rule: ListedRule, family: Family, sets: Sets = _NO_SETS) -> Iterator[Rule]:
     """Yield the steps of a rule: for a new mark, for its verdict, or for each element of a verdict map."""
     tests: list[Test] = []
     rest: list[str] = []
@@ -295,27 +290,27 @@ def read_steps(rule: ListedRule, family: Family, sets: Sets = _NO_SETS) -> Itera
                 yield from _elements(rule, tests, key, data, family, sets)
                 return
             case "mangle", {"key": {"meta": {"key": "mark"}}, "value": value}:
-                yield replace(_step(rule, tests, {fate.MARK: None}, rest), mark=_new_mark(value))
+                yield replace(_rule(rule, tests, {MARK: None}, rest), new_mark=_new_mark(value))
             case "notrack", _:
-                yield _step(rule, tests, statement, rest)
-            case _ if name in _ACTS or name in _ANY_ACT:
-                yield _step(rule, tests, statement, rest)
+                yield _rule(rule, tests, statement, rest)
+            case _ if name in _VERDICTS or name in ("jump", "goto"):
+                yield _rule(rule, tests, statement, rest)
                 return
             case _ if name not in _IDLE:
                 tests.append(UNKNOWN)
-    yield _step(rule, tests, {"queue": None} if "xt" in rest else {"continue": None}, rest)
+    yield _rule(rule, tests, {"queue": None} if "xt" in rest else {"continue": None}, rest)
 
 
 def _elements(
     rule: ListedRule, tests: list[Test], key: Any, data: Any, family: Family, sets: Sets
-) -> Iterator[Step]:
+) -> Iterator[Rule]:
     """Yield a step for each element of a verdict map; one that is not in the listing may decide anything."""
     elements = _listed_set(data, sets)
     if elements is None:
-        yield _step(rule, tests, {"queue": None}, ["vmap"])
+        yield _rule(rule, tests, {"queue": None}, ["vmap"])
         return
     for value, verdict in convert(elements, list[tuple[Any, dict[str, Any]]]):
-        yield _step(rule, [*tests, *_tests(key, "==", value, family, sets)], verdict, ["vmap"])
+        yield _rule(rule, [*tests, *_tests(key, "==", value, family, sets)], verdict, ["vmap"])
 
 
 def _listed_set(given: Any, sets: Sets) -> list[Any] | None:
@@ -330,15 +325,16 @@ def _listed_set(given: Any, sets: Sets) -> list[Any] | None:
     return None
 
 
-def _step(rule: ListedRule, tests: list[Test], verdict: Mapping[str, Any], rest: list[str]) -> Step:
+def _rule(listed: ListedRule, tests: list[Test], verdict: Mapping[str, Any], rest: list[str]) -> Rule:
     (name, given), *_ = verdict.items()
     given = given if isinstance(given, dict) else {}
     random = given.get("flags") in _FULLY_RANDOM
-    if given and not random:
+    target = given.get("target")
+    if given and not random and not target:
         rest = [*rest, *given]
-    target = _VERDICTS.get(name) or str(given.get("target", ""))
-    act = fate.UNKNOWN_ACT if name in _ANY_ACT else _ACTS.get(name, fate.ACCEPT)
-    return Step(str(rule.handle), tuple(tests), act, target, rule.comment, random, " ".join(rest))
+    to = str(target) if target else _VERDICTS.get(name, ACCEPT)
+    extra, text = " ".join(rest), str(listed.handle)
+    return Rule(to, tuple(tests), listed.comment, random, extra, name == "goto", text=text)
 
 
 def _new_mark(value: Any) -> tuple[int, int] | None:

@@ -20,16 +20,13 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from flanneld.model import Family, IPNetwork, family_of
+from flanneld.network.firewall.fate import ACCEPT, MASQUERADE, RETURN, Rule, Test
 
-ACCEPT, RETURN, MASQUERADE = "ACCEPT", "RETURN", "MASQUERADE"
-#: Verdicts that only other programs' rules have.
-DROP, REJECT = "DROP", "REJECT"
 #: Comments that identify our rules, as Go flannel writes them.
 MASQ, FORWARD = "flanneld masq", "flanneld forward"
 
 #: Mark of packets that kube-proxy masquerades itself.
 KUBE_MARK = 0x4000
-ALL_BITS = 0xFFFF_FFFF
 
 _MULTICAST: dict[Family, IPNetwork] = {4: IPv4Network("224.0.0.0/4"), 6: IPv6Network("ff00::/8")}
 MULTICAST = frozenset(_MULTICAST.values())
@@ -60,33 +57,21 @@ OWN_CHAINS = frozenset(
 Style = Literal["v0.12", "own-chains", "native"]
 
 
-class Match(Struct, frozen=True, gc=False):
-    """Match of the addresses inside a network, or outside it."""
-
-    net: IPNetwork
-    inside: bool = True
+def source(net: IPNetwork, *, inside: bool = True) -> Test:
+    """Return the test that a packet's source is inside a network, or outside it."""
+    return Test("source", (net,), not inside)
 
 
-class Rule(Struct, frozen=True, gc=False):
-    """One rule. ``verdict`` is the target: a verdict or a chain.
+def destination(net: IPNetwork, *, inside: bool = True) -> Test:
+    """Return the test that a packet's destination is inside a network, or outside it."""
+    return Test("destination", (net,), not inside)
 
-    ``mark`` is a value and its mask. ``random`` requests fully random source ports. ``extra`` has the parts
-    that our rules never have, so a rule with some is never ours.
-    """
 
-    verdict: str
-    source: Match | None = None
-    destination: Match | None = None
-    mark: tuple[int, int] | None = None
-    comment: str = ""
-    random: bool = False
-    extra: str = ""
-
-    @property
-    def networks(self) -> tuple[IPNetwork, ...]:
-        """The networks that the rule is about, multicast ranges excepted."""
-        sides = (self.source, self.destination)
-        return tuple(side.net for side in sides if side and side.net not in MULTICAST)
+def networks_of(rule: Rule) -> tuple[IPNetwork, ...]:
+    """Return the networks that one of our rules is about, multicast ranges excepted."""
+    values = [value for test in rule.tests for value in test.values]
+    nets = [value for value in values if isinstance(value, IPv4Network | IPv6Network)]
+    return tuple(net for net in nets if net not in MULTICAST)
 
 
 #: Desired or actual rules of each chain, in order. A chain without an entry does not exist; a desired chain
@@ -131,12 +116,12 @@ def _built_in(nets: Nets, purpose: Purpose) -> Rules:
 
 
 def v012_masquerade(nets: Nets, random: bool) -> tuple[Rule, ...]:
-    inside, outside, here = Match(nets.network), Match(nets.network, inside=False), Match(nets.subnet)
+    inside, here = nets.network, nets.subnet
     return (
-        Rule(RETURN, inside, inside),
-        Rule(MASQUERADE, inside, _no_multicast(nets), random=random),
-        Rule(RETURN, outside, here),
-        Rule(MASQUERADE, outside, inside, random=random),
+        Rule(RETURN, (source(inside), destination(inside))),
+        Rule(MASQUERADE, (source(inside), _no_multicast(nets)), random=random),
+        Rule(RETURN, (source(inside, inside=False), destination(here))),
+        Rule(MASQUERADE, (source(inside, inside=False), destination(inside)), random=random),
     )
 
 
@@ -178,26 +163,26 @@ def _masquerade(nets: Nets, random: bool) -> tuple[Rule, ...]:
     remote containers are not masqueraded. They also compare the whole mark, so a packet with a further bit
     besides kube-proxy's does not match.
     """
-    inside, outside, here = Match(nets.network), Match(nets.network, inside=False), Match(nets.subnet)
+    inside, here = nets.network, nets.subnet
     return _commented(
         MASQ,
         (
-            Rule(RETURN, mark=(KUBE_MARK, KUBE_MARK)),
-            Rule(RETURN, here, inside),
-            Rule(RETURN, inside, here),
-            Rule(RETURN, outside, here),
-            Rule(MASQUERADE, inside, _no_multicast(nets), random=random),
-            Rule(MASQUERADE, outside, inside, random=random),
+            Rule(RETURN, (Test("mark", ((KUBE_MARK, KUBE_MARK),)),)),
+            Rule(RETURN, (source(here), destination(inside))),
+            Rule(RETURN, (source(inside), destination(here))),
+            Rule(RETURN, (source(inside, inside=False), destination(here))),
+            Rule(MASQUERADE, (source(inside), _no_multicast(nets)), random=random),
+            Rule(MASQUERADE, (source(inside, inside=False), destination(inside)), random=random),
         ),
     )
 
 
 def _accept(nets: Nets) -> tuple[Rule, ...]:
-    return (Rule(ACCEPT, source=Match(nets.network)), Rule(ACCEPT, destination=Match(nets.network)))
+    return Rule(ACCEPT, (source(nets.network),)), Rule(ACCEPT, (destination(nets.network),))
 
 
-def _no_multicast(nets: Nets) -> Match:
-    return Match(_MULTICAST[nets.family], inside=False)
+def _no_multicast(nets: Nets) -> Test:
+    return destination(_MULTICAST[nets.family], inside=False)
 
 
 def _commented(comment: str, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:

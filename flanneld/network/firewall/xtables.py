@@ -18,16 +18,8 @@ from typing import Any, NamedTuple
 from msgspec import Struct
 
 from flanneld.model import Family
-from flanneld.network.firewall.rules import (
-    ACCEPT,
-    MASQUERADE,
-    OWN_CHAINS,
-    RETURN,
-    Chain,
-    Match,
-    Rule,
-    Rules,
-)
+from flanneld.network.firewall.fate import ACCEPT, MASQUERADE, RETURN, Rule, Test
+from flanneld.network.firewall.rules import OWN_CHAINS, Chain, Rules
 from flanneld.network.rtnetlink.netlink import MalformedNetlink, unpack
 
 _NAMES: Mapping[Family, str] = {4: "ip_tables_names", 6: "ip6_tables_names"}
@@ -182,20 +174,26 @@ class TableDump(Struct, frozen=True, gc=False):
             )
             if present
         ]
-        mark, comment = None, ""
+        tests = [
+            *_side("source", entry.source, entry.source_mask, entry.inversions & _INVERT_SOURCE, extra),
+            *_side(
+                "destination",
+                entry.destination,
+                entry.destination_mask,
+                entry.inversions & _INVERT_DESTINATION,
+                extra,
+            ),
+        ]
+        comment = ""
         for name, data in self._matches(offset, entry):
             if name == "comment":
                 comment = _string(data)
             elif name == "mark" and not (given := _unpack(_MARK, data))[2]:
-                mark = (given[0], given[1])
+                tests.append(Test("mark", ((given[0], given[1]),)))
             else:
                 extra.append(name)
         verdict, random = self._target(offset + entry.target, offset + entry.next, extra)
-        source = _side(entry.source, entry.source_mask, not entry.inversions & _INVERT_SOURCE, extra)
-        destination = _side(
-            entry.destination, entry.destination_mask, not entry.inversions & _INVERT_DESTINATION, extra
-        )
-        return Rule(verdict, source, destination, mark, comment, random, " ".join(extra))
+        return Rule(verdict, tuple(tests), comment, random, " ".join(extra))
 
     def _matches(self, offset: int, entry: _Entry) -> Iterator[tuple[str, bytes]]:
         at, end = offset + _ENTRY[self.family].size, offset + entry.target
@@ -266,15 +264,14 @@ def _ask(kernel: socket.socket, family: Family, option: int, request: bytes, siz
     return buffer.raw
 
 
-def _side(address: bytes, mask: bytes, inside: bool, extra: list[str]) -> Match | None:
+def _side(field: str, address: bytes, mask: bytes, negated: int, extra: list[str]) -> Iterator[Test]:
+    """Yield the test of an address, if there is one."""
     bits, width = int.from_bytes(mask), 8 * len(mask)
     length = bits.bit_count()
     if bits != (1 << width) - (1 << width - length):
         extra.append("mask")
-        return None
-    if inside and not length:
-        return None
-    return Match(ip_network((address, length)), inside)
+    elif length or negated:
+        yield Test(field, (ip_network((address, length)),), bool(negated))
 
 
 def _unpack(form: struct.Struct, data: bytes, offset: int = 0) -> tuple[Any, ...]:

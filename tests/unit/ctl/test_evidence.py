@@ -14,7 +14,7 @@ from flanneld.ctl.checks.packets import dropped
 from flanneld.ctl.lookups import Question, _before, chosen_of, questions
 from flanneld.ctl.path_mtu import sample
 from flanneld.diagnostics.status import PeerStatus, Status, known
-from flanneld.network.firewall.fate import DROP, Step, Test
+from flanneld.network.firewall.fate import DROP, Rule, Test
 from flanneld.network.firewall.foreign import BaseChain
 from flanneld.network.genetlink import SeenDevice, SeenPeer
 from flanneld.network.lookups import PolicyRule
@@ -62,7 +62,9 @@ def test_lookups_are_spread_over_all_peers() -> None:
 
 
 def test_rule_about_one_peer_of_5000_is_found() -> None:
-    steps = (Step("no packets to 10.20.7.0/24", (Test("destination", (ip_network("10.20.7.0/24"),)),), DROP),)
+    steps = (
+        Rule(DROP, (Test("destination", (ip_network("10.20.7.0/24"),)),), text="no packets to 10.20.7.0/24"),
+    )
     base = BaseChain("native", 4, "inet wall", "c", "forward", False, {"c": steps})
     chosen = lookups.some(lookups.reached_peers(LARGE), [ip_network("10.20.7.0/24")])
     found = list(dropped([base], list(lookups.flows(LARGE, chosen, {4: "cni0"}))))

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from flanneld.network.firewall.edits import Edit, RuleOwnership, claim, edits_for, lost
+from flanneld.network.firewall.fate import ACCEPT, RETURN, Rule, Test
 from flanneld.network.firewall.iptables_text import restore_text
 from flanneld.network.firewall.rules import (
-    ACCEPT,
     FLANNEL_FWD,
     FLANNEL_POSTRTG,
     FORWARD,
@@ -21,14 +21,13 @@ from flanneld.network.firewall.rules import (
     MASQ,
     OWN_CHAINS,
     POSTROUTING,
-    RETURN,
     Chain,
-    Match,
     Nets,
     Purpose,
-    Rule,
     Rules,
     desired_rules,
+    destination,
+    source,
 )
 
 Tables = dict[Chain, tuple[Rule, ...]]
@@ -47,11 +46,18 @@ OURS = claim([NETS], None, masquerade=True, forward=True)
 #: An operator's: the same words as a rule of ours, or nearly.
 LOOK_ALIKES = {
     POSTROUTING: (
-        Rule("MASQUERADE", Match(NETS.network), Match(ip_network("224.0.0.0/4"), inside=False), random=True),
-        Rule("FLANNEL-POSTRTG", Match(ip_network("192.0.2.0/24")), comment=MASQ),
+        Rule(
+            "MASQUERADE",
+            (source(NETS.network), destination(ip_network("224.0.0.0/4"), inside=False)),
+            random=True,
+        ),
+        Rule("FLANNEL-POSTRTG", (source(ip_network("192.0.2.0/24")),), comment=MASQ),
         Rule("FLANNEL-POSTRTG"),
     ),
-    FORWARDING: (Rule(ACCEPT, Match(NETS.network)), Rule(ACCEPT, Match(NETS.network), extra="-i eth1")),
+    FORWARDING: (
+        Rule(ACCEPT, (source(NETS.network),)),
+        Rule(ACCEPT, (source(NETS.network),), extra="-i eth1"),
+    ),
 }
 
 
@@ -154,8 +160,8 @@ def test_look_alikes_of_an_operator_stay(rules: Rules) -> None:
 @pytest.mark.parametrize(
     "foreign",
     [
-        Rule("DROP", Match(ip_network("10.5.3.0/24"))),
-        Rule("DROP", Match(ip_network("10.5.3.0/24")), comment=FORWARD, extra="-p tcp"),
+        Rule("DROP", (source(ip_network("10.5.3.0/24")),)),
+        Rule("DROP", (source(ip_network("10.5.3.0/24")),), comment=FORWARD, extra="-p tcp"),
     ],
 )
 def test_a_rule_of_an_operator_in_our_chain_stays(foreign: Rule) -> None:
@@ -164,9 +170,9 @@ def test_a_rule_of_an_operator_in_our_chain_stays(foreign: Rule) -> None:
 
 
 def test_rules_about_no_network_come_before_others_rules_in_their_order() -> None:
-    shared = tuple(Rule(RETURN, mark=(bit, bit), comment=MASQ) for bit in (1, 2, 4))
+    shared = tuple(Rule(RETURN, (Test("mark", ((bit, bit),)),), comment=MASQ) for bit in (1, 2, 4))
     ours = OWN[FLANNEL_POSTRTG][1:]
-    foreign = Rule("DROP", Match(ip_network("10.6.3.0/24")))
+    foreign = Rule("DROP", (source(ip_network("10.6.3.0/24")),))
     after = settled({FLANNEL_POSTRTG: (*shared, *ours)}, {FLANNEL_POSTRTG: (foreign,)})
     assert after[FLANNEL_POSTRTG] == (*shared, foreign, *ours)
 
@@ -278,9 +284,9 @@ def test_v012_rules_count_only_in_the_chain_where_they_were_made() -> None:
 def test_the_rules_of_gos_nftables_give_way() -> None:
     chain = ("flannel-ipv4", "postrtg")
     go = (
-        Rule(RETURN, mark=(0x4000, 0xFFFF_FFFF)),
+        Rule(RETURN, (Test("mark", ((0x4000, 0xFFFF_FFFF),)),)),
         *(replace(rule, comment="") for rule in NATIVE[chain][1:3]),
-        Rule(RETURN, Match(NETS.subnet, inside=False), Match(NETS.network)),
+        Rule(RETURN, (source(NETS.subnet, inside=False), destination(NETS.network))),
         *(replace(rule, comment="") for rule in NATIVE[chain][4:]),
     )
     assert settled(NATIVE, {**NATIVE, chain: go}) == NATIVE

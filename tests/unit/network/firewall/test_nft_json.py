@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from ipaddress import ip_network
 from typing import Any
 
 import pytest
 
 from flanneld.model import FAMILIES, Family
 from flanneld.network.firewall.edits import Edit
+from flanneld.network.firewall.fate import ALL_BITS, Rule, Test
 from flanneld.network.firewall.nft_json import (
     ListedRule,
     NftablesListing,
@@ -16,7 +18,7 @@ from flanneld.network.firewall.nft_json import (
     read_rule,
     rule_json,
 )
-from flanneld.network.firewall.rules import ALL_BITS, Purpose, Rule, desired_rules
+from flanneld.network.firewall.rules import Purpose, desired_rules, source
 from tests.unit.network.firewall.test_rules import NETS
 
 POSTRTG = ("flannel-ipv4", "postrtg")
@@ -39,8 +41,7 @@ def test_our_own_rules_are_understood(family: Family, random: bool) -> None:
 
 def test_a_single_address_is_listed_without_a_length() -> None:
     found = rule({"match": {"op": "!=", "left": SADDR, "right": "10.5.0.3"}}, {"accept": None})
-    assert found.source
-    assert (str(found.source.net), found.source.inside) == ("10.5.0.3/32", False)
+    assert found.tests == (source(ip_network("10.5.0.3/32"), inside=False),)
 
 
 def test_a_counter_changes_nothing() -> None:
@@ -50,7 +51,7 @@ def test_a_counter_changes_nothing() -> None:
 
 def test_go_compares_the_whole_mark() -> None:
     found = rule({"match": {"op": "==", "left": {"meta": {"key": "mark"}}, "right": 16384}}, {"return": None})
-    assert found == Rule("RETURN", mark=(0x4000, ALL_BITS))
+    assert found == Rule("RETURN", (Test("mark", ((0x4000, ALL_BITS),)),))
 
 
 def test_flags_may_be_listed_as_an_array() -> None:
@@ -78,7 +79,7 @@ def test_flags_may_be_listed_as_an_array() -> None:
     ],
 )
 def test_what_has_more_to_it_is_not_taken_for_ours(statement: dict[str, Any]) -> None:
-    assert rule(statement, {"accept": None}).extra
+    assert not rule(statement, {"accept": None}).is_plain
 
 
 ANSWER = {

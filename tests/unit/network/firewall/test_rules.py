@@ -12,10 +12,10 @@ import pytest
 from flanneld.model import FAMILIES, Family
 from flanneld.network.firewall import nft_json
 from flanneld.network.firewall.edits import RuleOwnership, edits_for
+from flanneld.network.firewall.fate import ALL_BITS
 from flanneld.network.firewall.iptables_text import restore_text
 from flanneld.network.firewall.nft_json import NftablesListing
 from flanneld.network.firewall.rules import (
-    ALL_BITS,
     IPTABLES_CHAINS,
     OWN_CHAINS,
     POSTROUTING,
@@ -23,6 +23,7 @@ from flanneld.network.firewall.rules import (
     Purpose,
     Style,
     desired_rules,
+    networks_of,
 )
 
 GOLDEN = Path(__file__).parents[2] / "golden/firewall"
@@ -75,7 +76,7 @@ def test_purpose_counts_as_false_if_it_wants_no_rule() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rule_is_about_the_networks_on_both_sides_but_not_about_multicast(family: Family) -> None:
     nets = NETS[family]
-    found = [rule.networks for rule in desired_rules("v0.12", nets, PURPOSES["masquerade"])[POSTROUTING]]
+    found = [networks_of(rule) for rule in desired_rules("v0.12", nets, PURPOSES["masquerade"])[POSTROUTING]]
     network = nets.network
     assert found == [(network, network), (network,), (network, nets.subnet), (network, network)]
 

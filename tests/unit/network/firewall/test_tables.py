@@ -9,7 +9,8 @@ import pytest
 
 from flanneld.network.firewall.driver import IptablesRunner, Rejected
 from flanneld.network.firewall.edits import Edit, RuleOwnership
-from flanneld.network.firewall.rules import Purpose, Rule, Rules, desired_rules
+from flanneld.network.firewall.fate import Rule
+from flanneld.network.firewall.rules import Purpose, Rules, desired_rules
 from flanneld.network.firewall.tables import RuleSet, RulesTable
 from flanneld.reconcile.reconciler import Reconciler, desired_by_table
 from flanneld.runtime import clock

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flanneld.model import FAMILIES, Family
+from flanneld.network.firewall.fate import ALL_BITS, Rule, Test
 from flanneld.network.firewall.iptables_text import read_rules, rule_text
-from flanneld.network.firewall.rules import ALL_BITS, JUMPS, Match, Purpose, Rule, Style, desired_rules
+from flanneld.network.firewall.rules import JUMPS, Purpose, Style, desired_rules, source
 from tests.unit.network.firewall.test_rules import NETS
 
 #: As ``iptables-nft -t nat -S POSTROUTING`` prints it.
@@ -29,7 +30,8 @@ def read_rule(text: str) -> Rule:
 
 
 def test_a_listing_gives_the_rules_in_their_order() -> None:
-    docker = Rule("MASQUERADE", Match(ip_network("172.17.0.0/16")), extra="oif")
+    tests = source(ip_network("172.17.0.0/16")), Test("oif", ("docker0",), negated=True)
+    docker = Rule("MASQUERADE", tests)
     kubernetes = Rule("KUBE-POSTROUTING", comment="kubernetes postrouting rules")
     assert read_rules(LISTING) == (kubernetes, docker, JUMPS["nat", "FLANNEL-POSTRTG"], Rule(""))
 
@@ -62,11 +64,11 @@ def test_our_own_rules_are_understood(style: Style, family: Family, random: bool
     ],
 )
 def test_what_has_more_to_it_is_not_taken_for_ours(text: str) -> None:
-    assert read_rule(text).extra
+    assert not read_rule(text).is_plain
 
 
 def test_a_mark_without_a_mask_is_the_whole_mark() -> None:
-    assert read_rule("-m mark --mark 0x4000 -j RETURN").mark == (0x4000, ALL_BITS)
+    assert read_rule("-m mark --mark 0x4000 -j RETURN").tests == (Test("mark", ((0x4000, ALL_BITS),)),)
 
 
 def test_quotes_in_a_comment_are_read() -> None:
@@ -75,7 +77,7 @@ def test_quotes_in_a_comment_are_read() -> None:
 
 @pytest.mark.parametrize("comment", ["-j", "!", "! -s 10.5.0.0/16", "--comment", "a\u2028b", ""])
 def test_comment_may_look_like_an_option(comment: str) -> None:
-    rule = Rule("RETURN", Match(ip_network("10.5.0.0/16"), inside=False), comment=comment)
+    rule = Rule("RETURN", (source(ip_network("10.5.0.0/16"), inside=False),), comment=comment)
     assert read_rule(f'! -s 10.5.0.0/16 -m comment --comment "{comment}" -j RETURN') == rule
 
 

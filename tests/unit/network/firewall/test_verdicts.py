@@ -13,13 +13,11 @@ from flanneld.model import Family
 from flanneld.network.firewall.fate import (
     ACCEPT,
     DROP,
-    GOTO,
-    JUMP,
     RETURN,
     UNKNOWN,
     Fate,
     Packet,
-    Step,
+    Rule,
     Test,
     fate,
 )
@@ -106,16 +104,16 @@ def test_walk_follows_jumps_returns_and_gotos() -> None:
     assert iptables("-A INPUT -j own", "-A own -p tcp -j ACCEPT", drop) == Fate(DROP, drop)
     assert iptables("-A INPUT -j own", "-A own -j RETURN", "-A own -j ACCEPT", drop) == Fate(DROP, drop)
     assert iptables("-A INPUT -g own", "-A own -p tcp -j ACCEPT", drop) == Fate()
-    loop = {"one": (Step("to two", (), JUMP, "two"),), "two": (Step("to one", (), GOTO, "one"),)}
+    loop = {"one": (Rule("two", text="to two"),), "two": (Rule("one", is_goto=True, text="to one"),)}
     assert fate(loop, "one", PACKET) == Fate(doubt="to one")
-    back = {"one": (Step("back", (UNKNOWN,), RETURN), Step("drop", (), DROP))}
+    back = {"one": (Rule(RETURN, (UNKNOWN,), text="back"), Rule(DROP, text="drop"))}
     assert fate(back, "one", PACKET) == Fate(DROP, "drop", "back")
     assert fate(back, "none", PACKET) == Fate(doubt="none")
 
 
 def test_walk_is_as_deep_as_a_packet_filter_may_be() -> None:
-    jumps = {str(depth): (Step(f"to {depth + 1}", (), JUMP, str(depth + 1)),) for depth in range(16)}
-    drop = (Step("drop", (), DROP),)
+    jumps = {str(depth): (Rule(str(depth + 1), text=f"to {depth + 1}"),) for depth in range(16)}
+    drop = (Rule(DROP, text="drop"),)
     assert fate(jumps | {"15": drop}, "0", PACKET) == Fate(DROP, "drop")
     assert fate(jumps | {"16": drop}, "0", PACKET) == Fate(doubt="to 16")
 
@@ -244,7 +242,7 @@ def test_policy_drops_what_no_rule_decides() -> None:
     assert NATIVE.fate(PACKET) == Fate(DROP)
     assert replace(NATIVE, drops=False).fate(PACKET) == Fate()
     assert replace(NATIVE, device="eth1").fate(PACKET) == Fate()
-    steps = (Step("own", (Test("iif", ("eth0",)),), ACCEPT),)
+    steps = (Rule(ACCEPT, (Test("iif", ("eth0",)),), text="own"),)
     assert replace(NATIVE, chains={"c": steps}).fate(PACKET).act == ACCEPT
 
 
