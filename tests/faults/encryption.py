@@ -157,7 +157,7 @@ FAULTS = {
     ),
     "PSK that is no key, wireguard": Fault(
         "start",
-        "flanneld cannot start: could not parse psk: the key is no base64",
+        "flanneld cannot start: Error registering network: could not parse psk: the key is no base64",
         (stop, configured(PSK="no key"), start_in_vain),
         WIREGUARD,
         cuts=False,
@@ -166,7 +166,8 @@ FAULTS = {
     ),
     "key file without a key": Fault(
         "start",
-        "flanneld cannot start: could not parse private key from file: the key is no base64",
+        "flanneld cannot start: Error registering network: could not parse private key from file: "
+        "the key is no base64",
         (stop, "echo no key >{directory}/wgkey", start_in_vain),
         WIREGUARD,
         cuts=False,
@@ -261,7 +262,8 @@ FAULTS = {
     ),
     "PSK shorter than 96 characters": Fault(
         "start",
-        "flanneld cannot start: config error, password should be at least 96 characters long",
+        "flanneld cannot start: Error registering network: config error, password should be at least 96 "
+        "characters long",
         (stop, configured(PSK="too short"), start_in_vain),
         IPSEC,
         cuts=False,

@@ -86,7 +86,7 @@ FAULTS = {
     ),
     "setting of the backend out of range": Fault(
         "start",
-        "flanneld cannot start: Backend.VNI is 99999999",
+        "flanneld cannot start: Error registering network: Backend.VNI is 99999999",
         (stop, configured(VNI=99999999), start_in_vain),
         cuts=False,
         heal=(configured(), start),
