@@ -363,7 +363,9 @@ class SimulatedWatcher:
 
     def wait(self, at: Position) -> float:
         """Begin to wait for what comes after now; return when ``read`` would return without news."""
-        if self.is_broken or self._is_cancelled:
+        if self._is_cancelled:
+            return self._etcd.world.time
+        if self.is_broken:
             return max(self._etcd.world.time, self.stalled_until)
         if not self._etcd.is_down:
             self._contact()
@@ -402,7 +404,7 @@ class SimulatedWatcher:
 
     def cancel(self) -> None:
         self._is_cancelled = True
-        self.hear(0.0)
+        self.wake(self._etcd.world.time)  # also in a stall: whoever cancels waits for nobody
 
     def close(self) -> None:
         self.stream.close()

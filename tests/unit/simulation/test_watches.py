@@ -141,6 +141,15 @@ def test_lost_etcd_is_asked_once_a_second_and_then_read_again(watch: EtcdWatch) 
     assert watch.machine.problem is None
 
 
+def test_reread_cuts_also_a_watch_that_a_proxy_holds(watch: EtcdWatch) -> None:
+    watch.step()
+    woken: list[float] = []
+    watch.watcher.stalled_until = watch.world.time + 1000
+    watch.watcher.wake = woken.append
+    watch.machine.reread()
+    assert woken == [watch.world.time]
+
+
 def test_reread_reads_everything_and_a_cut_ends_the_watch(watch: EtcdWatch) -> None:
     watch.step()
     watch.machine.reread()
