@@ -174,7 +174,8 @@ class BatchedWarnings(LogBatch[tuple[str, str]]):
 class Outage:
     """Log of one outage: its start, one line a minute while it lasts, and its end.
 
-    The reason follows ``failing`` in the log. For one thread; ``problem`` may be read from any.
+    A failure of another kind, such as a refusal after silence, has a line at once. The reason follows
+    ``failing`` in the log. For one thread; ``problem`` may be read from any.
     """
 
     def __init__(self, log: logging.Logger, failing: str, working: str) -> None:
@@ -182,6 +183,8 @@ class Outage:
         self._failing = failing
         self._working = working
         self._said = -math.inf
+        #: Kinds of failures that were logged since then.
+        self._kinds: set[type[Retryable]] = set()
         self._since: float | None = None
         self._problem: Retryable | None = None
         self._is_told = False
@@ -198,10 +201,13 @@ class Outage:
         if self._since is None:
             self._since = now
         if now - self._said >= PACE:
+            self._said, self._kinds = now, set()
+        if type(reason) not in self._kinds:
+            self._kinds.add(type(reason))
             lasted = now - self._since
             since = f" (for {lasted:.0f} s now)" if lasted >= 1 else ""
             self._log.warning("%s: %s%s", self._failing, reason, since, stacklevel=2)
-            self._said, self._is_told = now, True
+            self._is_told = True
 
     def answered(self) -> bool:
         """Record an apparent success; log the end if the start was logged. Return True if so.

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from flanneld.errors import Retryable
+from flanneld.errors import NoAnswer, Retryable
 from flanneld.runtime.complaints import FEW, PACE, BatchedWarnings, Once, Outage
 from tests.clock import Clock
 
@@ -44,6 +44,17 @@ def test_reasons_that_change_are_one_outage(
         "Watching: it broke the connection",
         "Watching: connection refused (for 60 s now)",
     ]
+
+
+def test_failure_of_another_kind_is_said_at_once_and_each_kind_once_a_minute(
+    outage: Outage, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(30):
+        outage.failed(NoAnswer("connection refused"))
+        clock.time += 1
+        outage.failed(Retryable("403"))
+        clock.time += 1
+    assert caplog.messages == ["Watching: connection refused", "Watching: 403 (for 1 s now)"]
 
 
 def test_the_end_is_said_once_and_how_long_it_took(
