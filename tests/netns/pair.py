@@ -54,6 +54,10 @@ class Pair:
     def is_sound(self) -> bool:
         return self.node.running and state(self.node) == self.before
 
+    def is_contested(self) -> bool:
+        """Whether so much was repaired that the daemon takes its time, and sums up what it says."""
+        return "keeps changing" in self.node.log()
+
     def fill_in(self, text: str) -> str:
         """Name what commands and log lines speak of; a 6 marks the IPv6 one."""
         words = {"gateway": self.lab.etcd.address}
@@ -107,7 +111,7 @@ class Pairs:
         """Building a pair takes ten times as long as seeing it heal."""
         name = f"{backend} {dual_stack}"
         pair = self._kept.get(name)
-        if pair is None or not pair.is_sound():
+        if pair is None or not pair.is_sound() or pair.is_contested():
             self._drop(name)
             with ExitStack() as stack:
                 lab = stack.enter_context(Lab())

@@ -73,8 +73,12 @@ def test_plan_routes_doctor_and_cleanup_know_the_cloud(cloud: CloudLab) -> None:
     cloud.ask("forbid_forwarding", node.address)
     cloud.run(node)
     route = f"cloud route {node.subnet()} via {node.address}"
-    shown = flannelctl(node, "routes").stdout.splitlines()
-    assert any(line.split()[:2] == ["ok", "remote"] and route in line for line in shown)
+
+    def is_shown() -> bool:
+        shown = flannelctl(node, "routes").stdout.splitlines()
+        return any(line.split()[:2] == ["ok", "remote"] and route in line for line in shown)
+
+    wait_for(is_shown, SOON, "the route to be shown")
     wait_for(lambda: "--can-ip-forward" in flannelctl(node, "doctor").stdout, SOON, "the doctor to explain")
     node.stop()
     cloud.ask("drop_route", node.subnet())

@@ -43,9 +43,9 @@ def keys(etcd: LocalEtcd) -> V3Keys:
     return V3Keys(etcd.post)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def logging_as_before() -> Iterator[None]:
-    """For tests that set up the daemon's log: the others after them want pytest's."""
+    """Some set up the daemon's log: the tests after them want pytest's."""
     root = logging.getLogger()
     handlers, level = tuple(root.handlers), root.level
     yield

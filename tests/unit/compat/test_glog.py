@@ -15,8 +15,6 @@ from flanneld.compat.glog import V
 from flanneld.errors import Fatal
 from flanneld.runtime.complaints import Once
 
-pytestmark = pytest.mark.usefixtures("logging_as_before")
-
 log = logging.getLogger("flanneld.test_glog")
 Stderr = pytest.CaptureFixture[str]
 LINE = re.compile(r"([IWEF])(\d{4}) (\d\d:\d\d:\d\d\.\d{6}) ( *\d+) (\S+\.py):(\d+)\] (.*)")

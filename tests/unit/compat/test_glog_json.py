@@ -11,8 +11,6 @@ import pytest
 from flanneld.compat import glog
 from flanneld.compat.glog import V
 
-pytestmark = pytest.mark.usefixtures("logging_as_before")
-
 log = logging.getLogger("flanneld.test_klog_json")
 Stderr = pytest.CaptureFixture[str]
 

@@ -46,7 +46,6 @@ def endpoint() -> Iterator[str]:
     thread.join(20)
 
 
-@pytest.mark.usefixtures("logging_as_before")
 def test_a_broken_header_leaves_no_traceback_in_the_log(
     endpoint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

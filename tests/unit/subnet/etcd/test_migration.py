@@ -223,7 +223,6 @@ def test_key_that_could_not_be_read_is_not_taken_for_missing(cluster: Cluster) -
     assert cluster.in_v3() == {}
 
 
-@pytest.mark.usefixtures("logging_as_before")
 def test_as_a_command_it_lists_its_work_and_ends(
     cluster: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
