@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import re
 import shlex
 import shutil
@@ -54,6 +53,8 @@ LONG = {
 }
 #: Runs a command beside four processes that want a whole core each.
 BUSY = 'for _ in 1 2 3 4; do while :; do :; done & done; "$@"; status=$?; kill $(jobs -p); exit $status'
+#: Seed of the order of a run without ``--shuffles``: a change is not to be blamed for the order.
+SEED = 3614037022
 NO_TESTS = 5  # pytest's exit status when none was selected
 PACE = 30.0  # seconds between two lines of progress, where one cannot overwrite the other
 
@@ -300,7 +301,7 @@ def main() -> int:
     parser.add_argument("--fast", action="store_true")
     parser.add_argument("--long", action="store_true")
     parser.add_argument("--shuffles", type=int, default=0, metavar="TIMES")
-    parser.add_argument("--randomly-seed", type=int, default=random.randrange(1 << 32), metavar="SEED")
+    parser.add_argument("--randomly-seed", type=int, default=SEED, metavar="SEED")
     chosen, more = parser.parse_known_args()
     more += ["--long"] * chosen.long
     is_root = os.geteuid() == 0
