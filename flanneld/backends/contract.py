@@ -39,6 +39,8 @@ Result = TypeVar("Result")
 
 #: Bytes that every link must carry in one piece (RFC 791, RFC 8200).
 _SMALLEST_MTU: dict[Family, int] = {4: 68, 6: 1280}
+#: Characters of the longest name of a backend that is believed.
+_LONGEST_TYPE = 64
 
 
 class ReadSecret(Protocol):
@@ -374,9 +376,6 @@ def announced(attrs: LeaseAttrs, backend_type: str) -> LeaseAttrs | None:
             )
     return None
 
-
-#: Characters of the longest name of a backend that is believed.
-_LONGEST_TYPE = 64
 
 # ---- checks of a peer's lease --------------------------------------------------------------------
 
