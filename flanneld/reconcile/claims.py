@@ -59,11 +59,11 @@ class OwnedNet(NamedTuple, Generic[T]):
     owner: T
 
 
-_Table = dict[int, "T | OwnedNet[T] | list[T | OwnedNet[T]]"]
+_Table = dict[int, "T | OwnedNet[T] | dict[T | OwnedNet[T], None]"]
 
 
 class Cells(Generic[T]):
-    """Index of networks by what they overlap. No owner may be a list.
+    """Index of networks by what they overlap. No owner may be a dict.
 
     A cell is a network of this node's prefix length, as nearly all leases are. Smaller networks are kept by
     their cell, so that one look-up finds them; larger ones by their length.
@@ -73,26 +73,24 @@ class Cells(Generic[T]):
         known = {**_LENGTHS, **lengths}
         self._bits: dict[int, int] = {4: 32 - known[4], 6: 128 - known[6]}
         #: By family and number of host bits, then prefix. An owner alone has the whole prefix, a claim a part
-        #: of a cell, and a list holds several.
+        #: of a cell, and a dict holds several: every node's public IP may lie in one cell.
         self._tables: dict[int, dict[int, _Table[T]]] = {4: {}, 6: {}}
 
     def add(self, net: IPNetwork, owner: T) -> None:
         """Add a network, unless its owner has it already."""
         table, prefix, entry = self._place(net, owner)
         known = table.setdefault(prefix, entry)
-        if isinstance(known, list):
-            if entry not in known:
-                known.append(entry)
+        if isinstance(known, dict):
+            known[entry] = None
         elif known != entry:
-            table[prefix] = [known, entry]
+            table[prefix] = {known: None, entry: None}
 
     def discard(self, net: IPNetwork, owner: T) -> None:
         table, prefix, entry = self._place(net, owner)
         known = table.get(prefix)
-        if isinstance(known, list):
-            left = [each for each in known if each != entry]
-            if left:
-                table[prefix] = left
+        if isinstance(known, dict):
+            known.pop(entry, None)
+            if known:
                 return
         elif known != entry:
             return
@@ -119,7 +117,7 @@ class Cells(Generic[T]):
         for table, prefixes in self._tables[version].items():
             for place in _places(prefixes, table, number, bits):
                 known = prefixes[place]
-                for entry in known if isinstance(known, list) else (known,):
+                for entry in known if isinstance(known, dict) else (known,):
                     claim = entry if isinstance(entry, OwnedNet) else OwnedNet(place << table, table, entry)
                     larger = max(claim.bits, bits)
                     if claim.number >> larger == number >> larger:

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from flanneld.errors import Refused, Unsafe
 from flanneld.model import FAMILIES, IPAddress, IPNetwork, Lease, LeaseAttrs, LeaseKey, lies_in, overlap
 from flanneld.network.obstacles import HostNetworks, Obstacle
-from flanneld.reconcile.claims import AddressClaims
+from flanneld.reconcile.claims import AddressClaims, Cells
 
 NO_LEASES: dict[LeaseKey, Lease] = {}
 RANGES: tuple[tuple[IPNetwork, int], ...] = (
@@ -275,3 +275,28 @@ def test_lease_of_another_host_is_reachable_and_of_concern_only_inside_the_netwo
     assert claims.is_reachable(lease(7, "198.18.0.7")) is True
     assert claims.concerns(IPv4Network("10.5.7.0/24")) is True
     assert claims.concerns(IPv4Network("192.0.2.0/24")) is False
+
+
+class CountedOwner:
+    """Owner that counts how often it is compared with another one."""
+
+    comparisons = 0
+
+    def __eq__(self, other: object) -> bool:
+        CountedOwner.comparisons += 1
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+def test_owners_of_one_address_are_not_compared_with_one_another() -> None:
+    cells: Cells[CountedOwner] = Cells({})
+    net, owners = IPv4Network("10.5.7.9/32"), [CountedOwner() for _ in range(200)]
+    CountedOwner.comparisons = 0
+    for owner in owners:
+        cells.add(net, owner)
+    for owner in owners[1:]:
+        cells.discard(net, owner)
+    assert [claim.owner for claim in cells.touching(4, int(net.network_address), 0)] == owners[:1]
+    assert CountedOwner.comparisons < len(owners)
