@@ -37,6 +37,8 @@ from flanneld.state.table import Claim, Scope
 from flanneld.subnet import subnet_file
 from flanneld.subnet.subnet_file import Previous
 
+log = logging.getLogger(__name__)
+
 #: Names of the program: ``flanneld``, or a release's ``flanneld-amd64``; not the udp proxy's module.
 _PROGRAM = re.compile(r"flanneld([-_].*)?")
 _INTERPRETER = re.compile(r"(python|pypy)[0-9.]*")
@@ -124,8 +126,6 @@ def _text(path: Path) -> str:
     except OSError:
         return ""
 
-
-log = logging.getLogger(__name__)
 
 #: Description of an object, and the function that removes it; None if it stays.
 _Step = tuple[str, Callable[[], bool] | None]

@@ -348,7 +348,7 @@ def page(node: Node, accept: str) -> tuple[int, str, bytes]:
 
 class _Collector:
     def __init__(self, node: Node) -> None:
-        self._components = node
+        self._node = node
 
     def describe(self) -> list[Any]:
         """Return nothing: otherwise the library would read all metrics only to learn their names."""
@@ -357,7 +357,7 @@ class _Collector:
     def collect(self) -> Iterator[Any]:
         for metric in METRICS:
             family = _family(metric)
-            for sample in metric.samples(self._components):
+            for sample in metric.samples(self._node):
                 if isinstance(sample, Histogram):
                     family.add_metric((), _buckets(sample), sample.total)
                 else:

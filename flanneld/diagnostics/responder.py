@@ -26,6 +26,8 @@ from flanneld.runtime import clock
 from flanneld.runtime.complaints import Once
 from flanneld.state.resources import Address, Resource, Vxlan
 
+log = logging.getLogger(__name__)
+
 Facts = dict[str, Any]
 
 
@@ -94,8 +96,6 @@ def device(local: Iterable[Resource]) -> Facts:
     return {"vni": made.vni if made else None, "port": made.port if made else None}
 
 
-log = logging.getLogger(__name__)
-
 #: Answers a second, and at once after a pause. A survey asks each node a few times.
 RATE = 100.0
 #: Datagrams that one step reads, so that a flood does not keep the loop from its other duties.
@@ -129,7 +129,7 @@ class Responder:
     """Responder of one daemon. ``step`` is called by a loop, whenever ``sources`` are readable."""
 
     def __init__(self, node: Node, port: int) -> None:
-        self._components = node
+        self._node = node
         self._port = port
         self._sockets: dict[Place, socket.socket] = {}
         self._budget = Budget()
@@ -156,7 +156,7 @@ class Responder:
 
     def _follow(self) -> None:
         """Listen at the present addresses of this node."""
-        wanted = places(self._components)
+        wanted = places(self._node)
         for place in [each for each in self._sockets if each not in wanted]:
             self._sockets.pop(place).close()
         for place in wanted - self._sockets.keys():
@@ -191,10 +191,10 @@ class Responder:
             return
         with suppress(OSError):  # the asker went away, or its packet was larger than our device takes
             sock.setsockopt(socket.SOL_SOCKET, _SO_NO_CHECK, int(query.unsummed))
-            sock.sendto(answer(query, about(self._components, (host, port))), (host, port))
+            sock.sendto(answer(query, about(self._node, (host, port))), (host, port))
 
     def _admits(self, place: Place, host: str) -> bool:
-        controller = self._components.reconciler
+        controller = self._node.reconciler
         if controller is None:
             return False
         networks = [network for network, _ in controller.uplink_manager.ranges]

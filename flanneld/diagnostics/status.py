@@ -23,8 +23,6 @@ from flanneld.state.resources import Resource
 Value = TypeVar("Value")
 #: Peers per piece of the document.
 _PEERS_AT_A_TIME = 100
-
-
 #: Types of the fields of an object in JSON.
 _SCALARS = frozenset({str, int, float, bool, type(None)})
 #: Errors of parsers.

@@ -27,6 +27,8 @@ from flanneld.state.resources import ForeignLink
 from flanneld.subnet.codec import format_attrs, parse_attrs
 from flanneld.subnet.subnet_file import beside
 
+log = logging.getLogger(__name__)
+
 #: What firmware reports where the manufacturer has set no UUID: many machines share it.
 _PLACEHOLDERS = frozenset(
     {
@@ -145,8 +147,6 @@ def stale(devices: Iterable[Device], present: Iterable[SeenLink], desired: Itera
         seen for seen in present if seen.name not in kept and any(each.is_same(seen) for each in recorded)
     ]
 
-
-log = logging.getLogger(__name__)
 
 PRODUCT_UUID = Path("/sys/class/dmi/id/product_uuid")
 _VERSION = 1

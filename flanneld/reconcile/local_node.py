@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from flanneld.runtime.command import Finished
     from flanneld.runtime.sockets.http_client import HttpAnswer, HttpRequest
 
+log = logging.getLogger(__name__)
+
 #: Methods that change nothing (RFC 9110, 9.2.1).
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 
@@ -107,9 +109,6 @@ def _secret(
     variable: str = "",
 ) -> bytes:
     return read(Path(environ.get(variable) or directory / name), make)
-
-
-log = logging.getLogger(__name__)
 
 
 def find_uplink(

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 #: Seconds until a failed read of the kernel is tried again.
 RETRY = 1.0
-#: Log lines about single devices, at most.
+#: Log lines about single objects, at most.
 _FEW = 10
 
 
@@ -100,9 +100,6 @@ class LeftBehind:
                 name,
                 name,
             )
-
-
-#: Log lines about single objects, at most.
 
 
 class Sweep:

@@ -46,7 +46,7 @@ class Worker:
         self.use(tables)
 
     def use(self, tables: Sequence[Table], desired: Mapping[str, State] | None = None) -> None:
-        """Take these tables, with maps of the desired state if others keep them. Not while ``run`` runs."""
+        """Take these tables, with the maps of who keeps their desired state. In the thread of ``step``."""
         self.tables = frozenset(table.name for table in tables)
         self._desired: dict[str, dict[Key, Resource]] = {table.name: {} for table in tables}
         self.reconciler = Reconciler(
