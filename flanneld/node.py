@@ -376,8 +376,7 @@ class Node:
 
     def _look_at_host(self) -> None:
         """Check the record of this run and subnet.env. For one thread."""
-        if self.reconciler is None or self.host is None:
-            return
+        assert self.reconciler is not None
         self._joined.last_run.try_again()
         file, clear = self.file_problem, self.reconciler.encryption.problem
         self.readiness.hold("file", file)

@@ -35,7 +35,6 @@ from flanneld.reconcile.local_node import LocalNode
 from flanneld.reconcile.peers import View
 from flanneld.reconcile.reconciler import desired_by_table
 from flanneld.runtime import clock
-from flanneld.runtime.supervisor import Supervisor
 from flanneld.startup import SingleAttempts
 from flanneld.state.removal_guard import RemovalGuard
 from flanneld.state.resources import ROUTES, ForeignLink, Key, Kind, Link, Resource, Route
@@ -142,7 +141,7 @@ def dry_run(options: Options, manager: Store) -> Outcome:
     once, notes = SingleAttempts(), Notes()
     forecast, harmless = Forecast(manager), effects.dry_run(options, os.environ)
     member = Node(options, harmless, counted(manager)).join(once, forecast.acquire)
-    controller = _run(startup.desired(member, harmless), forecast.leases, notes)
+    controller = _run(startup.desired(member, harmless), harmless, forecast.leases, notes)
     peers = controller.peers
     return Outcome(
         config=member.config,
@@ -177,14 +176,13 @@ class Forecast:
         return own or Lease(attrs, *_likely(config, previous, self.leases))
 
 
-def _run(node: LocalNode, leases: Snapshot | Cached, notes: Notes) -> Controller:
+def _run(node: LocalNode, harmless: effects.Effects, leases: Snapshot | Cached, notes: Notes) -> Controller:
     """Run one round of the reconciler with all leases."""
-    supervisor = Supervisor()
     controller = Controller(
         node,
         RemovalGuard(is_on=False),
-        stop=supervisor.stop,
-        make_loop=supervisor.loop,
+        stop=harmless.tasks.stop,
+        make_loop=harmless.make_loop,
         on_move=_nothing,
         on_synced=_nothing,
         reread=_nothing,

@@ -228,11 +228,11 @@ class Peers:
         if led != bool(resources):
             self._overlaps.note(key)
         winner = self._overlaps.winner(key)
-        if winner is None or not resources:
+        if winner is not None and resources:
+            self._withheld.add(key)
+        else:
             self._withheld.discard(key)
         if winner is not None:
-            if resources:
-                self._withheld.add(key)
             problem = f"it overlaps the lease {name_of(winner)}, which precedes it"
             reason = Refused(problem, f"give its node a subnet of the usual SubnetLen; {LEASES_END}")
             self._reasons[key] = Refusal(str(reason))
