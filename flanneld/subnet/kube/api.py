@@ -99,7 +99,7 @@ class Api:
     """Client that sends one request at a time over one connection.
 
     A watch occupies the connection, so it needs a client of its own. Any request may raise ``NoAnswer``,
-    ``Refusal`` or ``Expired``. After ``cancel`` each raises ``Cancelled``.
+    ``ApiRefusal`` or ``Expired``. After ``cancel`` each raises ``Cancelled``.
     """
 
     def __init__(self, access: Access, timeouts: ApiTimeouts) -> None:
@@ -161,6 +161,11 @@ class Api:
     def cancel(self) -> None:
         """Abort the current request and refuse later ones. May be called repeatedly, from any thread."""
         self._socket.cancel()
+
+    def close(self) -> None:
+        """Close the connection. Only for the thread that uses this object, and not during a watch."""
+        with self._turn:
+            self._reset()
 
     def _ask(
         self,

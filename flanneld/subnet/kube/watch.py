@@ -176,6 +176,7 @@ class NodeSource:
         stream, self._stream = self._stream, None
         if stream is not None:
             stream.close()
+        self._api.close()  # a list that is not acted on leaves a connection, which nothing else would close
 
     @contextmanager
     def _failing(self) -> Iterator[None]:

@@ -439,6 +439,16 @@ def test_a_list_without_our_node_is_not_acted_on(cluster: Cluster, caplog: pytes
     cluster.wait_for()
 
 
+def test_lists_that_are_not_acted_on_leave_no_connection_open(cluster: Cluster) -> None:
+    cluster.join()
+    wait_for(lambda: cluster.control.watches() == 1)
+    start = len(cluster.asked())
+    cluster.control.delete_node("n1")
+    cluster.control.disturb_watches(Fault(error=410))
+    wait_for(lambda: len(lists_of_all(cluster, start)) > 9, 10)
+    wait_for(lambda: len(cluster.kube.server.connections) < 4, 10)
+
+
 def test_requested_relist_lists_all_nodes(cluster: Cluster) -> None:
     cluster.put_peer(2)
     manager = cluster.join()
