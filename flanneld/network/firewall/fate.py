@@ -7,7 +7,7 @@ walk then follows both ways. A fate is certain if all ways end alike, else it na
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache
+from functools import cache, reduce
 from typing import Any, TypeVar
 
 from msgspec import Struct
@@ -26,6 +26,8 @@ _PASSES_ON = frozenset(
 )
 #: Ends of a packet's walk through a table by the verdict.
 _ENDS = {ACCEPT: ACCEPT, MASQUERADE: ACCEPT, DROP: DROP, REJECT: DROP}
+#: Verdicts that lead to no chain. Only nftables may have chains of these names.
+TARGETS = frozenset({*_PASSES_ON, *_ENDS, RETURN, MARK, NOTRACK, UNKNOWN_VERDICT} - {""})
 ALL_BITS = 0xFFFF_FFFF
 #: Other names and the numbers of IP protocols (/etc/protocols).
 _PROTOCOLS = {
@@ -63,7 +65,7 @@ class Packet(Struct, frozen=True, gc=False):
     dport: int | tuple[int, int] | None = None
     sport: int | tuple[int, int] | None = None
     mark: int | None = 0
-    state: str = "new"
+    state: str | None = "new"
     icmp: str = "echo-request"
     pkttype: str = "unicast"
     flags: int = 0x02
@@ -249,14 +251,15 @@ def walked(chains: Chains, chain: str, packet: Packet, policy: str = "") -> tupl
             ends[end] = Fate(end, way.by, way.doubt)
     plain = next((each for each in ends.values() if each.certain), Fate(doubt=chain))
     doubt = next((each.doubt for each in ends.values() if each.doubt), plain.doubt)
-    return replace(plain, doubt=doubt), walk.packet
+    return replace(plain, doubt=doubt), reduce(_either, walk.accepted, walk.packet)
 
 
 class _Walk(Struct, gc=False):
-    """Walk of one packet, whose mark changes on the way."""
+    """Walk of one packet, which changes on the way: ``accepted`` are its forms where a rule accepts it."""
 
     chains: Chains
     packet: Packet
+    accepted: list[Packet] = []
 
     def through(self, chain: str, depth: int = 0) -> dict[str, Fate]:
         """Return the possible ends in a chain, each with the unknown rule that has to match for it.
@@ -265,47 +268,60 @@ class _Walk(Struct, gc=False):
         """
         ways: dict[str, Fate] = {}
         doubt = ""  # unknown rule that has to match for the packet to get here
+        returned: list[Packet] = []
         for rule in self.chains[chain]:
             met = rule.matches(self.packet)
             if met is False or rule.verdict in _PASSES_ON:
                 continue
             why = doubt or ("" if met else rule.text)
-            if rule.verdict in (MARK, NOTRACK):
-                self._change(rule, is_sure=not why)
-                continue
             before = self.packet
             ends, is_final = self._ends(rule, depth)
-            if why and self.packet != before:
-                self.packet = replace(before, mark=None)
+            if why:
+                self.packet = _either(before, self.packet)
             for act, end in ends.items():
                 if act or is_final:
                     _add(ways, act, end.by, why or end.doubt)
+            if is_final and "" in ends:
+                returned.append(self.packet)
             if met and (is_final or "" not in ends):
-                return ways
+                break
             if met:
                 doubt = doubt or ends[""].doubt
-        _add(ways, "", "", doubt)
+        else:
+            _add(ways, "", "", doubt)
+        self.packet = reduce(_either, returned, self.packet)
         return ways
 
     def _ends(self, rule: Rule, depth: int) -> tuple[dict[str, Fate], bool]:
         """Return the possible ends in a matching rule, and True if it ends the walk through its chain."""
+        if rule.verdict in (MARK, NOTRACK):
+            self.packet = _changed(self.packet, rule)
+            return {"": Fate()}, False
         if rule.verdict in _ENDS:
+            self.accepted.append(self.packet)
             return {_ENDS[rule.verdict]: Fate(by=rule.text)}, True
         if rule.verdict == RETURN:
             return {"": Fate()}, True
         if rule.verdict in self.chains and depth + 1 < _DEEPEST:
             return self.through(rule.verdict, depth + 1), rule.is_goto
+        self.accepted.append(self.packet)
         ends = {act: Fate(by=rule.text, doubt=rule.text) for act in (ACCEPT, DROP)}
         return {**ends, "": Fate()}, False
 
-    def _change(self, rule: Rule, *, is_sure: bool) -> None:
-        if rule.verdict == NOTRACK:
-            self.packet = replace(self.packet, state="untracked" if is_sure else self.packet.state)
-        elif not is_sure or rule.new_mark is None or self.packet.mark is None:
-            self.packet = replace(self.packet, mark=None)
-        else:
-            toggled, cleared = rule.new_mark
-            self.packet = replace(self.packet, mark=(self.packet.mark & (ALL_BITS ^ cleared)) ^ toggled)
+
+def _changed(packet: Packet, rule: Rule) -> Packet:
+    if rule.verdict == NOTRACK:
+        return replace(packet, state="untracked")
+    if rule.new_mark is None or packet.mark is None:
+        return replace(packet, mark=None)
+    toggled, cleared = rule.new_mark
+    return replace(packet, mark=(packet.mark & (ALL_BITS ^ cleared)) ^ toggled)
+
+
+def _either(one: Packet, other: Packet) -> Packet:
+    """Return the packet after either way, with what differs left open."""
+    mark = one.mark if one.mark == other.mark else None
+    return replace(one, mark=mark, state=one.state if one.state == other.state else None)
 
 
 def _add(ways: dict[str, Fate], act: str, by: str, doubt: str) -> None:

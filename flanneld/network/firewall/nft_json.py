@@ -22,6 +22,7 @@ from flanneld.network.firewall.fate import (
     NOTRACK,
     REJECT,
     RETURN,
+    TARGETS,
     UNKNOWN,
     UNKNOWN_VERDICT,
     Chains,
@@ -65,7 +66,7 @@ _FULLY_RANDOM = ("fully-random", ["fully-random"])
 _HEADS = frozenset({"metainfo", "table"})
 #: Statements of our rules, those that affect no packet's walk, and those that end it.
 _OURS = frozenset({"match", "counter", "accept", "return", "masquerade"})
-_IDLE = frozenset({"counter", "log", "comment", "mangle", "ct helper", "flow", "set", "limit_log"})
+_IDLE = frozenset({"counter", "log", "comment", "mangle", "ct helper", "flow", "set"})
 #: Expressions, in the words of nft(8), and the property of a packet that each is.
 _FIELDS = {
     "meta iif": "iif",
@@ -217,7 +218,7 @@ def rule_json(family: Family, rule: Rule) -> JsonCommand:
 
 def read_rule(given: ListedRule, family: Family) -> Rule:
     """Parse a rule of our table. ``extra`` names the parts that our rules never have."""
-    return next(read_rules(given, family), Rule(tests=(UNKNOWN,))).without_text()
+    return next(iter(_understood(given, family)), Rule(tests=(UNKNOWN,))).without_text()
 
 
 class _RawRule(Struct, frozen=True, gc=False):
@@ -263,17 +264,20 @@ def read_chains(text: str, family: Family) -> Chains:
     for item in items:
         if item.rule:
             chains.setdefault(item.rule.chain, []).append(item.rule)
-    return LazyChains(
-        chains, lambda rules: tuple(each for rule in rules for each in _parsed(rule, family, sets))
-    )
+
+    def parse(rules: list[_RawRule]) -> tuple[Rule, ...]:
+        listed = (ListedRule(raw.chain, raw.handle, decode(raw.expr), raw.comment) for raw in rules)
+        return tuple(each for rule in listed for each in _understood(rule, family, sets))
+
+    return LazyChains(chains, parse)
 
 
-def _parsed(raw: _RawRule, family: Family, sets: Sets) -> Iterator[Rule]:
+def _understood(rule: ListedRule, family: Family, sets: Sets = _NO_SETS) -> list[Rule]:
+    """Return the steps of a rule. One that cannot be parsed may do anything."""
     try:
-        rule = ListedRule(raw.chain, raw.handle, decode(raw.expr, type=list[dict[str, Any]]), raw.comment)
-        yield from list(read_rules(rule, family, sets))
+        return list(read_rules(rule, family, sets))
     except (MsgspecError, ValueError, TypeError, KeyError, AttributeError):
-        yield Rule(UNKNOWN_VERDICT, (UNKNOWN,), text=str(raw.handle))
+        return [Rule(UNKNOWN_VERDICT, (UNKNOWN,), text=str(rule.handle))]
 
 
 def read_rules(rule: ListedRule, family: Family, sets: Sets = _NO_SETS) -> Iterator[Rule]:
@@ -291,6 +295,8 @@ def read_rules(rule: ListedRule, family: Family, sets: Sets = _NO_SETS) -> Itera
                 return
             case "mangle", {"key": {"meta": {"key": "mark"}}, "value": value}:
                 yield replace(_rule(rule, tests, {MARK: None}, rest), new_mark=_new_mark(value))
+            case "set", {"stmt": _}:  # a limit of its own for each element
+                tests.append(UNKNOWN)
             case "notrack", _:
                 yield _rule(rule, tests, statement, rest)
             case _ if name in _VERDICTS or name in ("jump", "goto"):
@@ -329,10 +335,10 @@ def _rule(listed: ListedRule, tests: list[Test], verdict: Mapping[str, Any], res
     (name, given), *_ = verdict.items()
     given = given if isinstance(given, dict) else {}
     random = given.get("flags") in _FULLY_RANDOM
-    target = given.get("target")
+    target = str(given.get("target", ""))
     if given and not random and not target:
         rest = [*rest, *given]
-    to = str(target) if target else _VERDICTS.get(name, ACCEPT)
+    to = UNKNOWN_VERDICT if target in TARGETS else target or _VERDICTS.get(name, ACCEPT)
     extra, text = " ".join(rest), str(listed.handle)
     return Rule(to, tuple(tests), listed.comment, random, extra, name == "goto", text=text)
 

@@ -73,6 +73,8 @@ def test_flags_may_be_listed_as_an_array() -> None:
         },
         {"match": {"op": "!=", "left": {"meta": {"key": "mark"}}, "right": 1}},
         {"match": {"op": "==", "left": {"meta": {"key": "iifname"}}, "right": 1}},
+        {"match": {"op": "==", "left": {"payload": {"protocol": "tcp", "field": "flags"}}, "right": "@mine"}},
+        {"vmap": {"key": SADDR, "data": {"set": ["10.5.0.1"]}}},
         {"masquerade": {"flags": "random"}},
         {"drop": None},
         {"jump": {"target": "postrtg"}},

@@ -20,6 +20,7 @@ from flanneld.network.firewall.fate import (
     Rule,
     Test,
     fate,
+    walked,
 )
 from flanneld.network.firewall.foreign import BaseChain, Opening, of_network
 from flanneld.network.firewall.iptables_text import read_table
@@ -96,6 +97,36 @@ def test_target_of_another_kind_may_decide_anything() -> None:
         DROP, drop, "-A INPUT -j NFQUEUE --queue-num 1"
     )
     assert nft([{"queue": {"num": 1}}], [DROPS]) == Fate(DROP, "1", "0")
+
+
+SOME = "-m set --match-set nodes src"
+MARKS, UNTRACKS = "-j MARK --set-xmark 0x1/0x1", "-j CT --notrack"
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        (f"-A INPUT {SOME} {MARKS}", "-A INPUT -m mark --mark 0x1/0x1 -j DROP"),
+        (f"-A INPUT {SOME} {UNTRACKS}", "-A INPUT -m conntrack --ctstate UNTRACKED -j DROP"),
+        (f"-A INPUT {SOME} -j own", f"-A own {UNTRACKS}", "-A INPUT -m conntrack --ctstate NEW -j DROP"),
+        (
+            "-A INPUT -j own",
+            f"-A own {SOME} -j RETURN",
+            f"-A own {MARKS}",
+            "-A INPUT -m mark --mark 0x1 -j DROP",
+        ),
+    ],
+)
+def test_rule_that_may_change_a_packet_makes_a_later_drop_uncertain(rules: tuple[str, ...]) -> None:
+    assert iptables(*rules).doubt == rules[-1]
+
+
+def test_packet_that_may_have_been_accepted_before_its_mark_has_an_open_one() -> None:
+    chains, _ = read_table(f":INPUT ACCEPT [0:0]\n-A INPUT {SOME} -j ACCEPT\n-A INPUT {MARKS}")
+    assert walked(chains, "INPUT", PACKET) == (
+        Fate(doubt=f"-A INPUT {SOME} -j ACCEPT"),
+        replace(PACKET, mark=None),
+    )
 
 
 def test_walk_follows_jumps_returns_and_gotos() -> None:
@@ -193,6 +224,7 @@ def nft(*rules: list[dict[str, Any]], packet: Packet = PACKET, family: Family = 
         ([match(DPORT, 9000, ">="), DROPS], False),
         ([match(DPORT, True), DROPS], False),
         ([{"limit": {"rate": 5}}, DROPS], False),
+        ([{"set": {"op": "update", "set": "@seen", "stmt": [{"limit": {"rate": 5}}]}}, DROPS], False),
         ([{"vmap": {"key": DPORT, "data": "@decisions"}}], False),
         ([match(DPORT, {"set": [{"elem": {"val": 8473}}]}), DROPS], False),
         ([{"counter": {}}], False),
@@ -222,6 +254,14 @@ def test_rules_of_firewalld_reject_what_no_zone_lets_in() -> None:
 
 def test_a_named_map_may_decide_anything() -> None:
     assert nft([{"vmap": {"key": DPORT, "data": "@decisions"}}], [DROPS]) == Fate(DROP, "1", "0")
+
+
+@pytest.mark.parametrize("name", ["LOG", "ACCEPT", "MARK"])
+def test_chain_of_nftables_with_the_name_of_a_target_may_decide_anything(name: str) -> None:
+    items: list[dict[str, Any]] = [{"chain": {"name": each}} for each in ("c", name)]
+    for chain, verdict in (("c", {"jump": {"target": name}}), (name, DROPS)):
+        items.append({"rule": {"chain": chain, "handle": len(items), "expr": [verdict]}})
+    assert fate(read_chains(json.dumps({"nftables": items}), 4), "c", PACKET).doubt == "2"
 
 
 @pytest.mark.parametrize("text", ['{"nftables": [{"rule": {}}]}', "{}", "[]", "no JSON"])
