@@ -313,7 +313,8 @@ def _note(each: Series) -> str:
 
 #: Peers that are examined if none is named.
 _FEW = 3
-_WITHIN, _TRIES = 0.5, 2
+#: Seconds for the answers to one try of a check, and tries.
+_CHECKED_WITHIN, _TRIES = 0.5, 2
 
 
 class Result(Struct, frozen=True, gc=False):
@@ -385,7 +386,7 @@ def _of_peer(peer: PeerStatus, source: DataSource) -> Iterator[Result]:
 
 def _ask(channel: Any, target: IPAddress) -> Reply:
     with closing(channel):
-        return survey(channel, [target], _WITHIN, _TRIES)[target]
+        return survey(channel, [target], _CHECKED_WITHIN, _TRIES)[target]
 
 
 def _port(
