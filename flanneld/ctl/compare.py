@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from flanneld.diagnostics.status import ObjectStatus, PeerStatus, Status, known, resources
 from flanneld.model import FAMILIES, IPAddress, IPNetwork
 from flanneld.network.host import HostView
+from flanneld.network.lookups import RTN_LOCAL
 from flanneld.network.rtnetlink import links
 from flanneld.network.rtnetlink.domain import Domain
 from flanneld.network.rtnetlink.kernel import Kernel
@@ -34,9 +35,6 @@ from flanneld.state.resources import (
     route_key,
 )
 from flanneld.state.table import Claim, Scope
-
-#: linux/rtnetlink.h
-_RTN_LOCAL = 2
 
 
 class ActualState(Struct, frozen=True, gc=False):
@@ -165,10 +163,10 @@ def lookups() -> Callable[[IPAddress], RouteTaken]:
 
     def look_up(target: IPAddress) -> RouteTaken:
         way = kernel.look_up_route(target)
-        if way is None or way.kind not in (RTN_UNICAST, _RTN_LOCAL):
+        if way is None or way.kind not in (RTN_UNICAST, RTN_LOCAL):
             return RouteTaken("")
         try:
-            return RouteTaken(name_of(way.index), way.gateway, is_here=way.kind == _RTN_LOCAL)
+            return RouteTaken(name_of(way.index), way.gateway, is_here=way.kind == RTN_LOCAL)
         except OSError:
             return RouteTaken("")
 

@@ -250,16 +250,12 @@ def _count(text: str) -> int:
 
 def _act(arguments: argparse.Namespace, wanted: options.Options, *, as_json: bool) -> int:
     """Run a command on the store itself. Return 1 if it failed."""
-    root = logging.getLogger()
-    level = root.level
-    root.setLevel(logging.ERROR)
+    logging.getLogger().setLevel(logging.ERROR)
     try:
         shown, plain, wrong = arguments.run(wanted, arguments)
     except (FlannelError, OSError) as error:
         said = str(error) if isinstance(error, FlannelError) else cause_of(error)
         return _complain(said, PROBLEMS, as_json=as_json)
-    finally:
-        root.setLevel(level)
     _say(shown, lambda: plain, as_json=as_json)
     return PROBLEMS if wrong else FINE
 

@@ -10,10 +10,10 @@ from msgspec import Struct
 from flanneld.backends.contract import Backend
 from flanneld.backends.registry import described
 from flanneld.compat.flags import quoted
-from flanneld.diagnostics.status import PeerStatus, Status, known, resources
+from flanneld.ctl.nodes import our_addresses
+from flanneld.diagnostics.status import PeerStatus, Status, known
 from flanneld.errors import FlannelError
 from flanneld.model import IPAddress
-from flanneld.state.resources import Address
 
 #: Peers that the doctor probes.
 _FEW = 8
@@ -119,7 +119,7 @@ def _ends(peer: PeerStatus, told: Status) -> Iterator[tuple[str, IPAddress, int]
         if uplink:
             outer = mtu + headers if mtu and headers else uplink.mtu
             yield "underlay", address, min(uplink.mtu, outer)
-    ours = {each.address for each in resources(told.local) if isinstance(each, Address)}
+    ours = our_addresses(told)
     own = {net.version for net in told.own_subnets if net.network_address in ours}
     for net in peer.networks:
         if mtu and net.version in own:

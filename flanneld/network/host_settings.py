@@ -4,8 +4,7 @@ Some settings are deliberately not checked:
 
 - A FORWARD chain that drops is handled with the firewall.
 - A strict ``rp_filter`` on our devices is harmless: packets from a peer or its containers have a route back
-  there.
-Only a container that calls another node's own address without masquerading gets no answer.
+  there. Only a container that calls another node's own address without masquerading gets no answer.
 - ``gc_thresh`` does not count permanent neighbours.
 """
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from flanneld.ctl.nodes import Cluster, ClusterNode, Told
 
 Value = TypeVar("Value", bound=Hashable)
-#: Nodes named in a finding, at most.
+#: Peers with a finding of their own, at most.
 _FEW = 3
 #: Seconds. Every flannel renews a lease of a day an hour before its end, or earlier.
 _SOON = 3000.0
@@ -319,7 +319,7 @@ RULES = (
 CLUSTER_CHECKS = tuple(map(_check, RULES))
 
 
-#: Peers with a finding of their own, at most.
+# ---- the way between this node and its peers ----------------------------------------------------
 
 
 @check("J", "off link", "with host-gw all nodes are on one network")

@@ -272,6 +272,9 @@ def overruns(facts: Facts) -> Iterator[Finding]:
         )
 
 
+# ---- B, E: a cloud ------------------------------------------------------------------------------
+
+
 @check("B", "cloud routes", "the cloud's table has this node's routes")
 def cloud_routes(facts: Facts) -> Iterator[Finding]:
     yield from _refused(facts, ROUTES, "other nodes of the cloud do not reach the containers of this one")

@@ -186,7 +186,7 @@ def everything() -> bytes:
 
 
 def decode(data: bytes, offset: int, end: int) -> SeenLink:
-    """Decode the body of a link message. Raises ``Malformed``."""
+    """Decode the body of a link message. Raises ``MalformedNetlink``."""
     _, _, index, flags, _ = unpack(_IFINFOMSG, data, offset, end)
     found = attributes(data, offset + _IFINFOMSG.size, end)
     name = _text(found.get(_IFLA_IFNAME, b""))
