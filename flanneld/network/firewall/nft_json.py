@@ -400,10 +400,8 @@ def _test(left: Any, op: str, right: Any, family: Family, sets: Sets) -> Test:
     if name.startswith((_OTHER_HEADER[family], "arp ")):
         return NEVER
     listed = _listed_set(right, sets)
-    values = [
-        _bare(each)
-        for each in (listed if listed is not None else right if isinstance(right, list) else [right])
-    ]
+    given = listed if listed is not None else right if isinstance(right, list) else [right]
+    values = [_bare(each) for each in given]
     if name in ("meta nfproto", "meta protocol", "ether type"):
         is_ours = any(each in _FAMILY_NAMES[family] for each in values)
         return replace(NEVER, values=("new", "untracked") if is_ours else (), negated=negated)
@@ -415,10 +413,8 @@ def _test(left: Any, op: str, right: Any, family: Family, sets: Sets) -> Test:
         )
     field = _FIELDS.get(name, "")
     if op in ("<", "<=", ">", ">=") and field in ("sport", "dport") and isinstance(right, int):
-        low, high = {"<": (0, right - 1), "<=": (0, right), ">": (right + 1, _PORTS), ">=": (right, _PORTS)}[
-            op
-        ]
-        return Test(field, ((low, high),))
+        ranges = {"<": (0, right - 1), "<=": (0, right), ">": (right + 1, _PORTS), ">=": (right, _PORTS)}
+        return Test(field, (ranges[op],))
     if op not in ("==", "!=") and not (op == "in" and name.startswith("ct ")):
         return UNKNOWN
     try:
