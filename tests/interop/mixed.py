@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any
 
 from tests.lab import Lab, Node, Ping, wait_for
@@ -20,10 +21,22 @@ def mixed(lab: Lab, backend: dict[str, Any], *commands: Sequence[str], **config:
     """A node for each command, all of them connected."""
     assert all(commands), "set FLANNELD_PEER or FLANNELD_PEER_V3 to the other daemon's command"
     nodes = [lab.cluster(backend, nodes=1, command=command, **config)[0] for command in commands]
+    if lab.etcd.api == "v3" and len(nodes) > 1:
+        _again_and_again(partial(_tell_of_leases, lab), partial(_are_connected, nodes), "all to be connected")
     for node in nodes:
         for other in nodes:
             connect(node, other)
     return nodes
+
+
+def _tell_of_leases(lab: Lab) -> None:
+    for lease in lab.etcd.children("subnets"):
+        lab.etcd.v3.touch(lease["key"])
+
+
+def _are_connected(nodes: Sequence[Node]) -> bool:
+    targets = [target for node in nodes for target in node.container().addresses.values()]
+    return all(node.container().reaches(target, 0.5) for node in nodes for target in targets)
 
 
 def own_part(node: Node) -> dict[str, Any]:
