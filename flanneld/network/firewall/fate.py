@@ -137,7 +137,7 @@ def _fits(field: str, actual: Any, value: Value) -> bool | None:
     return True if low <= first and last <= high else None if first <= high and low <= last else False
 
 
-UNKNOWN, NEVER = Test("unknown"), Test("state")
+UNKNOWN, NEVER = Test("unknown"), Test("any")
 
 
 def protocol_name(given: str | int) -> str:

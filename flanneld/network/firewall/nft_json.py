@@ -404,9 +404,9 @@ def _test(left: Any, op: str, right: Any, family: Family, sets: Sets) -> Test:
     values = [_bare(each) for each in given]
     if name in ("meta nfproto", "meta protocol", "ether type"):
         is_ours = any(each in _FAMILY_NAMES[family] for each in values)
-        return replace(NEVER, values=("new", "untracked") if is_ours else (), negated=negated)
+        return replace(NEVER, negated=is_ours != negated)
     if name in ("ct status", "ct direction"):  # of a new connection, without a translated address yet
-        return replace(NEVER, values=("new",) if "original" in values else (), negated=negated)
+        return Test("state", ("new",), negated) if "original" in values else replace(NEVER, negated=negated)
     if name == "tcp flags":
         return Test(
             "flags", tuple((_flags(each), _flags(each) if op == "in" else 255) for each in values), negated

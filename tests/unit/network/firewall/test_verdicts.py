@@ -121,6 +121,15 @@ def test_rule_that_may_change_a_packet_makes_a_later_drop_uncertain(rules: tuple
     assert iptables(*rules).doubt == rules[-1]
 
 
+def test_open_state_of_a_connection_leaves_tests_of_other_packets_certain() -> None:
+    untracks: list[dict[str, Any]] = [{"limit": {"rate": 5}}, {"notrack": None}]
+    assert nft(untracks, [match(meta("nfproto"), "ipv4"), DROPS]) == Fate(DROP, "1")
+    assert nft(untracks, [match({"ct": {"key": "status"}}, "dnat", "in"), DROPS]) == Fate()
+    assert nft(untracks, [match({"ct": {"key": "direction"}}, "original"), DROPS]) == Fate(doubt="1")
+    drop = "-A INPUT -m physdev ! --physdev-is-bridged -j DROP"
+    assert iptables(f"-A INPUT {SOME} {UNTRACKS}", drop) == Fate(DROP, drop)
+
+
 def test_packet_that_may_have_been_accepted_before_its_mark_has_an_open_one() -> None:
     chains, _ = read_table(f":INPUT ACCEPT [0:0]\n-A INPUT {SOME} -j ACCEPT\n-A INPUT {MARKS}")
     assert walked(chains, "INPUT", PACKET) == (
