@@ -237,8 +237,9 @@ class Firewall(Worker):
 
     def _warn_of_dropping(self) -> None:
         """Warn of chains that drop packets: our rules accept them in one table at most."""
+        commands = IptablesRunner(self._stop, ran=self.is_alive)
         for nets in self._settings.nets:
-            for found in forward_drops(nets.network):
+            for found in forward_drops(nets.network, commands):
                 log.warning(
                     "The %s drops the network's packets unless it accepts them itself; run as root: %s",
                     found,

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from flanneld.network.firewall.foreign import has_firewalld
+from tests.lab import wait_for
 from tests.netns.firewall_host import NETS, WAYS, Host, host
 
 REFUSALS = ["REJECT --reject-with icmp-host-prohibited", "DROP -m comment --comment all"]
@@ -84,6 +85,16 @@ def test_a_rule_behind_ours_is_in_nobodys_way(machine: Host, way: str) -> None:
     machine.set_once(nets=[NETS[0]], **WAYS[way])
     machine.sh(f"iptables-{way} -A FORWARD -j {REFUSALS[0]}")
     assert warnings(machine, way) == []
+
+
+def test_search_for_drops_that_hangs_does_not_keep_the_daemon_from_stopping(machine: Host) -> None:
+    tables = 10  # each takes the time limit of a command: together longer than ``stop`` waits
+    for table in (f"inet other{number}" for number in range(tables)):
+        machine.sh(f"nft 'add table {table}; add chain {table} c {{ type filter hook forward priority 0; }}'")
+    environment = machine.stub(["nft"], f"touch {machine.directory}/begun; sleep 1000")
+    lease_keeper = machine.start(nets=[NETS[0]], environment=environment, **WAYS["nft"])
+    wait_for((machine.directory / "begun").exists, what="the search to begin")
+    lease_keeper.stop()
 
 
 @pytest.mark.parametrize("way", ["nft", "nftables"])

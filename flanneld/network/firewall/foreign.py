@@ -131,9 +131,9 @@ def drops_the_rest(base: BaseChain, decided: Fate) -> bool:
     return base.hook == "forward" and decided.act == DROP and unconditional
 
 
-def forward_drops(network: IPNetwork) -> list[BaseChain]:
+def forward_drops(network: IPNetwork, commands: IptablesRunner) -> list[BaseChain]:
     """Return the chains that drop what they do not accept, and accept no packet between containers."""
-    bases = list(read(family_of(network), "forward"))
+    bases = list(read(family_of(network), "forward", commands))
     found = (each for packet in between_containers(network) for each in fates(bases, packet, ("forward",)))
     return list({str(base): base for base, decided in found if drops_the_rest(base, decided)}.values())
 
@@ -160,16 +160,16 @@ def fates(
         yield base, decided
 
 
-def read(family: Family, hook: str = "") -> Iterator[BaseChain]:
+def read(family: Family, hook: str = "", commands: IptablesRunner | None = None) -> Iterator[BaseChain]:
     """Yield the base chains that may drop packets of a family, as far as rights and programs allow.
 
     With ``hook`` only those there: no table without such a chain is listed.
     """
-    yield from (each for each in _read(family, hook) if hook in ("", each.hook))
+    commands = commands or IptablesRunner(threading.Event())
+    yield from (each for each in _read(family, hook, commands) if hook in ("", each.hook))
 
 
-def _read(family: Family, hook: str) -> Iterator[BaseChain]:
-    commands = IptablesRunner(threading.Event())
+def _read(family: Family, hook: str, commands: IptablesRunner) -> Iterator[BaseChain]:
     with suppress(OSError):  # only root can read the legacy tables
         for table in sorted(xtables.tables(family) & _TABLES.keys()):
             yield from _of_iptables("legacy", family, table, commands)
