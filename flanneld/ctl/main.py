@@ -308,7 +308,7 @@ def _trace(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
     from flanneld.ctl.trace import trace
 
     found = compare.read(source.status, compare.desired_objects(source.status))
-    drops = drops_towards(arguments.address, source.status)
+    drops = drops_towards(source.status)(arguments.address)
     hops = trace(arguments.address, source.status, found, compare.route_taken, drops)
     rows = [(hop.hop, hop.state, hop.found, hop.note) for hop in hops]
     table = TextTable(("hop", "state", "found", "note"), rows)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing
 from enum import StrEnum
 from ipaddress import ip_network
@@ -11,7 +11,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from flanneld.ctl.checks.packets import drops_towards
+from flanneld.ctl.checks.packets import Drop, drops_towards
 from flanneld.ctl.compare import wanted_route
 from flanneld.ctl.nodes import answer_remedy, our_addresses, port_of, target_of, told, vxlan_of
 from flanneld.ctl.output import TextTable
@@ -346,11 +346,14 @@ def measure(source: DataSource, name: str | None) -> Iterator[Result]:
         some = [peer_named(name, status)]
     else:
         some = [each for each in status.each_peer if each.state == "in the kernel"][:_FEW]
+    drops = drops_towards(status)
     for peer in some:
-        yield from _of_peer(peer, source)
+        yield from _of_peer(peer, source, drops)
 
 
-def _of_peer(peer: PeerStatus, source: DataSource) -> Iterator[Result]:
+def _of_peer(
+    peer: PeerStatus, source: DataSource, drops: Callable[[IPAddress], list[Drop]]
+) -> Iterator[Result]:
     status, about = source.status, peer.name
     through: set[IPAddress] = set()
     if known(status.mtu) and known(status.uplink):
@@ -362,7 +365,7 @@ def _of_peer(peer: PeerStatus, source: DataSource) -> Iterator[Result]:
     own = our_addresses(status)
     for public in peer.addresses[:1]:
         yield from _port(public, peer, status, through)
-    for drop in drops_towards(peer.networks[0].network_address, status):
+    for drop in drops(peer.networks[0].network_address):
         yield Result("filter", about, drop.state, f"{drop.chain} of this node", drop.note)
     place = target_of(peer, own)
     if place is None:

@@ -5,7 +5,8 @@ Drops of other programs' rules are found by following the packets through them.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
@@ -20,13 +21,14 @@ from flanneld.ctl.lookups import (
     TO_CONTAINERS,
     Flow,
     Lost,
+    ParsedPeer,
     flows,
     host_addresses,
     parsed,
     reached_peers,
     some,
 )
-from flanneld.diagnostics.status import PeerStatus, Status, known
+from flanneld.diagnostics.status import Status, known
 from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork
 from flanneld.network.firewall import foreign
 from flanneld.network.firewall.fate import DROP, Fate
@@ -67,32 +69,43 @@ class Drop(Struct, frozen=True, gc=False):
         return f"drops {self.flow}: {self.rule or 'its policy'}{unless}"
 
 
-def drops_towards(target: IPAddress, told: Status) -> list[Drop]:
-    """Return what this host's packet filters drop of the packets from and to the peer with an address."""
-    peers = [each for each in reached_peers(told) if any(target in net for net in each.networks)]
-    if not peers:
-        return []
-    ways = container_devices(tuple(host_addresses()), known(told.devices) or (), told.own_subnets)
-    return read_drops(told, ways, peers)
+def drops_towards(told: Status) -> Callable[[IPAddress], list[Drop]]:
+    """Return a function for what is dropped here of the packets from and to the peer with an address.
 
-
-def read_drops(
-    told: Status, devices: Mapping[Family, str], peers: Sequence[PeerStatus] | None = None
-) -> list[Drop]:
-    """Return what this host's packet filters drop, as far as they can be read.
-
-    ``devices`` are those of containers. Without ``peers`` a few are chosen, and those that rules name.
+    The packet filters are read once, for the first peer: they may have thousands of rules.
     """
+
+    @cache
+    def here() -> tuple[list[BaseChain], dict[Family, str]]:
+        ways = container_devices(tuple(host_addresses()), known(told.devices) or (), told.own_subnets)
+        return _bases(told), ways
+
+    def towards(target: IPAddress) -> list[Drop]:
+        peers = [each for each in reached_peers(told) if any(target in net for net in each.networks)]
+        return _drops(told, *here(), list(map(parsed, peers))) if peers else []
+
+    return towards
+
+
+def read_drops(told: Status, devices: Mapping[Family, str]) -> list[Drop]:
+    """Return what this host's packet filters drop of a few peers' packets, and of those that rules name.
+
+    ``devices`` are those of containers.
+    """
+    bases = _bases(told)
+    around = [network for network, _ in told.ranges]
+    return _drops(told, bases, devices, some(reached_peers(told), _mentioned(bases, around))) if bases else []
+
+
+def _bases(told: Status) -> list[BaseChain]:
+    """Return this host's base chains that packets of the network pass, as far as they can be read."""
     versions = {network.version for network, _ in told.ranges}
-    bases = [
-        base for family in FAMILIES if _concerns(family, versions, told) for base in foreign.read(family)
-    ]
-    if not bases:
-        return []
-    if peers is None:
-        chosen = some(reached_peers(told), _mentioned(bases, [network for network, _ in told.ranges]))
-    else:
-        chosen = list(map(parsed, peers))
+    return [base for family in FAMILIES if _concerns(family, versions, told) for base in foreign.read(family)]
+
+
+def _drops(
+    told: Status, bases: Sequence[BaseChain], devices: Mapping[Family, str], chosen: Iterable[ParsedPeer]
+) -> list[Drop]:
     packets = list(flows(told, chosen, devices))
     forwarded = {flow.family for flow in packets if flow.hooks == THROUGH}
     packets += (
