@@ -89,7 +89,6 @@ class Facts(Struct, frozen=True, gc=False):
     clock_is_synchronised: bool | None = None
     #: Paths to a few peers, each with the size that it carries.
     paths: tuple[PathToPeer, ...] = ()
-
     #: Rules and policies that drop packets of the network.
     filtered: tuple[Drop, ...] = ()
     #: Packets that the kernel drops or misroutes.

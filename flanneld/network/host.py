@@ -145,7 +145,7 @@ class HostView:
     def look_up_route(self, target: IPAddress) -> lookups.LookupResult | None:
         """Return the route the kernel would use for a packet, None if it has none."""
         try:
-            return lookups.decode_lookup(*self._socket.ask(rtnl.RTM_GETROUTE, lookups.lookup_request(target)))
+            return self.lookup(target)
         except OSError as failure:
             log.log(V(4), "No route to %s: %s", target, failure)
             return None

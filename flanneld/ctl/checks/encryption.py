@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 #: Seconds to wait for charon's answer. It answers within milliseconds unless it hangs.
 _PATIENCE = 2.0
-
-
 #: Tables of encrypting backends that are in the kernel: WireGuard's keys and peers, and policies of XFRM.
 KERNEL_TABLES = frozenset({"wireguard", "xfrm-policies"})
 
