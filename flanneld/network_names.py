@@ -12,10 +12,9 @@ from flanneld.errors import Retryable
 from flanneld.option_values import is_network_name
 from flanneld.runtime.complaints import Once
 from flanneld.subnet.remote.change_log import ChangeLog
-from flanneld.subnet.remote.connection import RemoteConnection, RemoteServers, refused
+from flanneld.subnet.remote.connection import RemoteConnection, refused
 from flanneld.subnet.remote.leases import LeaseStore
 from flanneld.subnet.remote.store import RemoteOptions
-from flanneld.subnet.remote.tls import client_context
 
 log = logging.getLogger(__name__)
 
@@ -65,9 +64,7 @@ class RemoteNames:
     """``NetworkNames`` of a flannel server."""
 
     def __init__(self, options: RemoteOptions) -> None:
-        is_pinned = bool(options.token or options.token_file)
-        tls = client_context(options.tls, is_pinned=is_pinned)
-        self._connection = RemoteConnection(RemoteServers(options.servers, tls, options.read_token))
+        self._connection = RemoteConnection(options.open_servers())
 
     def read(self) -> tuple[list[str], str]:
         return self._ask("/v1/", None)

@@ -59,6 +59,11 @@ class RemoteOptions(Struct, frozen=True, gc=False):
     def __repr__(self) -> str:
         return f"RemoteOptions({', '.join(map(str, self.servers))})"
 
+    def open_servers(self) -> RemoteServers:
+        """Return the servers, not connected yet. Raises ``Fatal`` for unusable TLS files."""
+        is_pinned = bool(self.token or self.token_file)
+        return RemoteServers(self.servers, client_context(self.tls, is_pinned=is_pinned), self.read_token)
+
     def read_token(self) -> JoinToken | None:
         """Return the token; None without an option. Raises ``Retryable`` if it cannot be read."""
         source = self.token_file or "-token"
@@ -75,9 +80,7 @@ class RemoteStore:
     """``Store`` over one of several servers. The constructor connects to nothing."""
 
     def __init__(self, options: RemoteOptions, pause: float = PAUSE) -> None:
-        is_pinned = bool(options.token or options.token_file)
-        tls = client_context(options.tls, is_pinned=is_pinned)
-        self._servers = RemoteServers(options.servers, tls, options.read_token)
+        self._servers = options.open_servers()
         self._root = f"/v1/{quote(options.network, safe='') or '_'}"
         self._requests = RemoteConnection(self._servers)
         self._pause = pause
