@@ -23,6 +23,7 @@ from flanneld.model import FAMILIES, Cached, Event, Family, IPAddress, Lease, Le
 from flanneld.runtime import clock
 from flanneld.runtime.complaints import Once
 from flanneld.runtime.sockets.host_addresses import HostAddresses
+from flanneld.runtime.sockets.interruptible import no_heartbeat
 from flanneld.runtime.waits import Backoff
 from flanneld.subnet.kube.access import Access
 from flanneld.subnet.kube.api import NODES, Api, ApiRefusal, ApiTimeouts
@@ -42,20 +43,14 @@ from flanneld.subnet.kube.watch import NodeSource, WatchMemory, pages
 from flanneld.subnet.list_watch import Contact, ListWatch, Watches
 from flanneld.subnet.store import NO_FACTS, Deliver, LocalFacts
 
-__all__ = ["KubeOptions", "KubeStore"]
-
 log = logging.getLogger(__name__)
 
 #: Seconds for which our node need not be read again during startup.
 _FRESH = 10.0
 
 
-def _nothing() -> None:
-    pass
-
-
 def _ignore(_: object) -> None:
-    """Discard events: ``Upkeep`` handles those of our own node."""
+    """Discard events: ``NodeUpkeep`` handles those of our own node."""
 
 
 class KubeOptions(Struct, frozen=True, gc=False):
@@ -98,9 +93,8 @@ class KubeStore:
         self._once = Once()
         self._closed = threading.Event()
         self._watches = Watches()
-        #: The watch of nodes, and what outlives its sources.
+        #: The watch of nodes.
         self._watch: ListWatch[str] | None = None
-        self._memory: WatchMemory | None = None
         self._config: Config | None = None
         #: Our node, and the time it was read.
         self._read: tuple[float, KubeNode] | None = None
@@ -195,11 +189,12 @@ class KubeStore:
             self._own_node.announce(node, lease.attrs)
         return lease
 
-    def watch(self, deliver: Deliver, alive: Callable[[], None] = _nothing) -> None:
+    def watch(self, deliver: Deliver, alive: Callable[[], None] = no_heartbeat) -> None:
         self._run(self.node_watch(deliver, alive), deliver, alive)
 
     def watch_node(self, alive: Callable[[], None]) -> None:
-        self._run(self._node_watch(_ignore, alive, only=self._joined().name), _ignore, alive)
+        memory = WatchMemory(self._make_backoff)
+        self._run(self._node_watch(_ignore, alive, memory, only=self._joined().name), _ignore, alive)
 
     def _run(self, watch: ListWatch[str], deliver: Deliver, alive: Callable[[], None]) -> None:
         member = self._joined()
@@ -212,24 +207,25 @@ class KubeStore:
         log.info("Waiting without a limit for node controller to sync")
         self._watches.run(watch, deliver, beat)
 
-    def node_watch(self, deliver: Deliver, alive: Callable[[], None] = _nothing) -> ListWatch[str]:
+    def node_watch(self, deliver: Deliver, alive: Callable[[], None] = no_heartbeat) -> ListWatch[str]:
         """Return the state machine of ``watch``.
 
         Deliver the saved nodes first, if the API server has not answered yet, or when its first list fails.
         """
         member = self._joined()
-        watch = self._node_watch(deliver, alive)
+        memory = WatchMemory(self._make_backoff)
+        watch = self._node_watch(deliver, alive, memory)
         if self._saved is not None:
             deliver(member.saved(self._saved))
             member.upkeep.post(self._saved.own)
         elif self._state.path.exists():
-            assert self._memory is not None
-            self._memory.substitute = self._cached
+            memory.substitute = self._cached
         return watch
 
-    def _node_watch(self, deliver: Deliver, alive: Callable[[], None], *, only: str = "") -> ListWatch[str]:
+    def _node_watch(
+        self, deliver: Deliver, alive: Callable[[], None], memory: WatchMemory, *, only: str = ""
+    ) -> ListWatch[str]:
         member = self._joined()
-        memory = self._memory = WatchMemory(self._make_backoff)
 
         def open_source(contact: Contact) -> NodeSource:
             return NodeSource(
@@ -248,7 +244,7 @@ class KubeStore:
         except Retryable:
             return []
 
-    def watch_own(self, lease: Lease, deliver: Deliver, alive: Callable[[], None] = _nothing) -> None:
+    def watch_own(self, lease: Lease, deliver: Deliver, alive: Callable[[], None] = no_heartbeat) -> None:
         del lease  # the member knows the lease acquired or renewed last
         self._joined().upkeep.run(deliver, alive)
 
