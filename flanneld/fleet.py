@@ -28,7 +28,6 @@ from flanneld.runtime import logs, process, waits
 from flanneld.runtime.complaints import Outage
 from flanneld.runtime.instance_lock import DRAIN, HostClaims, InstanceLock
 from flanneld.runtime.loop import Loop
-from flanneld.runtime.process import Notifier
 from flanneld.runtime.supervisor import Supervisor
 from flanneld.runtime.waits import Backoff
 from flanneld.startup import claims_to, clash
@@ -93,7 +92,7 @@ class Claims:
 _HELD_UP = "waiting for"
 
 
-class NetworkNotifier(Notifier):
+class NetworkNotifier(process.Notifier):
     """Substitute for the service manager's notifier in the daemon of one network."""
 
     def __init__(self, changed: Callable[[], None]) -> None:
@@ -402,13 +401,14 @@ class Fleet:
             # The other set of chains has room for one network only.
             iptables_rules="v0.12",
         )
-        store = store_of(self._file, network.name) if self._file else None
-        manager = counted(store or open_store(own, self._environ, network.name))
+        store = counted(
+            store_of(self._file, network.name) if self._file else open_store(own, self._environ, network.name)
+        )
         make_loop = partial(self._loop, network.supervisor)
         node = Node(
             own,
             effects.real(own, self._environ, network.supervisor, network.notifier, make_loop),
-            manager,
+            store,
             admit=partial(self.claims.take, network.name),
             beside=Observation(),
             events=self._events,

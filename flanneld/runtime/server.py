@@ -26,7 +26,7 @@ from flanneld.runtime.sockets.host_addresses import address_of
 
 log = logging.getLogger(__name__)
 
-#: Coroutine of one connection. It yields the event to wait for (``select.POLLIN`` or ``POLLOUT``) and ends
+#: Coroutine of one connection. It yields the event to wait for (``READABLE`` or ``WRITABLE``) and ends
 #: with the connection. It may be resumed without the event, so it must not block. If it returns the socket,
 #: which it may have wrapped, and a function, that is called in a thread, and the connection ends with it.
 Conversation = Generator[int, None, Any]
@@ -256,7 +256,7 @@ def listen(family: int, address: tuple[object, ...], backlog: int) -> socket.soc
 def receive(connection: socket.socket, size: int) -> Generator[int, None, bytes]:
     """Receive available data; empty at the end of the stream."""
     while True:
-        yield select.POLLIN
+        yield READABLE
         with contextlib.suppress(BlockingIOError):
             return connection.recv(size)
 
@@ -268,7 +268,7 @@ def send(connection: socket.socket, data: bytes) -> Generator[int, None, None]:
         try:
             rest = rest[connection.send(rest) :]
         except BlockingIOError:
-            yield select.POLLOUT
+            yield WRITABLE
 
 
 def _source(connection: socket.socket, address: object) -> ConnectionOrigin:

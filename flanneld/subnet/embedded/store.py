@@ -32,6 +32,13 @@ from flanneld.subnet.etcd.keys import (
 from flanneld.subnet.etcd.store import EtcdStore
 from flanneld.subnet.list_watch import Contact, RelistNeeded
 
+log = logging.getLogger(__name__)
+
+#: Key below which the store holds the network: etcd's default, so that an export changes no key.
+PREFIX = "/coreos.com/network"
+_CONFIG = posixpath.join(PREFIX, "config")
+#: Seconds after which a watch without changes returns, so that its thread can send a heartbeat.
+POLL = 60.0
 #: Changes to keep: more than a large cluster makes in a minute, for which a client may be disconnected.
 KEPT = 10_000
 #: Seconds between two checks for expired keys, and for writes of other processes.
@@ -268,12 +275,6 @@ def _note(
     return _position(connection)
 
 
-#: Key below which the store holds the network: etcd's default, so that an export changes no key.
-PREFIX = "/coreos.com/network"
-#: Seconds after which a watch without changes returns, so that its thread can send a heartbeat.
-POLL = 60.0
-
-
 class EmbeddedClient:
     """``KeyClient`` of a store in this process. ``cancel`` ends this client and leaves the store open."""
 
@@ -361,11 +362,6 @@ class EmbeddedWatcher:
 
     def close(self) -> None:
         """Do nothing: a file has no connection."""
-
-
-log = logging.getLogger(__name__)
-
-_CONFIG = posixpath.join(PREFIX, "config")
 
 
 def open_file(path: str, *, create: bool = False) -> KeyStore:

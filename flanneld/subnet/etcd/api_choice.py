@@ -103,7 +103,7 @@ def _is_in_v3(transport: Transport, key: str) -> bool:
 class EitherStore:
     """``Store`` on the first API that has a network config: v3, then v2.
 
-    ``network_config`` makes the choice, so it must be called first. ``open_api`` returns the manager for an
+    ``network_config`` makes the choice, so it must be called first. ``open_api`` returns the store for an
     API, on the same connection.
     """
 

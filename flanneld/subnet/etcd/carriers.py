@@ -189,7 +189,7 @@ class Gateway:
 
     def _call(
         self, server: Server, send: Send, path: str, body: Mapping[str, object], token: str
-    ) -> v3_messages.GatewayMessage:
+    ) -> GatewayMessage:
         text = json.dumps(body)
         known = self._roots.get(server.name, _ROOTS[0])
         for root in dict.fromkeys((known, *_ROOTS)):
@@ -237,7 +237,7 @@ class GatewayStream:
             raise ServerFailed(f"HTTP {response.status} to a watch")
         self._stream = LineStream(LiveBody(response))
 
-    def next(self, timeout: float) -> v3_messages.GatewayMessage | None:
+    def next(self, timeout: float) -> GatewayMessage | None:
         assert self._stream
         assert self._server
         if not self._lines:

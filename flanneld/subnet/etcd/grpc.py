@@ -24,7 +24,7 @@ from flanneld.subnet.etcd.endpoints import EtcdOptions, Server, Servers
 from flanneld.subnet.etcd.http import NoSuchApi, ServerFailed
 from flanneld.subnet.etcd.protobuf import METHODS, MalformedProtobuf, decode, encode
 from flanneld.subnet.etcd.transport import NO_SERVER, NO_TLS, EtcdTimeouts, Failover, server_failed
-from flanneld.subnet.etcd.v3_messages import CallServer
+from flanneld.subnet.etcd.v3_messages import CallServer, GatewayMessage
 
 # Set before the import: grpc would write to our log in its own format, and install fork handlers.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
@@ -111,7 +111,7 @@ class Grpc:
 
 
 class GrpcConnection:
-    """``transport.Connection`` through grpcio, with a channel to one server at a time."""
+    """``ServerConnection`` through grpcio, with a channel to one server at a time."""
 
     def __init__(self, open_channel: _Open, timeouts: EtcdTimeouts) -> None:
         self._open = open_channel
@@ -128,7 +128,7 @@ class GrpcConnection:
                 self._channel = self._open(server)
             return self._channel
 
-    def exchange(self, server: Server, request: Rpc) -> v3_messages.GatewayMessage:
+    def exchange(self, server: Server, request: Rpc) -> GatewayMessage:
         if "range_end" not in request.body or request.path != "/kv/range":
             return self._exchange(server, request, self._timeouts.read)
         body = {**request.body, "limit": _FIRST}
@@ -141,7 +141,7 @@ class GrpcConnection:
             found += page.kvs or ()
         return replace(answer, kvs=found)
 
-    def _exchange(self, server: Server, request: Rpc, seconds: float) -> v3_messages.GatewayMessage:
+    def _exchange(self, server: Server, request: Rpc, seconds: float) -> GatewayMessage:
         method = METHODS[request.path]
         call = self.channel(server).unary_unary(server.path + method.name)
         data = encode(method.request, request.body)
@@ -192,7 +192,7 @@ class GrpcStream:
             raise _given_up() from None
         self._reader = StreamReader("watch", self._hear(messages, server))
 
-    def next(self, timeout: float) -> v3_messages.GatewayMessage | None:
+    def next(self, timeout: float) -> GatewayMessage | None:
         assert self._reader
         assert self._server
         message = self._reader.next(timeout)
@@ -214,7 +214,7 @@ class GrpcStream:
         raise ServerFailed("it has ended the watch")
 
 
-def understood(kind: Any, data: bytes) -> v3_messages.GatewayMessage:
+def understood(kind: Any, data: bytes) -> GatewayMessage:
     """Return the decoded message. Raises ``ServerFailed``."""
     try:
         return v3_messages.understood(decode(kind, data))

@@ -334,7 +334,7 @@ class V3Watcher:
     def _open(self, after: Position) -> None:
         try:
             self._begin(after)
-        except v3_messages.AccessRefused:
+        except AccessRefused:
             self.close()
             self.client.forget_login()
             self._begin(after)

@@ -42,7 +42,7 @@ from flanneld.subnet.store import LocalFacts
 
 #: Name of the network that lies directly under the prefix.
 UNNAMED = "_"
-#: Cached managers of networks, at most: a stranger may request any name.
+#: Cached stores of networks, at most: a stranger may request any name.
 _MANAGERS = 64
 
 

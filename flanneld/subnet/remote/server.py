@@ -38,12 +38,12 @@ MAX_HEAD, MAX_BODY = 64 << 10, 64 << 10
 #: Connections without a request at a time, in total and of one source. For a new one the oldest is closed.
 #: One source may be a NAT, whose nodes all come back at once.
 SEATS, SEATS_OF_ONE_SOURCE = 2048, 1024
+#: Connections with one, a thread each. A client of Go flannel has three, two of them waiting.
+CONNECTIONS = 8192
 #: Bytes before a record of TLS: its type, version and size.
 _RECORD_HEAD = 5
 #: Type of the record with which a client begins (RFC 8446, 5.1).
 _HANDSHAKE = b"\x16"
-#: Connections with one, a thread each. A client of Go flannel has three, two of them waiting.
-CONNECTIONS = 8192
 #: Events by which a TLS socket says what it waits for.
 _EVENTS = {
     ssl.SSLWantReadError: READABLE,
