@@ -17,9 +17,8 @@ from typing import Any
 from msgspec import Struct
 
 from flanneld.compat.glog import counted
+from flanneld.ctl.nodes import WORST_FIRST
 
-#: States in the order of urgency.
-STATES = ("PROBLEM", "hint", "ok")
 _COLOURS = {"ok": "#2e7d32", "hint": "#b26a00", "PROBLEM": "#c62828"}
 _SHAPES = {"ok": "ellipse", "hint": "diamond", "PROBLEM": "box"}
 
@@ -54,7 +53,7 @@ def vertices(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[Vert
                 is_own,
             )
         )
-    return sorted(found, key=lambda each: (not each.is_own, STATES.index(each.state)))
+    return sorted(found, key=lambda each: (not each.is_own, WORST_FIRST.index(each.state)))
 
 
 def edges(found: list[Vertex]) -> list[dict[str, Any]]:
@@ -69,7 +68,7 @@ def text(found: list[Vertex]) -> Iterator[str]:
     own = next((each for each in found if each.is_own), None)
     yield f"{own.name}  {own.public_ip}  this node" if own else "this node has no lease"
     groups = [
-        (state, [each for each in found if each.state == state and not each.is_own]) for state in STATES
+        (state, [each for each in found if each.state == state and not each.is_own]) for state in WORST_FIRST
     ]
     groups = [(state, some) for state, some in groups if some]
     for number, (state, some) in enumerate(groups):
@@ -196,7 +195,7 @@ filter();
 def page(found: list[Vertex], columns: tuple[str, ...], made: str) -> Iterator[str]:
     """Yield the lines of the page. ``columns`` are the names of facts, ``made`` is its date."""
     states = Counter(each.state for each in found)
-    summary = ", ".join(f"{states[state]} {state}" for state in STATES if states[state])
+    summary = ", ".join(f"{states[state]} {state}" for state in WORST_FIRST if states[state])
     policy = f"default-src 'none'; style-src '{_hash(_STYLE)}'; script-src '{_hash(_SCRIPT)}'"
     yield "<!DOCTYPE html>"
     yield '<html lang="en"><head><meta charset="utf-8">'
@@ -207,7 +206,7 @@ def page(found: list[Vertex], columns: tuple[str, ...], made: str) -> Iterator[s
     yield f"<header><h1>flannel: {len(found)} nodes</h1>"
     yield f"<p>{html.escape(summary)}. As seen from one node, {html.escape(made)}.</p>"
     yield '<div id="controls" hidden><label>Search <input type="search" id="search"></label>'
-    for state in STATES:
+    for state in WORST_FIRST:
         yield f'<label><input type="checkbox" value="{state}" checked> {state}</label>'
     yield '<span id="count" role="status"></span>'
     yield "<p>Keys: / searches, Esc clears; arrows, Page Up, Page Down, Home and End move in the list.</p>"

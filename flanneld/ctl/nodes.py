@@ -267,7 +267,8 @@ def _with_replies(
 _WITHIN = 0.6
 _COLUMNS = ("node", "public ip", "state", "rtt", "backend", "vni", "port", "mtu", "version", "store", "note")
 _MUTE = "does not answer queries"
-_WORST_FIRST = ("PROBLEM", "hint", "ok")
+#: States in the order of urgency.
+WORST_FIRST = ("PROBLEM", "hint", "ok")
 
 
 def read(source: DataSource) -> Cluster:
@@ -288,7 +289,7 @@ def table(cluster: Cluster, found: list[Remark]) -> TextTable:
     by_node = _by_node(found)
     rows = []
     for node in sorted(
-        cluster.nodes, key=lambda each: (not each.is_own, _WORST_FIRST.index(state(by_node[each.name])))
+        cluster.nodes, key=lambda each: (not each.is_own, WORST_FIRST.index(state(by_node[each.name])))
     ):
         told = node.told
         rows.append(

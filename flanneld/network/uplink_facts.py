@@ -42,7 +42,7 @@ def survey(kernel: HostKernel, families: tuple[Family, ...], *, default_routes: 
 
 
 def route_to(kernel: HostKernel, target: IPAddress) -> RouteFact | None:
-    """Which way the kernel would send a packet."""
+    """Return the way of a packet from this host; None if the kernel has none."""
     way = kernel.look_up_route(target)
     return RouteFact(way.index, way.source, way.gateway) if way else None
 

@@ -14,7 +14,7 @@ from http.client import HTTPConnection
 import pytest
 from msgspec.structs import replace
 
-from flanneld.diagnostics import serving as health_server
+from flanneld.diagnostics import serving as server_module
 from flanneld.diagnostics.serving import Checks, HealthServer
 from flanneld.errors import Fatal
 
@@ -152,7 +152,7 @@ def test_a_broken_request_is_refused_and_the_next_one_answered(
 @pytest.fixture
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody is cut off because of the time."""
-    monkeypatch.setattr(health_server, "REQUEST_TIME", 10 * DEADLINE)
+    monkeypatch.setattr(server_module, "REQUEST_TIME", 10 * DEADLINE)
 
 
 @pytest.mark.usefixtures("_patient")
@@ -165,7 +165,7 @@ def test_a_silent_client_does_not_keep_others_waiting() -> None:
 def test_a_client_that_trickles_is_cut_off_without_a_word_in_the_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(health_server, "REQUEST_TIME", 0.2)
+    monkeypatch.setattr(server_module, "REQUEST_TIME", 0.2)
     with serving(WELL) as server, connect(server) as client:
         begun = time.monotonic()
         client.sendall(b"GET /healthz HTTP/1.1\r\nX: ")
@@ -176,7 +176,7 @@ def test_a_client_that_trickles_is_cut_off_without_a_word_in_the_log(
 
 
 def test_a_late_byte_gains_a_client_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health_server, "REQUEST_TIME", 3.0)
+    monkeypatch.setattr(server_module, "REQUEST_TIME", 3.0)
     with serving(WELL) as server, connect(server) as client:
         client.sendall(b"GET")
         client.settimeout(2)
@@ -239,7 +239,7 @@ def test_idle_connections_keep_no_probe_from_its_answer(source: str) -> None:
 @pytest.mark.usefixtures("_patient")
 def test_of_too_many_connections_of_one_source_the_oldest_is_cut() -> None:
     with serving(WELL) as server, ExitStack() as idle:
-        clients = [idle.enter_context(connect(server)) for _ in range(health_server.OF_ONE_SOURCE + 1)]
+        clients = [idle.enter_context(connect(server)) for _ in range(server_module.OF_ONE_SOURCE + 1)]
         assert everything(clients[0]) == b""
         for client in clients[1:]:
             client.sendall(b"GET /healthz HTTP/1.1\r\n\r\n")
