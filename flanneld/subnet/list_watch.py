@@ -120,7 +120,9 @@ class ListWatch(Generic[At]):
         except RelistNeeded as reason:
             self._end()
             level = V(1) if isinstance(reason, PossibleGap) else logging.WARNING
-            self._relists.warn(log, str(reason), f"Relisting {self.name}: {reason}", level)
+            # Kubernetes names versions in its reasons, which would be new keys without end.
+            kind = "".join(each for each in str(reason) if not each.isdigit())
+            self._relists.warn(log, kind, f"Relisting {self.name}: {reason}", level)
             if self._pause is not None and self._cut is None:
                 self._not_before = clock.now() + self._pause(reason)
         except Retryable as problem:

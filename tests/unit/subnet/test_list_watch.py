@@ -170,6 +170,16 @@ def test_contact_ends_an_outage_and_a_failure_soon_after_is_the_same(
     assert lines == ["Watching it: gone", f"Watching it: it is back after {PACE:.0f} s"]
 
 
+def test_relists_are_told_for_ever_though_their_reasons_name_versions(
+    memory: Memory, daemon_clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    for version in range(10_050):  # more than the memory of complaints
+        memory.failures.append(RelistNeeded(f"too old resource version: {version}"))
+        memory.step(daemon_clock.time)
+        daemon_clock.time += PACE
+    assert caplog.messages[-1] == "Relisting it: too old resource version: 10049"
+
+
 @pytest.mark.parametrize("stuck", ["start", "changes"])
 @pytest.mark.parametrize("way", ["reread", "reconnect"])
 def test_another_thread_gets_a_new_list(
