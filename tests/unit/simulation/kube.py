@@ -177,6 +177,9 @@ class SimulatedApi:
     def reconnect(self) -> None:
         """Do nothing: no request takes time."""
 
+    def close(self) -> None:
+        """Do nothing: no connection is kept between requests."""
+
     def cancel(self) -> None:
         self._is_cancelled = True
         if self.stream is not None:
