@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 #: Remedy for leases of nodes that seem to be gone. No advice deletes a lease: a silent node may still run.
@@ -43,6 +43,9 @@ class Retryable(FlannelError):
 
     ``retry_after`` is the wait that the other side asks for, in seconds.
     """
+
+    #: Function that returns True once the cause may be gone, without a request; None if nothing tells.
+    is_cured: Callable[[], bool] | None = None
 
     def __init__(self, problem: str, remedy: str = "", retry_after: float = 0.0) -> None:
         super().__init__(problem, remedy)

@@ -10,6 +10,8 @@ from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
 from typing import Any, Self
 
+from msgspec.structs import replace
+
 from flanneld.model import Added, Cached, Event, Lease, LeaseAttrs, Removed, Snapshot
 from flanneld.runtime.waits import Backoff
 from flanneld.subnet.kube.api import ApiTimeouts
@@ -27,8 +29,7 @@ SUBNET = IPv4Network("10.5.1.0/24")
 QUICK = ApiTimeouts(connect=20.0, read=20.0, silence=30.0)
 
 
-def patiently(seconds: float = 0.02) -> Callable[[], Backoff]:
-    return lambda: Backoff(seconds, 4 * seconds)
+PATIENT = Backoff(0.02, 0.08)
 
 
 class Cluster:
@@ -54,12 +55,13 @@ class Cluster:
         url: str = "",
         prefix: str = PREFIX.rstrip("/"),
         timeouts: ApiTimeouts = QUICK,
+        backoff: Backoff = PATIENT,
     ) -> KubeStore:
         """A manager; with its config read, for all tests but those of the config need that."""
         kubeconfig = self.directory / f"kubeconfig-{token}"
         write_kubeconfig(kubeconfig, url or self.kube.url, token, None)
         options = KubeOptions("", str(kubeconfig), prefix, str(self.net_config), str(self.state_dir))
-        manager = KubeStore(options, environ or {"NODE_NAME": "n1"}, timeouts, patiently())
+        manager = KubeStore(options, environ or {"NODE_NAME": "n1"}, timeouts, lambda: replace(backoff))
         self._managers.append(manager)
         self.config = manager.network_config()
         return manager
@@ -72,8 +74,8 @@ class Cluster:
         return manager
 
     def start_watches(self, manager: KubeStore, attrs: LeaseAttrs = ATTRS) -> None:
-        self._start(manager.watch, self.events)
-        self._start(lambda deliver: manager.watch_own(Lease(attrs, SUBNET), deliver), self.own_events)
+        self.start(manager.watch, self.events)
+        self.start(lambda deliver: manager.watch_own(Lease(attrs, SUBNET), deliver), self.own_events)
 
     def put_node(self, name: str, *cidrs: str, **notes: str) -> None:
         annotations = {PREFIX + key.replace("_", "-"): value for key, value in notes.items()}
@@ -115,7 +117,7 @@ class Cluster:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _start(self, watch: Callable[[Deliver], None], events: list[Event]) -> None:
+    def start(self, watch: Callable[[Deliver], None], events: list[Event]) -> None:
         def run() -> None:
             try:
                 watch(events.extend)

@@ -19,6 +19,8 @@ from flanneld.subnet.store import Deliver
 log = logging.getLogger(__name__)
 
 At = TypeVar("At")
+#: Seconds between two looks whether the cause of a failure is gone.
+_LOOK = 0.5
 #: Function to call when a watch has begun.
 Contact = Callable[[], object]
 
@@ -63,7 +65,7 @@ class ListWatch(Generic[At]):
     ``open_source`` returns the next source. It is given the function to call when a watch has begun, which
     ends an outage. In the log ``name`` is what is watched, and ``back`` the end of an outage. The starts of
     lists, silences and failures keep ``pace`` seconds apart. With ``pause`` that is the time after a failure
-    and after a loss.
+    and after a loss. A failure with ``is_cured`` has a shorter one if that returns True.
 
     An outage is logged at its start, once a minute, and at its end.
     """
@@ -95,6 +97,8 @@ class ListWatch(Generic[At]):
         self._resume: At | None = None
         self._list_not_before = -math.inf
         self._not_before = -math.inf
+        #: ``Retryable.is_cured`` of the failure that the pause follows.
+        self._is_cured: Callable[[], bool] | None = None
 
     def run(self, deliver: Deliver, alive: Callable[[], None]) -> None:
         """Step until ``close``. Raises ``Cancelled`` then."""
@@ -111,9 +115,10 @@ class ListWatch(Generic[At]):
 
         Raises ``Cancelled`` after ``close``.
         """
-        due = self._due()
+        due = self._due(now)
         if now < due:
             return due
+        self._is_cured = None
         events: list[Event] = []
         try:
             events = self._next(now)
@@ -129,9 +134,10 @@ class ListWatch(Generic[At]):
             self._end()
             self._outage.failed(problem)
             self._not_before = clock.now() + (self._pause(problem) if self._pause else self._pace)
+            self._is_cured = problem.is_cured
         if events:
             deliver(events)
-        return self._due()
+        return self._due(now)
 
     @property
     def problem(self) -> Retryable | None:
@@ -207,12 +213,15 @@ class ListWatch(Generic[At]):
         if source is not None:
             source.close()
 
-    def _due(self) -> float:
+    def _due(self, now: float) -> float:
         """Return the time of the next step."""
-        return max(
+        if self._is_cured is not None and self._is_cured():
+            self._not_before, self._is_cured = -math.inf, None
+        due = max(
             self._not_before if self._cut is None else -math.inf,
             self._list_not_before if self.at is None else -math.inf,
         )
+        return due if self._is_cured is None else min(due, now + _LOOK)
 
 
 class Watches:

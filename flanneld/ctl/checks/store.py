@@ -53,7 +53,8 @@ def removal_guard(facts: Facts) -> Iterator[Finding]:
             "the last list of leases lacked most peers",
             "if it is right, packets still go to nodes that are gone",
             Advice(
-                "nothing: the list is read again within 30 s; see whether the store was restored from a copy"
+                "nothing: the list is read again within 30 s; see whether the store was restored from a copy:"
+                " then restart all API servers of Kubernetes"
             ),
             severity=Severity.HINT,
         )

@@ -11,6 +11,7 @@ import logging
 import re
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,10 @@ except ModuleNotFoundError as missing:
 
 
 _SERVICE_HOST = "KUBERNETES_SERVICE_HOST"
+#: Files with credentials that a kubeconfig names.
+_NAMED_FILES = re.compile(r'(?:tokenFile|client-certificate|client-key)"?\s*:\s*"?([^"\s,}]+)')
+#: For each file with credentials the numbers that change with it; None for a missing one.
+Files = tuple[tuple[int, int, int] | None, ...]
 #: Exceptions that the kubernetes package raises for a malformed configuration, or for one that needs a
 #: package which is not installed.
 _WRONG = (
@@ -75,9 +80,10 @@ logging.getLogger().addFilter(_pass_on)
 
 
 class ApiSession(Struct, frozen=True, gc=False):
-    """Pooled connections to the API server with one set of credentials."""
+    """Pooled connections to the API server with one set of credentials, read from ``files``."""
 
     url: str
+    files: Files
     _settings: Any
     _manager: Any  # urllib3's PoolManager
 
@@ -133,7 +139,7 @@ class Access:
 
     def open(self, interruptible_socket: InterruptibleSocket) -> ApiSession:
         """Read the configuration and return a session that is not connected yet. Raises ``Retryable``."""
-        settings = configuration.Configuration()
+        settings, files = configuration.Configuration(), self.files()
         try:
             self._load(settings)
             url = self._complete(self._url or settings.host)
@@ -145,7 +151,21 @@ class Access:
             "https": partial(TlsPool, interruptible_socket=interruptible_socket),
         }
         self.host = urlsplit(url).hostname or ""
-        return ApiSession(url.rstrip("/"), settings, manager)
+        return ApiSession(url.rstrip("/"), files, settings, manager)
+
+    def files(self) -> Files:
+        """Return the present state of the files with credentials."""
+        paths: list[Path] = []
+        if self._kubeconfig:
+            config = Path(self._kubeconfig)
+            with suppress(OSError):
+                found = _NAMED_FILES.findall(config.read_text(encoding="utf-8", errors="replace"))
+                paths = [config, *(config.parent / name for name in found)]
+        elif not self._url:
+            from kubernetes.config.incluster_config import SERVICE_TOKEN_FILENAME
+
+            paths = [Path(SERVICE_TOKEN_FILENAME)]
+        return tuple(map(_state_of, paths))
 
     def clean_up(self) -> None:
         """Remove the temporary files in which the kubernetes package keeps certificates and keys."""
@@ -172,6 +192,14 @@ class Access:
             from kubernetes.config.incluster_config import load_incluster_config
 
             load_incluster_config(settings)
+
+
+def _state_of(path: Path) -> tuple[int, int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_ino, found.st_size
 
 
 def _load_kubeconfig(file: str, settings: Any) -> None:

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 NODES = "/api/v1/nodes"
 STRATEGIC = "application/strategic-merge-patch+json"
 _AGENT = f"flanneld/{__version__}"
-_UNAUTHORIZED, _GONE, _TOO_MANY = 401, 410, 429
+_UNAUTHORIZED, _FORBIDDEN, _GONE, _TOO_MANY = 401, 403, 410, 429
 _LONGEST_RETRY_AFTER = 60.0
 #: Bytes read of an error response, at most.
 _ERROR_SIZE = 64 * 1024
@@ -72,6 +72,10 @@ class ApiRefusal(Retryable):
     def is_passing(self) -> bool:
         """Return True if the server itself is failing or overloaded, so that a retry can succeed."""
         return self.status >= 500 or self.status == _TOO_MANY
+
+
+class Denied(ApiRefusal):
+    """Error for credentials or rights that the API server does not accept: 401 or 403."""
 
 
 class Expired(PossibleGap):
@@ -225,15 +229,19 @@ class Api:
             told = json.loads(body_of(response, longest=_ERROR_SIZE))
         except (HTTPError, HTTPException, OSError, ValueError, RecursionError):
             told = None
+        access, read = self._access, self._session.files if self._session else ()
         self._reset()
         self._socket.check()
         status = response.status
         if status == _GONE:
             raise Expired(_message(told) or "what was asked for is gone")
         problem = f"the API server says {status}" + (f": {_message(told)}" if _message(told) else "")
-        raise ApiRefusal(
-            problem, _remedy(status), status, _retry_after(response.headers.get("Retry-After", ""))
-        )
+        wait = _retry_after(response.headers.get("Retry-After", ""))
+        if status not in (_UNAUTHORIZED, _FORBIDDEN):
+            raise ApiRefusal(problem, _remedy(status), status, wait)
+        denied = Denied(problem, _remedy(status), status, wait)
+        denied.is_cured = lambda: access.files() != read
+        raise denied
 
     def _lost(self, error: Exception, waited: float = math.inf, read: float | None = None) -> NoAnswer:
         """Return an error for a failed connection, with the same text each time it fails the same way.
@@ -273,7 +281,7 @@ def _message(told: Any) -> str:
 def _remedy(status: int) -> str:
     if status == _UNAUTHORIZED:
         return "see that our token or certificate is valid"
-    if status == 403:
+    if status == _FORBIDDEN:
         return "give our service account the ClusterRole that docs/kubernetes.md shows"
     if status == 404:
         return "see that NODE_NAME is right"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -31,6 +32,8 @@ log = logging.getLogger(__name__)
 #: Namespace of events about nodes, as kubelet's: nodes themselves have none.
 _EVENTS = "/api/v1/namespaces/default/events"
 _LONGEST_MESSAGE = 1000
+#: Seconds after which the right to record events is tried again.
+_TRY_AGAIN = 600.0
 
 
 class OwnNode:
@@ -46,7 +49,7 @@ class OwnNode:
         self._pod = (environ.get("POD_NAMESPACE", ""), environ.get("POD_NAME", ""))
         self._once = Once()
         self._told = ""
-        self._may_tell = True
+        self._tell_from = -math.inf
 
     def name(self) -> str:
         """Return the node's name, read from our pod if ``NODE_NAME`` is not set."""
@@ -100,14 +103,15 @@ class OwnNode:
 
         Ignored without the right or without an API server.
         """
-        if text == self._told or not self._may_tell or self._api.is_down:
+        if text == self._told or clock.now() < self._tell_from or self._api.is_down:
             return
         self._told = text
         try:
             self._api.post(_EVENTS, _event(self.name(), text[:_LONGEST_MESSAGE]))
         except Retryable as reason:
             if isinstance(reason, ApiRefusal):
-                self._may_tell = reason.status not in (403, 404)
+                if reason.status in (403, 404):
+                    self._tell_from = clock.now() + _TRY_AGAIN
                 # Not for a server that gave no answer: the caller must not be delayed again.
                 if reason.is_passing:
                     self._told = ""
@@ -146,14 +150,14 @@ def _event(node: str, text: str) -> dict[str, Any]:
     }
 
 
-#: Seconds between periodic checks.
-_TICK = 10.0
+#: Seconds between periodic checks, and between two writes of the cache.
+_TICK, _SAVE_PAUSE = 10.0, 2.0
 
 
 class NodeUpkeep:
     """Handler of changes to our node. ``post`` and ``cancel`` may be called from any thread.
 
-    ``lease`` returns the lease our node should announce. ``save`` stores our node and is called at each step.
+    ``lease`` returns the lease our node should announce. ``save`` stores our node and the others.
     """
 
     def __init__(
@@ -173,6 +177,7 @@ class NodeUpkeep:
         self._is_available = False
         self._marked: str | None = None
         self._mark_at = 0.0
+        self._save_at = -math.inf
 
     def post(self, node: KubeNode) -> None:
         """Queue the new state of our node."""
@@ -204,8 +209,11 @@ class NodeUpkeep:
             if events:
                 deliver(events)
         self._mark(now)
+        if now < self._save_at:
+            return self._save_at
         if self._node is not None:
             self._save(self._node)
+            self._save_at = now + _SAVE_PAUSE
         return now + _TICK
 
     def _judge(self, node: KubeNode) -> list[Event]:

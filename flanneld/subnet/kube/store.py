@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from flanneld.config import Config, parse
 from flanneld.errors import Cancelled, Fatal, NoAnswer, Refused, Retryable, remembered
-from flanneld.model import FAMILIES, Cached, Event, Family, IPAddress, Lease, LeaseAttrs, LeaseKey
+from flanneld.model import FAMILIES, Cached, Event, Family, IPAddress, Lease, LeaseAttrs, LeaseKey, Removed
 from flanneld.runtime import clock
 from flanneld.runtime.complaints import Once
 from flanneld.runtime.sockets.host_addresses import HostAddresses
@@ -352,14 +352,20 @@ class _Member:
         if node.name == self.name:
             self._see_own(node)
             return []
-        return self._table.put(node)
+        return self._follow(self._table.put(node))
 
     def gone(self, node: KubeNode) -> list[Event]:
         if node.name == self.name:
             log.warning("Our node %s was deleted: keeping all objects until it is back", node.name)
             self.own = None
             return []
-        return self._table.drop(node.name)
+        return self._follow(self._table.drop(node.name))
+
+    def _follow(self, events: list[Event]) -> list[Event]:
+        """Have the cache written soon if a node is gone: a start without API server would bring it back."""
+        if any(isinstance(event, Removed) for event in events):
+            self.upkeep.wake()
+        return events
 
     def complain(self) -> None:
         self._table.complain()

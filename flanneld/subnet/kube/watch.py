@@ -17,7 +17,7 @@ from flanneld.runtime import clock, randomness
 from flanneld.runtime.complaints import Once
 from flanneld.runtime.sockets.connection_pools import Lines
 from flanneld.runtime.waits import Backoff, Backoffs
-from flanneld.subnet.kube.api import NODES, Api, ApiStream, BrokenOff, Expired, NoServer
+from flanneld.subnet.kube.api import NODES, Api, ApiStream, BrokenOff, Denied, Expired, NoServer
 from flanneld.subnet.kube.nodes import KubeNode, NodeReader, child, decoded, items
 from flanneld.subnet.list_watch import Contact, RelistNeeded
 from flanneld.subnet.store import Deliver
@@ -35,9 +35,9 @@ _VERY_SHORT = 1.0
 LONGEST_SILENCE = 2.0
 #: Seconds for the first list of all nodes, after which the saved ones serve until it is there.
 _FIRST_LIST = 5.0
-#: Longest pause in seconds while no connection can be made; jitter adds up to as much. Attempts put no load
-#: on an absent server, and its return should be noticed soon.
-_NO_SERVER = 2.0
+#: Longest pauses in seconds by kind of failure; jitter adds up to as much. Attempts put no load on an absent
+#: server, and its return should be noticed soon; so should rights that were given.
+_LONGEST_PAUSES: dict[type, float] = {NoServer: 2.0, Denied: 2.5}
 
 
 class InvalidWatchData(Retryable):
@@ -82,11 +82,11 @@ def decode(line: bytes) -> tuple[str, dict[str, Any]]:
 
 
 def backoffs(make: Callable[[], Backoff]) -> Backoffs:
-    """Return back-offs by class of error. Their pauses are short while no connection can be made."""
+    """Return back-offs by class of error, some with short pauses only."""
 
     def for_kind(kind: type) -> Backoff:
         backoff = make()
-        return replace(backoff, longest=min(backoff.longest, _NO_SERVER)) if kind is NoServer else backoff
+        return replace(backoff, longest=min(backoff.longest, _LONGEST_PAUSES.get(kind, math.inf)))
 
     return Backoffs(for_kind)
 

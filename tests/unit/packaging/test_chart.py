@@ -106,6 +106,8 @@ def test_it_goes_into_the_namespace_of_the_release() -> None:
         "DaemonSet": "elsewhere",
         "ClusterRole": None,
         "ClusterRoleBinding": None,
+        "Role": "default",
+        "RoleBinding": "default",
     }
     assert objects["ClusterRoleBinding"]["subjects"][0]["namespace"] == "elsewhere"
 

@@ -17,6 +17,7 @@ import pytest
 
 from flanneld import config, options
 from flanneld.network.query import DEFAULT_PORT
+from flanneld.subnet.kube.own_node import _EVENTS
 from tests.kubernetes_objects import (
     IMAGE,
     MANIFEST,
@@ -56,6 +57,8 @@ class Discovery(BaseHTTPRequestHandler):
         "rbac.authorization.k8s.io/v1": {
             "clusterroles": "ClusterRole",
             "clusterrolebindings": "ClusterRoleBinding",
+            "roles": "Role",
+            "rolebindings": "RoleBinding",
         },
     }
     CLUSTER_WIDE = ("Namespace", "ClusterRole", "ClusterRoleBinding")
@@ -140,6 +143,8 @@ def test_the_objects_have_upstreams_names_so_that_they_take_its_objects_place() 
         "ServiceAccount": ("flannel", "kube-flannel"),
         "ClusterRole": ("flannel", None),
         "ClusterRoleBinding": ("flannel", None),
+        "Role": ("flannel-events", "default"),
+        "RoleBinding": ("flannel-events", "default"),
         "ConfigMap": ("kube-flannel-cfg", "kube-flannel"),
         "DaemonSet": ("kube-flannel-ds", "kube-flannel"),
     }
@@ -150,7 +155,14 @@ def test_the_selector_is_upstreams_since_it_cannot_be_changed() -> None:
     assert MADE["DaemonSet"]["spec"]["template"]["metadata"]["labels"] == {"app": "flannel", "tier": "node"}
 
 
-def test_the_rights_are_upstreams() -> None:
+def test_events_may_be_created_where_those_of_nodes_are() -> None:
+    assert MADE["Role"]["rules"] == [{"apiGroups": [""], "resources": ["events"], "verbs": ["create"]}]
+    assert MADE["RoleBinding"]["subjects"] == MADE["ClusterRoleBinding"]["subjects"]
+    assert MADE["RoleBinding"]["roleRef"]["name"] == MADE["Role"]["metadata"]["name"]
+    assert MADE["Role"]["metadata"]["namespace"] == _EVENTS.split("/")[4]
+
+
+def test_other_rights_are_upstreams() -> None:
     rights = {
         (resource, verb)
         for rule in MADE["ClusterRole"]["rules"]

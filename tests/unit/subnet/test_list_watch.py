@@ -10,7 +10,7 @@ from ipaddress import IPv4Network
 
 import pytest
 
-from flanneld.errors import Cancelled, NoAnswer
+from flanneld.errors import Cancelled, NoAnswer, Retryable
 from flanneld.model import Added, Event, Lease, LeaseAttrs, Snapshot
 from flanneld.subnet.list_watch import Contact, ListWatch, PossibleGap, RelistNeeded, Watches
 from tests.clock import Clock
@@ -30,9 +30,9 @@ class Memory:
         self.stuck = ""
         self.has_position = True
         self.on_start: Callable[[], None] = lambda: None
-        self.watch: ListWatch[int] = ListWatch(self._open, "it", back="it is back", pace=pace)
+        self.watch: ListWatch[int] = ListWatch(self.open, "it", back="it is back", pace=pace)
 
-    def _open(self, contact: Contact) -> MemorySource:
+    def open(self, contact: Contact) -> MemorySource:
         self.sources.append(MemorySource(self, contact))
         return self.sources[-1]
 
@@ -153,6 +153,20 @@ def test_reconnect_ends_a_pause(memory: Memory, daemon_clock: Clock) -> None:
     assert due > daemon_clock.time
     memory.watch.reconnect()
     assert memory.step(daemon_clock.time)[0] == [Snapshot(())]
+
+
+def test_failure_that_is_cured_ends_its_pause(memory: Memory, daemon_clock: Clock) -> None:
+    is_cured: list[bool] = []
+    failure = Retryable("denied")
+    failure.is_cured = lambda: bool(is_cured)
+    memory.watch = ListWatch(memory.open, "it", back="it is back", pace=0.0, pause=lambda _: 1000.0)
+    memory.failures = [failure]
+    _, due = memory.step(daemon_clock.time)
+    assert daemon_clock.time < due < daemon_clock.time + PACE, "the watch looks whether it is cured"
+    daemon_clock.time = due
+    assert memory.step(due)[0] == []
+    is_cured.append(True)
+    assert memory.step(due)[0] == [Snapshot(())]
 
 
 def test_contact_ends_an_outage_and_a_failure_soon_after_is_the_same(

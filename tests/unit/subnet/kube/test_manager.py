@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 
-from flanneld.errors import Cancelled, Fatal, Retryable
+from flanneld.errors import Cancelled, Fatal, NoAnswer, Retryable
 from flanneld.model import Added, Lease, LeaseAttrs
 from flanneld.runtime.sockets import interruptible
-from flanneld.subnet.kube.api import ApiTimeouts
+from flanneld.runtime.waits import Backoff
+from flanneld.subnet.kube.api import ApiRefusal, ApiTimeouts, Denied
 from flanneld.subnet.kube.store import KubeOptions, KubeStore
+from flanneld.subnet.kube.watch import backoffs
 from flanneld.subnet.store import NodeStore, Store
 from tests.lab.credentials import write_kubeconfig
 from tests.lab.kube_api.crowd import PREFIX
@@ -229,6 +231,33 @@ def test_a_token_that_was_rotated_is_read_again(cluster: Cluster) -> None:
         manager.renew(Lease(ATTRS, SUBNET))
     write_kubeconfig(cluster.directory / f"kubeconfig-{FLANNEL_TOKEN}", cluster.kube.url, "new", None)
     assert manager.renew(Lease(ATTRS, SUBNET)) == Lease(ATTRS, SUBNET)
+
+
+def test_pauses_are_short_after_a_denial_and_long_after_other_refusals() -> None:
+    pauses = backoffs(lambda: Backoff(chance=lambda: 1.0))
+    longest = {kind: max(pauses.pause(kind) for _ in range(10)) for kind in (Denied, ApiRefusal, NoAnswer)}
+    assert longest == {Denied: 5.0, ApiRefusal: 40.0, NoAnswer: 40.0}
+
+
+@pytest.mark.parametrize("is_of_its_own", [False, True], ids=["kubeconfig", "tokenFile"])
+def test_changed_token_ends_the_pause_after_a_denial(cluster: Cluster, *, is_of_its_own: bool) -> None:
+    manager = cluster.open(backoff=Backoff(first=1000.0))
+    file = cluster.directory / f"kubeconfig-{FLANNEL_TOKEN}"
+    if is_of_its_own:
+        text = file.read_text()
+        (cluster.directory / "token").write_text(FLANNEL_TOKEN)
+        file.write_text(text.replace(f"token: {FLANNEL_TOKEN}", "tokenFile: token"))
+    manager.acquire(cluster.config, ATTRS, (None, None))
+    cluster.control.revoke_token(FLANNEL_TOKEN)
+    cluster.control.put_token("new")
+    cluster.start_watches(manager)
+    wait_for(lambda: manager.problem is not None and "401" in str(manager.problem))
+    if is_of_its_own:
+        (cluster.directory / "token").write_text("new")
+    else:
+        write_kubeconfig(file, cluster.kube.url, "new", None)
+    cluster.wait_for()
+    assert len([each for each in cluster.asked("list") if each["status"] == 401]) == 1
 
 
 def test_missing_rights_are_named_with_their_remedy(cluster: Cluster) -> None:

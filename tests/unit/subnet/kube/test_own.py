@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from ipaddress import IPv4Address
@@ -20,6 +21,7 @@ from flanneld.subnet.kube.store import KubeStore
 from tests.lab.kube_api.crowd import PREFIX
 from tests.lab.wait import wait_for
 from tests.local_cluster import ATTRS, SUBNET, Cluster, peers, running_cluster
+from tests.local_kube import DEADLINE
 
 
 @pytest.fixture
@@ -112,6 +114,28 @@ def test_without_that_right_it_is_tried_once_and_not_spoken_of(
 def saved_nodes(cluster: Cluster) -> list[str]:
     file = cluster.state_dir / "kube-nodes.json"
     return [node["name"] for node in json.loads(file.read_text())["nodes"]] if file.exists() else []
+
+
+def test_cache_follows_a_deletion_within_two_seconds_with_one_write(cluster: Cluster) -> None:
+    cluster.state_dir.mkdir()
+    cluster.put_peer(2)
+    cluster.put_peer(3)
+    manager = cluster.open()
+    manager.acquire(cluster.config, ATTRS, (None, None))
+    woken = threading.Event()
+    step = manager.own_watch_step(lambda _: None, woken.set)
+    cluster.start(lambda deliver: manager.watch(deliver), cluster.events)
+    cluster.wait_for(2, 3)
+    assert step(100.0) == 110.0
+    written = (cluster.state_dir / "kube-nodes.json").stat().st_mtime_ns
+    assert saved_nodes(cluster) == ["n1", "n2", "n3"]
+    woken.clear()
+    cluster.control.delete_node("n2")
+    assert woken.wait(DEADLINE)
+    assert step(100.1) == 102.0
+    assert (cluster.state_dir / "kube-nodes.json").stat().st_mtime_ns == written
+    assert step(102.0) == 112.0
+    assert saved_nodes(cluster) == ["n1", "n3"]
 
 
 @contextmanager
