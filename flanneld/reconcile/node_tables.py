@@ -30,9 +30,9 @@ from flanneld.state.table import (
 
 #: Name of the worker whose tables run in the controller's thread.
 _KERNEL = "kernel"
-#: Longest pause in seconds before a contested repair, and the number of repairs within a minute from which a
-#: table counts as contested.
-_LAST_PAUSE, _CONTEST = 1.0, 20
+#: Packets are lost until a repair, so the pauses are short: they bound the CPU time of a fight with a program
+#: that reacts at once.
+KERNEL_CONTEST = partial(ContestBackoff, first=0.02, last=0.02, many=20, again=10.0)
 
 
 class NodeTables:
@@ -65,8 +65,7 @@ class NodeTables:
             _KERNEL,
             stop=stop,
             permits=permits,
-            # Packets are lost until a repair, so the pauses stay short.
-            contest=partial(ContestBackoff, last=_LAST_PAUSE, many=_CONTEST),
+            contest=KERNEL_CONTEST,
             after=after,
             converged=self._converged,
         )

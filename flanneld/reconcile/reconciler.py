@@ -141,8 +141,8 @@ class Reconciler:
 
     def hear(self, now: float, table: object = None, key: Key | None = None, by: str = "") -> None:
         """Record that another program may have changed something, in any table if none is named."""
-        if key is not None and by and len(self._origins) < _MAX_ORIGINS:
-            self._origins[key] = by
+        if key is not None and len(self._origins) < _MAX_ORIGINS:
+            self._origins[key] = by or self._origins.get(key, "")
         for name, each in self._all.items():
             if table in (None, name):
                 if each.told is None:
@@ -322,7 +322,7 @@ class Reconciler:
     def _repaired(
         self, each: Upkeep, deed: str, resources: Sequence[Resource], details: Mapping[Key, str]
     ) -> None:
-        """Log a repair; contested ones with growing pauses."""
+        """Log a repair; contested ones more and more seldom."""
         self.work.healed(resources, was_told=each.told is not None)
         is_contest = each.contest.is_tried()
         each.untold = each.untold + len(resources) if is_contest else 0
@@ -336,7 +336,7 @@ class Reconciler:
             log.warning(
                 "Still repairing %s: %s so far%s", each.table.what, counted(each.untold, "object"), after
             )
-        if each.contest.spend():
+        if each.contest.spend(resource.key for resource in resources if resource.key in self._origins):
             log.warning(
                 "Another program keeps changing %s: backing off; find it with flannelctl events, then stop "
                 "it or exclude flannel's objects there",

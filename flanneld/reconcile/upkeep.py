@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping
+from itertools import islice
 
 from msgspec import Struct
 
@@ -15,7 +16,7 @@ from flanneld.state.table import Failure, Notifies, Polled, Table
 
 #: Seconds before a refused change is tried again for the first time.
 FIRST_RETRY = 1.0
-#: Repairs to remember, at most. The pause does not grow beyond this number.
+#: Repairs to remember, and entries of each, at most. The pause does not grow beyond this number.
 _ENOUGH = 32
 
 
@@ -24,25 +25,40 @@ class ContestBackoff:
 
     A short pause follows each of the first ``few`` repairs. A firewall reload may flush all tables twice,
     once for each family, and an operator may reload it again. From ``many`` repairs on the table is
-    contested, until ``memory`` seconds pass without a repair.
+    contested, until ``memory`` seconds pass without a repair. So it is once one entry is repaired again
+    within ``again`` seconds.
     """
 
     def __init__(
-        self, memory: float = 60.0, first: float = 0.2, last: float = 30.0, few: int = 4, many: int = 8
+        self,
+        memory: float = 60.0,
+        first: float = 0.2,
+        last: float = 30.0,
+        few: int = 4,
+        many: int = 8,
+        again: float = 0.0,
     ) -> None:
         self._memory = memory
         self._first = first
         self._last = last
         self._few = few
         self._many = many
+        self._again = again
+        #: By entry that another program changed, the time of its last repair.
+        self._entries: dict[Key, float] = {}
         self._repairs: deque[float] = deque(maxlen=max(_ENOUGH, many))
         self._is_contest = False
 
-    def spend(self) -> bool:
-        """Record a repair. Return True if the table has become contested with it."""
+    def spend(self, entries: Iterable[Key] = ()) -> bool:
+        """Record a repair, of these entries. Return True if the table has become contested with it."""
         self._forget()
-        self._repairs.append(clock.now())
-        begins = not self._is_contest and len(self._repairs) >= self._many
+        now = clock.now()
+        self._repairs.append(now)
+        former = {key for key, at in self._entries.items() if now - at < self._again}
+        repaired = dict.fromkeys(islice(entries, _ENOUGH), now)
+        self._entries = {**{key: self._entries[key] for key in former}, **repaired}
+        is_again = not former.isdisjoint(repaired)
+        begins = not self._is_contest and (is_again or len(self._repairs) >= self._many)
         self._is_contest |= begins
         return begins
 

@@ -78,6 +78,15 @@ def test_eight_repairs_within_a_minute_are_a_fight_unless_told_otherwise() -> No
     assert [contest_backoff.spend() for _ in range(9)] == [False] * 7 + [True, False]
 
 
+def test_second_repair_of_one_entry_within_seconds_is_a_fight(at: list[float]) -> None:
+    for seconds, entry, is_fight in ((9.0, "a", True), (10.0, "a", False), (1.0, "b", False)):
+        contest_backoff = ContestBackoff(again=10)
+        assert not contest_backoff.spend([("routes", "a")])
+        at[0] += seconds
+        assert contest_backoff.spend([("routes", entry)]) == is_fight
+        assert contest_backoff.is_tried() == is_fight
+
+
 def test_repairs_are_forgotten_one_by_one_while_there_is_no_fight(at: list[float]) -> None:
     contest_backoff = ContestBackoff(memory=60, first=0.2, few=3, many=8)
     for seconds, repairs in ((0, 4), (50, 3)):

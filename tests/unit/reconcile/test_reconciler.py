@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from flanneld.reconcile.counters import TOLD
+from flanneld.reconcile.node_tables import KERNEL_CONTEST
 from flanneld.reconcile.permits import Knowledge, Permits
 from flanneld.reconcile.reconciler import Reconciler, desired_by_table
 from flanneld.runtime import clock
@@ -197,6 +198,29 @@ def test_a_fight_is_waged_ever_more_slowly_and_named_once(
     assert all(pause >= 0.2 * 2 ** max(0, number - 4) for number, pause in enumerate(pauses[:8], start=1))
     assert sum("keeps changing the things" in each for each in caplog.messages) == 1
     assert reconciler.states()[0].contested
+
+
+def test_entry_that_a_program_deletes_five_times_a_second_is_missing_for_less_than_a_twentieth(
+    time: Time,
+) -> None:
+    table = SimulatedTable(audit=None)
+    things = desired_by_table([A])
+    reconciler = Reconciler([table], things, lambda: False, contest=KERNEL_CONTEST)
+    reconciler.step(time.now)
+    missing, last, deletions = 0.0, time.now, 0
+
+    def oppose() -> None:
+        nonlocal missing, last, deletions
+        missing += 0.0 if A.key in table.held else time.now - last
+        last = time.now
+        if time.now >= 1000 + 0.2 * (deletions + 1):
+            deletions += 1
+            table.change(None, A.key, is_named=True)
+            assert reconciler.states()[0].contested == (deletions > 2)
+
+    time.run(reconciler, 20, oppose, longest=0.001)
+    assert missing < 0.05 * 20
+    assert deletions > 90
 
 
 def test_write_undone_before_its_read_counts_as_a_repair(time: Time) -> None:
