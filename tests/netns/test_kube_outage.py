@@ -123,6 +123,8 @@ def test_a_store_that_was_restored_from_a_backup_is_read_again(lab: Lab, version
     first, second, third = lab.kube_cluster({"Type": "host-gw"}, nodes=3)
     for node in (second, third):
         first.wait_for_route(node.subnet(), SOON)
+    # The last write of a node that starts. One that came after the peer would be read after the silence.
+    wait_for(lambda: all(lab.kube.control.condition(each.name) for each in (first, second, third)))
     lab.kube.back_up()
     lab.kube.control.jump(1000)
     put_peer(lab, "host-gw")

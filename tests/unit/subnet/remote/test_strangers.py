@@ -96,29 +96,31 @@ def daemon(tmp_path: Path, tls: Path) -> Iterator[Daemon]:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def silent(_daemon: Daemon, _client: socket.socket) -> None:
-    pass
+def silent(_daemon: Daemon, client: socket.socket) -> socket.socket:
+    return client
 
 
-def slow(_daemon: Daemon, client: socket.socket) -> None:
+def slow(_daemon: Daemon, client: socket.socket) -> socket.socket:
     """Begin a handshake and leave it there."""
     client.sendall(b"\x16\x03\x01\x02")
+    return client
 
 
-def hello(_daemon: Daemon, client: socket.socket) -> None:
+def hello(_daemon: Daemon, client: socket.socket) -> socket.socket:
     """Send a whole ClientHello and take no part in what follows."""
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
     begun = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).wrap_bio(incoming, outgoing, server_hostname="127.0.0.1")
     with suppress(ssl.SSLWantReadError):
         begun.do_handshake()
     client.sendall(outgoing.read())
+    return client
 
 
-def half(daemon: Daemon, client: socket.socket) -> None:
+def half(daemon: Daemon, client: socket.socket) -> socket.socket:
     """Begin a request and leave it there."""
     encrypted = daemon.tls.wrap_socket(client, server_hostname="127.0.0.1")
     encrypted.sendall(b"GET /v1/_/config HT")
-    encrypted.detach()
+    return encrypted
 
 
 def check(daemon: Daemon, memory: int, what: str) -> None:
@@ -138,13 +140,12 @@ def check(daemon: Daemon, memory: int, what: str) -> None:
 @pytest.mark.parametrize("count", [FEW, many])
 @pytest.mark.parametrize("act", [silent, slow, hello, half])
 def test_crowd_without_a_request_keeps_nobody_from_an_answer(
-    daemon: Daemon, act: Callable[[Daemon, socket.socket], None], count: int
+    daemon: Daemon, act: Callable[[Daemon, socket.socket], socket.socket], count: int
 ) -> None:
     memory = daemon.status("VmRSS") * 1024
     with ExitStack() as crowd:
         for _ in range(count):
-            client = crowd.enter_context(daemon.connect())
-            act(daemon, client)
+            crowd.enter_context(act(daemon, daemon.connect()))
         check(daemon, memory, f"{count} {act.__name__}")
         for client in [crowd.enter_context(daemon.connect()) for _ in range(count // 4)]:
             client.close()
