@@ -101,7 +101,7 @@ class LeaseService:
                 identity = tokens.identity()
             tls: ssl.SSLContext | None = identity_context(identity, files.cafile)
         else:
-            tls = server_context(files)
+            tls = server_context(files, with_tokens=tokens is not None)
         listener = open_listener(wanted.listen, environ)
         self.where = _name(listener.getsockname()) + (" with TLS" if tls else "")
         checked = (tokens.check,) if tokens else ()

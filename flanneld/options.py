@@ -206,7 +206,7 @@ class Options(Struct, frozen=True):
     state_dir: str = _flag(
         "state-dir",
         "/var/lib/flannel",
-        "existing `directory` in which to cache the node list, for Kubernetes",
+        "`directory` for this node's secret, and if it exists for the node list with Kubernetes",
     )
     secret_dir: str = _flag(
         "secret-dir", "/run/flannel", "`directory` in which backends keep their keys, as Go flanneld does"

@@ -66,7 +66,10 @@ def remote_options(options: Options, network: str = "") -> RemoteOptions:
     """Return how to reach the flannel servers, and the token for them."""
     from flanneld.subnet.remote.store import RemoteOptions
 
-    return RemoteOptions(options.remote, remote_tls(options), network, options.token, options.token_file)
+    secret_file = posixpath.join(options.state_dir, "node-secret") if options.state_dir else ""
+    return RemoteOptions(
+        options.remote, remote_tls(options), network, options.token, options.token_file, secret_file
+    )
 
 
 def remote_tls(options: Options) -> TlsFiles:

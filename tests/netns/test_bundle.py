@@ -58,7 +58,7 @@ def with_server_and_token(lab: Lab) -> Iterator[Given]:
     server.wait_ready()
     command = ctl_command(server, "token", "create", f"--store={server.directory / 'leases.db'}")
     token = server.run(*command).stdout.strip()
-    joining = [remote(server), f"--token={token}"]
+    joining = [remote(server), f"--token={token}", f"--state-dir={member.directory}"]
     member.start(*joining)
     yield member, joining, {token, PSK}
     yield server, flags, {token, PSK}

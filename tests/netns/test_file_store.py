@@ -113,9 +113,10 @@ def test_fleet_with_tokens_lets_nobody_else_in() -> None:
         first.wait_ready()
         token = first.directory / "token"
         ctl = str(Path(own_command()[0]).with_name("flannelctl"))
+        token.touch(0o600)
         token.write_text(first.run(ctl, "token", "create", f"-store={_file(first)}").stdout)
         stranger.start(remote(first))
-        good.start(remote(first), f"--token-file={token}")
+        good.start(remote(first), f"--token-file={token}", f"--state-dir={good.directory}")
         good.wait_ready()
         connect([first, good])
         stranger.wait_for_log("no flannel server answers")
@@ -126,16 +127,16 @@ def test_fleet_with_tokens_lets_nobody_else_in() -> None:
         token.write_text(late)
         wait_for(lambda: "expired" in first.run(ctl, "token", "list", f"-store={_file(first)}").stdout)
         stranger.stop()
-        stranger.start(remote(first), f"--token-file={token}")
+        stranger.start(remote(first), f"--token-file={token}", f"--state-dir={stranger.directory}")
         stranger.wait_for_log(f"the token has ended, and node {stranger.address} has no lease here")
         subnet = good.subnet()
         good.kill()
-        good.start(remote(first), f"--token-file={token}")
+        good.start(remote(first), f"--token-file={token}", f"--state-dir={good.directory}")
         good.wait_ready()
         assert good.subnet() == subnet
         first.run(ctl, "token", "revoke", late.split("-")[1], f"-store={_file(first)}")
         good.kill()
-        good.start(remote(first), f"--token-file={token}")
+        good.start(remote(first), f"--token-file={token}", f"--state-dir={good.directory}")
         good.wait_for_log("was revoked; make another: flannelctl token create")
 
 

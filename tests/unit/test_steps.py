@@ -171,7 +171,7 @@ def test_exempt_place_exists(place: str) -> None:
         ("from threading import Lock", []),
         ("self._supervisor.wait(tick)", []),
         ("waits.pause(stop, 1)", []),
-        ("store.acquire(network, wanted, may_join=True)", []),
+        ("store.acquire(network, wanted, caller)", []),
         ("', '.join(words)", []),
         ("from http.server import BaseHTTPRequestHandler", []),
         ("with self._lock: pass", []),

@@ -38,9 +38,13 @@ CREATE TABLE history (
 CREATE TABLE tokens (id TEXT PRIMARY KEY, ends INTEGER NOT NULL, is_revoked INTEGER NOT NULL) WITHOUT ROWID;
 """
 
-#: Revision of each key's creation. Files of earlier versions lack it, and they write the others without it.
-_CREATED = """
+#: Tables that files of earlier versions lack. Those versions write the others without them: the revision of
+#: each key's creation; the owner of a key as of the revision ``modified``, so of no later write.
+_LATER = """
 CREATE TABLE IF NOT EXISTS created (key TEXT PRIMARY KEY, revision INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS owners (
+    key TEXT PRIMARY KEY, modified INTEGER NOT NULL, owner TEXT NOT NULL
+) WITHOUT ROWID;
 """
 
 
@@ -60,7 +64,7 @@ class Database:
         try:
             self._connection = _connect(path)
             _check_content(self._connection, path)
-            self._connection.execute(_CREATED)
+            self._connection.executescript(_LATER)
         except sqlite3.Error as error:
             raise _fatal(path, error) from None
 

@@ -43,6 +43,8 @@ POLL = 60.0
 KEPT = 10_000
 #: Seconds between two checks for expired keys, and for writes of other processes.
 TICK = 1.0
+#: Owner of the leases of the host with the file. It is no hash, so no secret is its.
+LOCAL = "this host"
 #: Seconds between two records of the time. After a reboot it goes on from the last one.
 _RECORD = 60.0
 _FOUND = "SELECT key, value, ttl, expires, modified, created.revision FROM keys LEFT JOIN created USING (key)"
@@ -151,20 +153,22 @@ class KeyStore:
 
     # ---- writing -----------------------------------------------------------------------------
 
-    def create(self, key: str, value: str, ttl: int | None) -> tuple[StoredKey, Position]:
+    def create(self, key: str, value: str, ttl: int | None, owner: str = "") -> tuple[StoredKey, Position]:
         """Create a key. Raises ``Conflict`` if it exists."""
         with self._writing() as (connection, now):
             if _find(connection, key, now) is not None:
                 raise Conflict(f"{key} is there")
-            node, at = _put(connection, key, value, ttl, now)
+            node, at = _put(connection, key, value, ttl, now, owner)
             connection.execute("INSERT OR REPLACE INTO created VALUES (?, ?)", (key, at.index))
             return structs.replace(node, created=at.index), at
 
-    def replace(self, key: str, value: str, ttl: int | None, modified: int) -> tuple[StoredKey, Position]:
+    def replace(
+        self, key: str, value: str, ttl: int | None, modified: int, owner: str = ""
+    ) -> tuple[StoredKey, Position]:
         """Write a key. Raises ``Conflict`` if it has changed since revision ``modified``."""
         with self._writing() as (connection, now):
             _check_unchanged(connection, key, modified, now)
-            return _put(connection, key, value, ttl, now)
+            return _put(connection, key, value, ttl, now, owner)
 
     def prolong(self, key: str, modified: int) -> float | None:
         """Renew a key for its original TTL. Return None if it has changed since, or never expires."""
@@ -175,6 +179,21 @@ class KeyStore:
                 (now, key, modified),
             ).fetchall()
         return float(found[0][0]) if found else None
+
+    def owner(self, key: str) -> str:
+        """Return the owner of a key; empty if its last write named none."""
+        with self.database.reading() as connection:
+            row = connection.execute(
+                "SELECT owner FROM owners JOIN keys USING (key, modified) WHERE key = ?", (key,)
+            ).fetchone()
+        return str(row[0]) if row else ""
+
+    def claim(self, key: str, owner: str) -> None:
+        """Name the owner of a key without a write of its value."""
+        with self.database.writing() as connection:
+            connection.execute(
+                "INSERT OR REPLACE INTO owners SELECT key, modified, ? FROM keys WHERE key = ?", (owner, key)
+            )
 
     def remove(self, key: str) -> Position:
         """Delete a key. Raises ``NotFound``."""
@@ -246,19 +265,22 @@ def _check_unchanged(connection: sqlite3.Connection, key: str, modified: int, no
 
 
 def _put(
-    connection: sqlite3.Connection, key: str, value: str, ttl: int | None, now: float
+    connection: sqlite3.Connection, key: str, value: str, ttl: int | None, now: float, owner: str
 ) -> tuple[StoredKey, Position]:
     expires = None if ttl is None else now + ttl
     at = _note(connection, "put", key, value, expires)
     connection.execute(
         "INSERT OR REPLACE INTO keys VALUES (?, ?, ?, ?, ?)", (key, value, ttl, expires, at.index)
     )
+    if owner:
+        connection.execute("INSERT OR REPLACE INTO owners VALUES (?, ?, ?)", (key, at.index, owner))
     return StoredKey(key, value, None if ttl is None else float(ttl), at.index), at
 
 
 def _drop(connection: sqlite3.Connection, action: str, key: str) -> Position:
     connection.execute("DELETE FROM keys WHERE key = ?", (key,))
     connection.execute("DELETE FROM created WHERE key = ?", (key,))
+    connection.execute("DELETE FROM owners WHERE key = ?", (key,))
     return _note(connection, action, key, "", None)
 
 
@@ -276,13 +298,17 @@ def _note(
 
 
 class EmbeddedClient:
-    """``KeyClient`` of a store in this process. ``cancel`` ends this client and leaves the store open."""
+    """``KeyClient`` of a store in this process. ``cancel`` ends this client and leaves the store open.
+
+    What it writes is of ``owner``, and of nobody if that is empty.
+    """
 
     api = "embedded"
     names_ipv6 = True
 
-    def __init__(self, store: KeyStore) -> None:
+    def __init__(self, store: KeyStore, owner: str = "") -> None:
         self.store = store
+        self.owner = owner
         self._is_cancelled = threading.Event()
 
     def root(self, prefix: str) -> str:
@@ -298,12 +324,12 @@ class EmbeddedClient:
 
     def create(self, key: str, value: str, ttl: int | None) -> KeyReply:
         self.check()
-        node, at = self.store.create(key, value, ttl)
+        node, at = self.store.create(key, value, ttl, self.owner)
         return KeyReply("put", node, (), at)
 
     def replace(self, key: str, value: str, ttl: int | None, modified: int) -> KeyReply:
         self.check()
-        node, at = self.store.replace(key, value, ttl, modified)
+        node, at = self.store.replace(key, value, ttl, modified, self.owner)
         return KeyReply("put", node, (), at)
 
     def prolong(self, key: str, modified: int) -> float | None:
@@ -372,11 +398,11 @@ def open_file(path: str, *, create: bool = False) -> KeyStore:
 def store_of(
     store: KeyStore, network: str = "", randrange: Callable[[int], int] = randomness.randrange
 ) -> EtcdStore:
-    """Return the leases of a network in a file; ``network`` is the network's name, or empty."""
+    """Return the leases of a network in a file of this host; ``network`` is its name, or empty."""
     prefix = posixpath.join(PREFIX, network) if network else PREFIX
     name = f"{store.name} under {network}" if network else store.name
     return EtcdStore(
-        EmbeddedClient(store), prefix, store.name, pause_time=1.0, randrange=randrange, name=name
+        EmbeddedClient(store, LOCAL), prefix, store.name, pause_time=1.0, randrange=randrange, name=name
     )
 
 

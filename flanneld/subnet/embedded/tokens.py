@@ -15,11 +15,12 @@ from flanneld.runtime.command import CommandRunner
 from flanneld.subnet.embedded.database import Database, fact, set_fact
 from flanneld.subnet.remote.token import (
     ANOTHER,
+    Caller,
     Denied,
     JoinToken,
-    Permission,
     code_of,
     fingerprint_of,
+    owner_of,
     parse_bearer,
 )
 
@@ -72,8 +73,11 @@ class Tokens:
         if not done:
             raise Fatal(f"there is no token {token_id}", "see flannelctl token list")
 
-    def check(self, header: str) -> Permission:
-        """Return the access that a header ``Authorization`` grants. Raises ``Denied``, ``Retryable``."""
+    def check(self, header: str, secret: str = "") -> Caller:
+        """Return the rights by a header ``Authorization`` and the secret of the node, if it sends one.
+
+        Raises ``Denied``, ``Retryable``.
+        """
         found = parse_bearer(header)
         if found is None:
             raise Denied("this server requires a token", "give the node one: flannelctl token create")
@@ -84,7 +88,7 @@ class Tokens:
             row = connection.execute("SELECT is_revoked FROM tokens WHERE id = ?", (token_id,)).fetchone()
         if row is None or row[0]:
             raise Denied(f"the token {token_id} was revoked", ANOTHER)
-        return Permission.JOIN if clock.wall() < ends else Permission.STAY
+        return Caller(clock.wall() < ends, owner_of(secret))
 
     def identity(self) -> str:
         """Return the server's key and certificate in PEM. The first call creates them."""

@@ -18,7 +18,7 @@ from flanneld.option_values import RemoteServer
 from flanneld.runtime.sockets.host_addresses import HostAddresses
 from flanneld.runtime.sockets.interruptible import InterruptibleSocket, PacedReader, TooSlow, Unreachable
 from flanneld.subnet.remote.token import JoinToken, fingerprint_of
-from flanneld.subnet.remote.wire import INDEX
+from flanneld.subnet.remote.wire import INDEX, SECRET
 
 #: Seconds to connect, with the TLS handshake. Go flannel 0.6.2 waits 30; the next server may be up.
 CONNECT_TIME = 5.0
@@ -32,7 +32,8 @@ _CHECK = "see whether flanneld -listen runs there, and whether both sides use TL
 class RemoteServers:
     """Servers in the given order, with the last good one; shared by all connections of a client.
 
-    ``token`` reads the required token, None without one; it may raise ``Retryable``.
+    ``token`` reads the required token, None without one; it may raise ``Retryable``. ``secret`` is this
+    node's, sent with a token only.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class RemoteServers:
         self.servers = servers
         self.tls = tls
         self.token = token
+        self.secret = ""
         self.good = 0
         self.name = ", ".join(map(str, servers))
         self.addresses = HostAddresses(lambda: [server.host for server in servers])
@@ -155,6 +157,8 @@ class RemoteConnection:
         headers = {INDEX: "yes"} | ({"Content-Type": "application/json"} if body is not None else {})
         if self._token is not None:
             headers["Authorization"] = self._token.bearer
+            if self._servers.secret:
+                headers[SECRET] = self._servers.secret
         self._http.request(method, target, body, headers)
         with self._http.getresponse() as response:
             assert paced.reader is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import posixpath
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -36,7 +37,7 @@ from flanneld.subnet.etcd.leases import node_address
 from flanneld.subnet.etcd.store import SUBNET_TTL, TRIES, EtcdStore
 from flanneld.subnet.etcd.transport import EtcdTimeouts, Transport
 from flanneld.subnet.remote.change_log import ChangeLog, expires_ns
-from flanneld.subnet.remote.token import ANOTHER, Denied
+from flanneld.subnet.remote.token import ADMINISTRATOR, ANOTHER, Caller, Denied
 from flanneld.subnet.remote.wire import Acquisition, Reservation, WireLease
 from flanneld.subnet.store import LocalFacts
 
@@ -50,7 +51,8 @@ class LeaseStore:
     """Store for any thread. Requests are serialized, so that concurrent joins get different subnets.
 
     Of several clients the first one with a network config below ``prefix`` is used. A failed watch is
-    restarted after ``pause`` seconds. ``addresses`` are those of the store behind this one.
+    restarted after ``pause`` seconds. ``addresses`` are those of the store behind this one. ``owned`` is the
+    client of a store that knows the owner of each lease.
     """
 
     def __init__(
@@ -60,8 +62,10 @@ class LeaseStore:
         name: str,
         pause: float = 1.0,
         addresses: Callable[[], frozenset[IPAddress]] = frozenset,
+        owned: EmbeddedClient | None = None,
     ) -> None:
         self._clients = clients
+        self._owned = owned
         self._prefix = prefix
         self._pause = pause
         self._addresses = addresses
@@ -137,13 +141,17 @@ class LeaseStore:
     # ---- leases --------------------------------------------------------------------------------
 
     def acquire(
-        self, network: str, wanted: Acquisition, *, may_join: bool = True, server: IPAddress | None = None
+        self,
+        network: str,
+        wanted: Acquisition,
+        caller: Caller = ADMINISTRATOR,
+        server: IPAddress | None = None,
     ) -> WireLease:
-        """Return a node's lease; a new one only with ``may_join``. Raises ``Denied``, ``Refused``.
+        """Return a node's lease; a new one only for who may join. Raises ``Denied``, ``Refused``.
 
         A new one avoids the addresses of the store, and the one of this ``server`` that the node knows.
         """
-        with self._asking():
+        with self._asking(caller):
             manager = self._manager(network)
             try:
                 _check_address(wanted.attrs)
@@ -153,16 +161,19 @@ class LeaseStore:
                     raise
             addresses = self._addresses().union([server] if server else ())
             facts = LocalFacts(connected=tuple(map(single, addresses)))
-            if wanted.strangers or not may_join:
+            if wanted.strangers or caller.owner is not None:
                 leases = manager.listing(fresh=True).leases.values()
                 strangers = [each.attrs for each in leases if each.key in wanted.strangers]
                 facts = replace(facts, is_self=lambda one, us: is_same_node(one, us) and one not in strangers)
+                own = [each for each in leases if facts.is_self(each.attrs, wanted.attrs)]
+                for each in own:
+                    self._check_owner(network, each.key, caller, is_changed=each.attrs != wanted.attrs)
                 # An expired token is valid for a node with a lease.
-                if not may_join:
-                    _check_known(
-                        wanted.attrs, any(facts.is_self(each.attrs, wanted.attrs) for each in leases)
-                    )
-            return _wire(manager.acquire(self._config(network), wanted.attrs, wanted.previous, facts))
+                if not caller.may_join:
+                    _check_known(wanted.attrs, bool(own))
+            lease = manager.acquire(self._config(network), wanted.attrs, wanted.previous, facts)
+            self._claim(network, lease.key, caller)
+            return _wire(lease)
 
     def renew(
         self,
@@ -170,30 +181,34 @@ class LeaseStore:
         wanted: WireLease,
         former: LeaseAttrs | None,
         named: LeaseKey,
-        *,
-        may_join: bool = True,
+        caller: Caller = ADMINISTRATOR,
     ) -> WireLease:
         """Renew a lease. Only ``former`` or the same node's attributes are overwritten.
 
-        A missing lease is written again only with ``may_join``. ``named`` is the lease in the request's path.
+        A missing lease is written again only for who may join. ``named`` is the lease in the request's path.
         Raises ``Denied``, and ``Refused`` for a new or changed lease that no node would follow.
         """
-        with self._asking():
+        with self._asking(caller):
             manager = self._manager(network)
             found = self._found(network, wanted.key)
-            if not may_join:
+            if not caller.may_join:
                 _check_known(wanted.attrs, found is not None)
-            if found is None or found.attrs != wanted.attrs:
+            is_changed = found is None or found.attrs != wanted.attrs
+            self._check_owner(network, wanted.key, caller, is_changed=is_changed)
+            if is_changed:
                 _check_claim(self._config(network), wanted, named)
             manager.is_self = is_same_node
             asof = found.asof if found is not None and found.attrs == former else 0
             lease = Lease(wanted.attrs, *wanted.key, expires=clock.now(), asof=asof)
-            return _wire(manager.renew(lease))
+            renewed = manager.renew(lease)
+            self._claim(network, lease.key, caller)
+            return _wire(renewed)
 
-    def revoke(self, network: str, key: LeaseKey) -> None:
-        with self._asking() as client:
+    def revoke(self, network: str, key: LeaseKey, caller: Caller = ADMINISTRATOR) -> None:
+        with self._asking(caller) as client:
             path = self._path(network, key)
             self._fetch(path)
+            self._check_owner(network, key, caller)
             client.remove(path)
 
     def leases(self, network: str) -> tuple[list[WireLease], int]:
@@ -225,9 +240,13 @@ class LeaseStore:
             if each.expires_ns is None and each.key[0] and each.attrs.public_ip
         ]
 
-    def reserve(self, network: str, wanted: Reservation) -> None:
-        """Reserve a subnet for a node permanently: a free one, or its lease. Raises ``Refused``."""
-        with self._asking() as client:
+    def reserve(self, network: str, wanted: Reservation, caller: Caller = ADMINISTRATOR) -> None:
+        """Reserve a subnet for a node permanently: a free one, or its lease. Raises ``Denied``, ``Refused``.
+
+        By an administrator it is free for the node's next secret, for instance after a reinstallation.
+        """
+        with self._asking(caller) as client:
+            self._check_owner(network, (wanted.subnet, None), caller)
             _check_fits(self._config(network), wanted.subnet)
             found = self._found(network, (wanted.subnet, None))
             if found is None or found.attrs.public_ip != wanted.public_ip:
@@ -238,12 +257,14 @@ class LeaseStore:
                     self._reserve_once(client, path, wanted)
                 except (Conflict, NotFound):
                     continue
+                self._claim(network, (wanted.subnet, None), caller)
                 return
             raise Retryable("subnet: no more tries")
 
-    def release(self, network: str, key: LeaseKey) -> None:
+    def release(self, network: str, key: LeaseKey, caller: Caller = ADMINISTRATOR) -> None:
         """Turn a reservation into a lease, which ends in a day unless its node renews it."""
-        with self._asking() as client:
+        with self._asking(caller) as client:
+            self._check_owner(network, key, caller)
             path = self._path(network, key)
             for _ in range(TRIES):
                 node = self._fetch(path).node
@@ -279,13 +300,39 @@ class LeaseStore:
                 return Lease(parse_attrs(node.value), *key, asof=node.modified)
         return None
 
+    # ---- owners --------------------------------------------------------------------------------
+
+    def _check_owner(self, network: str, key: LeaseKey, caller: Caller, *, is_changed: bool = True) -> None:
+        """Raise ``Denied`` unless the caller may change a lease: it is its own, or nobody's yet.
+
+        A lease of an earlier version is nobody's. With an ended token its node may renew it as it is.
+        """
+        if self._owned is None or caller.owner is None:
+            return
+        owner = self._owned.store.owner(self._path(network, key))
+        if owner and not hmac.compare_digest(owner, caller.owner):
+            raise Denied(
+                f"the lease {name_of(key)} belongs to a node with another secret",
+                "if its node was reinstalled, add a reservation for it where the file is",
+            )
+        if not owner and is_changed and not caller.may_join:
+            raise Denied(f"the token has ended, and the lease {name_of(key)} has no secret yet", ANOTHER)
+
+    def _claim(self, network: str, key: LeaseKey, caller: Caller) -> None:
+        """Note the caller as the owner of a lease, which it may have renewed without a write."""
+        path, owner = self._path(network, key), caller.owner or ""
+        if self._owned is not None and self._owned.store.owner(path) != owner:
+            self._owned.store.claim(path, owner)
+
     # ---- etcd ----------------------------------------------------------------------------------
 
     @contextmanager
-    def _asking(self) -> Iterator[KeyClient]:
+    def _asking(self, caller: Caller = ADMINISTRATOR) -> Iterator[KeyClient]:
         with self._turn:
             if self._is_closed:
                 raise Cancelled
+            if self._owned is not None:
+                self._owned.owner = caller.owner or ""
             yield self._client()
 
     def _client(self) -> KeyClient:
@@ -364,7 +411,8 @@ def over_etcd(options: EtcdOptions, api: str, timeouts: EtcdTimeouts | None = No
 
 def over_file(store: KeyStore) -> LeaseStore:
     """Serve the leases in a file of this host."""
-    return LeaseStore([EmbeddedClient(store)], PREFIX, store.name)
+    client = EmbeddedClient(store)
+    return LeaseStore([client], PREFIX, store.name, owned=client)
 
 
 def _wire(lease: Lease) -> WireLease:

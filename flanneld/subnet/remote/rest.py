@@ -22,7 +22,7 @@ from flanneld.subnet.codec import parse_key
 from flanneld.subnet.remote import wire
 from flanneld.subnet.remote.change_log import ChangeLog, LogEntry, Wanted
 from flanneld.subnet.remote.leases import LeaseStore
-from flanneld.subnet.remote.token import ANOTHER, Denied, Permission
+from flanneld.subnet.remote.token import ADMINISTRATOR, ANOTHER, Caller, Denied
 from flanneld.subnet.remote.wire import WireLease
 
 T = TypeVar("T")
@@ -43,9 +43,9 @@ _SPACE = " \t\r\n"
 class RestRequest(Struct, frozen=True, gc=False):
     """Request. ``is_there`` returns True while its client waits; ``target`` is the path with the query.
 
-    ``authorization`` is the header of this name, ``access`` its permission. ``wants_index`` is True for our
-    own client, which distinguishes its writes from others' by the index of a lease. ``server`` is the address
-    that the client has connected to.
+    ``authorization`` is the header of this name, ``secret`` that of the node, ``caller`` the rights of both.
+    ``wants_index`` is True for our own client, which distinguishes its writes from others' by the index of a
+    lease. ``server`` is the address that the client has connected to.
     """
 
     method: str
@@ -53,8 +53,9 @@ class RestRequest(Struct, frozen=True, gc=False):
     body: bytes = b""
     is_there: Callable[[], bool] = lambda: True
     authorization: str = ""
+    secret: str = ""
     wants_index: bool = False
-    access: Permission = Permission.JOIN
+    caller: Caller = ADMINISTRATOR
     server: IPAddress | None = None
 
 
@@ -77,14 +78,14 @@ class _Wrong(Exception):
 class RestApi:
     """Handler of requests from any thread. The first watch runs the log of changes with ``start``.
 
-    ``check`` returns the access that a header ``Authorization`` grants, or raises ``Denied``.
+    ``check`` returns the rights by a header ``Authorization`` and a node's secret, or raises ``Denied``.
     """
 
     def __init__(
         self,
         store: LeaseStore,
         start: Callable[[ChangeLog], None],
-        check: Callable[[str], Permission] = lambda _header: Permission.JOIN,
+        check: Callable[[str, str], Caller] = lambda _header, _secret: ADMINISTRATOR,
     ) -> None:
         self._store = store
         self._start = start
@@ -93,7 +94,8 @@ class RestApi:
     def answer(self, request: RestRequest) -> RestAnswer:
         """Answer one request. A watch blocks until there is a change. Never raises on purpose."""
         try:
-            request = structs.replace(request, access=self._check(request.authorization))
+            caller = self._check(request.authorization, request.secret)
+            request = structs.replace(request, caller=caller)
         except Denied as refusal:
             return _text(401, str(refusal))
         except FlannelError as failure:
@@ -105,7 +107,7 @@ class RestApi:
         handler = self._route(request, path.split("/"), query)
         if handler is None:
             return NOT_FOUND
-        if request.access is Permission.STAY and not _is_of_a_node(request.method, path):
+        if not caller.may_join and not _is_of_a_node(request.method, path):
             return _text(403, f"the token has ended; {ANOTHER}")
         try:
             text = handler()
@@ -144,14 +146,17 @@ class RestApi:
         return {
             ("GET", "leases"): partial(self._lease, request, network, name, query),
             ("PUT", "leases"): partial(self._renew, request, network, name),
-            ("DELETE", "leases"): lambda: store.revoke(network, _key(name, "failed to parse subnet")),
-            ("DELETE", "reservations"): lambda: store.release(network, _key(name, "bad subnet")),
+            ("DELETE", "leases"): lambda: store.revoke(
+                network, _key(name, "failed to parse subnet"), request.caller
+            ),
+            ("DELETE", "reservations"): lambda: store.release(
+                network, _key(name, "bad subnet"), request.caller
+            ),
         }
 
     def _acquire(self, request: RestRequest, network: str) -> str:
         wanted = _understood(wire.parse_acquisition, request.body)
-        may_join = request.access is Permission.JOIN
-        lease = self._store.acquire(network, wanted, may_join=may_join, server=request.server)
+        lease = self._store.acquire(network, wanted, request.caller, request.server)
         return wire.format_lease(_shown(lease, request))
 
     def _renew(self, request: RestRequest, network: str, name: str) -> str:
@@ -161,15 +166,14 @@ class RestApi:
         named: LeaseKey = (None, None)
         with suppress(_Wrong):
             named = _key(name, "bad subnet")
-        may_join = request.access is Permission.JOIN
-        renewed = self._store.renew(network, lease, former, named, may_join=may_join)
+        renewed = self._store.renew(network, lease, former, named, request.caller)
         return wire.format_lease(_shown(renewed, request))
 
     def _reserve(self, request: RestRequest, network: str) -> None:
         wanted = _understood(wire.parse_reservation, request.body)
         try:
-            self._store.reserve(network, wanted)
-        except Refused:
+            self._store.reserve(network, wanted, request.caller)
+        except (Denied, Refused):
             raise
         except FlannelError as failure:
             raise FlannelError(f"internal error: {failure}") from None

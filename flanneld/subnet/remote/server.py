@@ -22,7 +22,7 @@ from flanneld.runtime.server import READABLE, WRITABLE, Conversation, Limits, Po
 from flanneld.runtime.sockets.host_addresses import address_of
 from flanneld.runtime.sockets.interruptible import TCP_OPTIONS
 from flanneld.subnet.remote.rest import NOT_FOUND, TEXT, RestAnswer, RestApi, RestRequest
-from flanneld.subnet.remote.wire import INDEX
+from flanneld.subnet.remote.wire import INDEX, SECRET
 
 log = logging.getLogger(__name__)
 
@@ -252,11 +252,15 @@ class _RequestHandler(BaseHTTPRequestHandler):
         body = self._body()
         if body is None:
             return
-        header = self.headers.get("Authorization", "")
-        wants_index = INDEX in self.headers
-        server = address_of(str(self.connection.getsockname()[0]))
         request = RestRequest(
-            self.command, self.path, body, self._is_there, header, wants_index, server=server
+            self.command,
+            self.path,
+            body,
+            self._is_there,
+            authorization=self.headers.get("Authorization", ""),
+            secret=self.headers.get(SECRET, ""),
+            wants_index=INDEX in self.headers,
+            server=address_of(str(self.connection.getsockname()[0])),
         )
         answer = self.server.answer(request)
         try:

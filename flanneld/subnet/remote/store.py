@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import quote
@@ -26,7 +29,7 @@ from flanneld.model import (
     is_same_node,
 )
 from flanneld.option_values import RemoteServer
-from flanneld.runtime import clock, files
+from flanneld.runtime import clock, files, randomness
 from flanneld.subnet.allocation import fits
 from flanneld.subnet.codec import format_key
 from flanneld.subnet.list_watch import Contact, ListWatch, PossibleGap, Watches
@@ -47,7 +50,7 @@ _ABSENT = b"100: Key not found"
 class RemoteOptions(Struct, frozen=True, gc=False):
     """Flags ``-remote*`` and ``-token*``. ``network`` is the network's name, empty for the unnamed one.
 
-    The repr shows no token.
+    ``secret_file`` keeps the secret of this node, and nothing does if it is empty. The repr shows no token.
     """
 
     servers: tuple[RemoteServer, ...]
@@ -55,6 +58,7 @@ class RemoteOptions(Struct, frozen=True, gc=False):
     network: str = ""
     token: str = ""
     token_file: str = ""
+    secret_file: str = ""
 
     def __repr__(self) -> str:
         return f"RemoteOptions({', '.join(map(str, self.servers))})"
@@ -68,18 +72,34 @@ class RemoteOptions(Struct, frozen=True, gc=False):
         """Return the token; None without an option. Raises ``Retryable`` if it cannot be read."""
         source = self.token_file or "-token"
         try:
-            text = files.read(Path(source), 4096).decode() if self.token_file else self.token
+            text = files.read(Path(source), 4096, _check_mode).decode() if self.token_file else self.token
             return parse_token(text, source) if text or self.token_file else None
         except Refused as refusal:
             raise Retryable(refusal.problem, refusal.remedy) from None
         except (OSError, UnicodeDecodeError) as error:
             raise Retryable(f"cannot read {source}: {cause_of(error)}", "write the token there") from None
 
+    def read_secret(self) -> str:
+        """Return the secret of this node, made at first use; empty if no token is given.
+
+        Raises ``Retryable`` if it cannot be kept, and ``Fatal`` if others can write it.
+        """
+        if not self.secret_file or not (self.token or self.token_file):
+            return ""
+        kept = files.read_secret(Path(self.secret_file), lambda: randomness.random_bytes(32))
+        return hashlib.sha256(kept).hexdigest()
+
+
+def _check_mode(found: os.stat_result) -> None:
+    if found.st_mode & stat.S_IROTH:
+        raise Refused("every user of this host can read the token file", "chmod o= on it, and make another")
+
 
 class RemoteStore:
     """``Store`` over one of several servers. The constructor connects to nothing."""
 
     def __init__(self, options: RemoteOptions, pause: float = PAUSE) -> None:
+        self._options = options
         self._servers = options.open_servers()
         self._root = f"/v1/{quote(options.network, safe='') or '_'}"
         self._requests = RemoteConnection(self._servers)
@@ -122,6 +142,7 @@ class RemoteStore:
     def acquire(
         self, config: Config, attrs: LeaseAttrs, previous: LeaseKey, local: LocalFacts = NO_FACTS
     ) -> Lease:
+        self._servers.secret = self._options.read_secret()
         leases: tuple[WireLease, ...] = ()
         if local != NO_FACTS:
             leases = _result(self._ask("GET", "/leases")).snapshot or ()

@@ -19,8 +19,11 @@ class TlsFiles(Struct, frozen=True, gc=False):
     cafile: str = ""
 
 
-def server_context(files: TlsFiles) -> ssl.SSLContext | None:
-    """Return the server's TLS; None without a certificate. With an authority, clients need one of its."""
+def server_context(files: TlsFiles, *, with_tokens: bool = False) -> ssl.SSLContext | None:
+    """Return the server's TLS; None without a certificate. With an authority, clients need one of its.
+
+    Clients with tokens have TLS 1.3, those of Go flannel 0.6.2 have 1.2.
+    """
     _check(files)
     if not files.certfile:
         if files.cafile:
@@ -31,6 +34,8 @@ def server_context(files: TlsFiles) -> ssl.SSLContext | None:
             )
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    if with_tokens:
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
     _load(context, files)
     if files.cafile:
         context.verify_mode = ssl.CERT_REQUIRED
@@ -57,8 +62,9 @@ def client_context(files: TlsFiles, *, is_pinned: bool = False) -> ssl.SSLContex
 
 
 def identity_context(identity: str, cafile: str = "") -> ssl.SSLContext:
-    """Return a server's TLS with this key and certificate in PEM; an authority as in ``server_context``."""
+    """Return a server's TLS 1.3 with this key and certificate in PEM; ``cafile`` as in ``server_context``."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
     descriptor = os.memfd_create("flannel-identity", os.MFD_CLOEXEC)  # The library reads files only.
     try:
         os.write(descriptor, identity.encode())

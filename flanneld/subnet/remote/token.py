@@ -1,11 +1,13 @@
-"""Join tokens: a node's permission to join, and the fingerprint of the server's certificate (pure)."""
+"""Join tokens: a node's permission to join, and the fingerprint of the server's certificate (pure).
+
+A token says who may join. The secret of a node says whose lease it is: the store keeps its hash.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
 import re
-from enum import Enum
 
 from msgspec import Struct
 
@@ -17,11 +19,18 @@ ANOTHER = "make another: flannelctl token create"
 _BEARER = re.compile(r"Bearer ([0-9a-f]{8})-([0-9]{1,12})-([0-9a-f]{64})")
 
 
-class Permission(Enum):
-    """Permission of a request: ``JOIN`` for everything, ``STAY`` for a node with a lease."""
+class Caller(Struct, frozen=True, gc=False):
+    """Rights of a request. ``may_join`` permits a new lease.
 
-    JOIN = "join"
-    STAY = "stay"
+    ``owner`` is the hash of its node's secret, empty without one. It is None for those who may change every
+    lease: an administrator, and each client of a server without tokens.
+    """
+
+    may_join: bool = True
+    owner: str | None = None
+
+
+ADMINISTRATOR = Caller()
 
 
 class Denied(FlannelError):
@@ -73,6 +82,11 @@ def parse_bearer(header: str) -> tuple[str, int, str] | None:
 def code_of(secret: bytes, token_id: str, ends: int) -> str:
     """Return the code for id and end under the server's secret."""
     return hmac.new(secret, f"{token_id}-{ends}".encode(), hashlib.sha256).hexdigest()
+
+
+def owner_of(secret: str) -> str:
+    """Return the hash of a node's secret as the store keeps it; empty without a secret."""
+    return hashlib.sha256(secret.encode()).hexdigest() if secret else ""
 
 
 def fingerprint_of(certificate: bytes) -> str:

@@ -24,6 +24,8 @@ from flanneld.subnet.codec import format_attrs, format_key, parse_attrs, parse_k
 
 #: Request header that asks for the index of each lease. Go flannel ignores it.
 INDEX = "X-Flannel-Index"
+#: Request header with the secret of a node. Servers of earlier versions ignore it.
+SECRET = "X-Flannel-Node"  # noqa: S105 - a name
 #: A reservation's expiration, Go's zero time.
 NEVER = "0001-01-01T00:00:00Z"
 _NANO = 1_000_000_000

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import hashlib
+import http.client
 import logging
+import socket
+import ssl
 from collections.abc import Iterator
-from ipaddress import IPv4Address
+from contextlib import closing
+from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from msgspec import structs
 
 from flanneld.errors import Fatal, NoAnswer, Refused, Retryable
-from flanneld.model import LeaseAttrs
+from flanneld.model import LeaseAttrs, LeaseKey, name_of
 from flanneld.option_values import RemoteServer
 from flanneld.runtime import clock
+from flanneld.subnet.embedded.store import store_of
 from flanneld.subnet.embedded.tokens import Tokens, fingerprint_of_pem
+from flanneld.subnet.remote import wire
 from flanneld.subnet.remote.store import RemoteOptions, RemoteStore
-from flanneld.subnet.remote.tls import identity_context
-from flanneld.subnet.remote.token import Denied, JoinToken, Permission, parse_token
+from flanneld.subnet.remote.tls import TlsFiles, client_context, identity_context, server_context
+from flanneld.subnet.remote.token import Caller, Denied, JoinToken, owner_of, parse_token
+from flanneld.subnet.remote.wire import SECRET, Acquisition, Reservation
 from tests.clock import Clock
 from tests.unit.subnet.remote.servers import CONFIG, ROOT, LocalFile, Running
 
@@ -27,22 +36,40 @@ DAY = 86400.0
 class Guarded(NamedTuple):
     server: Running
     tokens: Tokens
+    folder: Path
 
-    def client(self, token: str, file: Path | None = None) -> RemoteStore:
+    def client(self, token: str, file: Path | None = None, node: str = "") -> RemoteStore:
+        """Open the store as a node does; one of an earlier version has no name, and no secret."""
         server = RemoteServer("127.0.0.1", self.server.port)
-        return RemoteStore(RemoteOptions((server,), token=token, token_file=str(file or "")), 0.05)
+        secret_file = str(self.folder / node / "node-secret") if node else ""
+        options = RemoteOptions((server,), token=token, token_file=str(file or ""), secret_file=secret_file)
+        return RemoteStore(options, 0.05)
 
-    def join(self, token: str, number: int = 1) -> str:
-        manager = self.client(token)
-        try:
+    def join(self, token: str, number: int = 1, node: str = "", mac: str = "") -> str:
+        with closing(self.client(token, node=node)) as manager:
             config = manager.network_config()
-            return str(manager.acquire(config, attributes(number), (None, None)))
-        finally:
-            manager.close()
+            return str(manager.acquire(config, attributes(number, mac), (None, None)))
+
+    def ask(self, method: str, target: str, body: str, token: JoinToken, node: str = "") -> tuple[int, str]:
+        """Send a request as whoever has a token can, with the secret of a node or without."""
+        tls = client_context(TlsFiles(), is_pinned=True)
+        connection = http.client.HTTPSConnection("127.0.0.1", self.server.port, timeout=10, context=tls)
+        secret = self.client(token.text, node=node)._options.read_secret() if node else ""
+        with closing(connection):
+            headers = {"Authorization": token.bearer, SECRET: secret}
+            connection.request(method, f"/v1/_{target}", body or None, headers)
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode()
+
+    @property
+    def leases(self) -> list[tuple[str, LeaseAttrs]]:
+        return [(name_of(each.key), each.attrs) for each in self.server.store.leases("_")[0]]
 
 
-def attributes(number: int) -> LeaseAttrs:
-    return LeaseAttrs(IPv4Address("198.18.0.0") + number, backend_type="host-gw")
+def attributes(number: int, mac: str = "") -> LeaseAttrs:
+    kind = "vxlan" if mac else "host-gw"
+    data = {"VtepMAC": mac} if mac else None
+    return LeaseAttrs(IPv4Address("198.18.0.0") + number, backend_type=kind, backend_data=data)
 
 
 @pytest.fixture
@@ -51,7 +78,7 @@ def guarded(tmp_path: Path) -> Iterator[Guarded]:
     file.put(f"{ROOT}/config", CONFIG)
     tokens = Tokens(file.keystore.database)
     server = Running(file, tls=identity_context(tokens.identity()), check=tokens.check)
-    yield Guarded(server, tokens)
+    yield Guarded(server, tokens, tmp_path)
     server.close()
 
 
@@ -119,12 +146,157 @@ def test_token_file_is_read_again_for_each_connection(guarded: Guarded, tmp_path
     manager = guarded.client("", path)
     with pytest.raises(Retryable, match=r"cannot read .*token: No such file"):
         manager.network_config()
+    path.touch(0o600)
     path.write_text("garbage")
     with pytest.raises(Retryable, match="holds no token"):
         manager.network_config()
     path.write_text(guarded.tokens.create(DAY).text + "\n")
     assert manager.network_config().backend_type == "host-gw"
     manager.close()
+
+
+def test_token_file_that_every_user_can_read_is_refused(guarded: Guarded, tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    path.write_text(guarded.tokens.create(DAY).text)
+    path.chmod(0o644)
+    with closing(guarded.client("", path)) as manager:
+        with pytest.raises(Retryable, match="every user of this host can read the token file; chmod o="):
+            manager.network_config()
+        path.chmod(0o640)
+        assert manager.network_config().backend_type == "host-gw"
+
+
+MAC, OTHER_MAC = "ee:00:00:00:00:01", "ee:00:00:00:00:02"
+ANOTHERS = "belongs to a node with another secret"
+
+
+@pytest.mark.parametrize("lasts", [DAY, -1.0], ids=["valid", "ended"])
+@pytest.mark.parametrize("attacker", ["", "attacker"], ids=["without-secret", "with-own-secret"])
+def test_no_token_takes_over_changes_or_removes_the_lease_of_another_node(
+    guarded: Guarded, lasts: float, attacker: str
+) -> None:
+    subnet = guarded.join(guarded.tokens.create(DAY).text, 1, "victim", MAC)
+    before, token = guarded.leases, guarded.tokens.create(lasts)
+    victim = wire.WireLease(attributes(1, MAC), before_key(before), 2**62)
+    taken = wire.WireLease(attributes(9, OTHER_MAC), victim.key, 2**62)
+    path = f"/leases/{subnet.replace('/', '-')}"
+    attacks = [
+        ("PUT", path, wire.format_renewal(taken, victim.attrs)),
+        ("PUT", path, wire.format_renewal(victim, None)),
+        ("POST", "/leases", wire.format_acquisition(Acquisition(attributes(1, OTHER_MAC)))),
+        ("POST", "/leases", wire.format_acquisition(Acquisition(attributes(1, MAC)))),
+        ("DELETE", path, ""),
+        ("DELETE", path.replace("leases", "reservations"), ""),
+        ("POST", "/reservations", f'{{"Subnet":"{subnet}","PublicIP":"198.18.0.1"}}'),
+    ]
+    for method, target, body in attacks:
+        status, text = guarded.ask(method, target, body, token, attacker)
+        assert status == 403, (method, target, text)
+        assert ANOTHERS in text or "the token has ended" in text, (method, target, text)
+    assert guarded.leases == before
+    assert guarded.join(expire(guarded.tokens).text, 1, "victim", MAC) == subnet
+
+
+def before_key(leases: list[tuple[str, LeaseAttrs]]) -> LeaseKey:
+    return IPv4Network(leases[0][0]), None
+
+
+def test_node_changes_and_renews_its_own_lease_with_an_ended_token(guarded: Guarded) -> None:
+    guarded.join(guarded.tokens.create(DAY).text, 1, "node", MAC)
+    with closing(guarded.client(expire(guarded.tokens).text, node="node")) as manager:
+        lease = manager.acquire(manager.network_config(), attributes(1, OTHER_MAC), (None, None))
+        moved = manager.renew(structs.replace(lease, attrs=attributes(2, OTHER_MAC)))
+        assert manager.renew(moved).key == lease.key
+    assert guarded.leases == [(str(lease), attributes(2, OTHER_MAC))]
+
+
+def test_lease_of_an_earlier_version_is_renewed_as_it_is_and_becomes_its_nodes(guarded: Guarded) -> None:
+    subnet, late = guarded.join(guarded.tokens.create(DAY).text, 1, mac=MAC), expire(guarded.tokens)
+    assert guarded.join(late.text, 1, mac=MAC) == subnet
+    with pytest.raises(Retryable, match="has no secret yet"):
+        guarded.join(late.text, 1, "attacker", OTHER_MAC)
+    assert guarded.join(late.text, 1, "node", MAC) == subnet
+    with pytest.raises(Retryable, match=ANOTHERS):
+        guarded.join(late.text, 1, mac=MAC)
+    assert guarded.join(late.text, 1, "node", OTHER_MAC) == subnet
+
+
+def test_reservation_is_the_nodes_that_takes_it_first(guarded: Guarded) -> None:
+    reservation = Reservation(IPv4Network("10.5.9.0/24"), IPv4Address("198.18.0.1"))
+    guarded.server.store.reserve("_", reservation)
+    token = guarded.tokens.create(DAY).text
+    assert guarded.join(token, 1, "node") == "10.5.9.0/24"
+    with closing(guarded.client(token, node="node")) as manager:
+        lease = manager.acquire(manager.network_config(), attributes(1), (None, None))
+        assert manager.renew(lease).expires is None
+    with pytest.raises(Retryable, match=ANOTHERS):
+        guarded.join(token, 1, "attacker")
+
+
+def test_administrator_gives_a_reinstalled_node_its_lease_again(guarded: Guarded) -> None:
+    token, store = guarded.tokens.create(DAY).text, guarded.server.store
+    subnet = guarded.join(token, 1, "node")
+    with pytest.raises(Retryable, match=f"{ANOTHERS}; if its node was reinstalled, add a reservation"):
+        guarded.join(token, 1, "reinstalled")
+    for _ in range(2):  # a lease, then a reservation
+        store.reserve("_", Reservation(IPv4Network(subnet), IPv4Address("198.18.0.1")))
+        assert guarded.join(token, 1, "reinstalled") == subnet
+        with pytest.raises(Retryable, match=ANOTHERS):
+            guarded.join(token, 1, "node")
+
+
+def test_lease_of_the_host_with_the_file_is_its_own(guarded: Guarded) -> None:
+    place = guarded.server.place
+    assert isinstance(place, LocalFile)
+    own = store_of(place.keystore)
+    lease = own.acquire(own.network_config(), attributes(1, MAC), (None, None))
+    with pytest.raises(Retryable, match=ANOTHERS):
+        guarded.join(guarded.tokens.create(DAY).text, 1, "attacker", MAC)
+    assert own.renew(lease).attrs == attributes(1, MAC)
+
+
+def test_server_without_tokens_asks_no_secret(guarded: Guarded, tmp_path: Path) -> None:
+    """As with Go flannel 0.6.2, whose clients have none."""
+    subnet = guarded.join(guarded.tokens.create(DAY).text, 1, "node", MAC)
+    with closing(Running(LocalFile(tmp_path / "leases.db"))) as open_server:
+        body = wire.format_acquisition(Acquisition(attributes(1, OTHER_MAC)))
+        assert f'"Subnet":"{subnet}"' in open_server.ask("POST", "/v1/_/leases", body).body
+        assert open_server.ask("DELETE", f"/v1/_/leases/{subnet.replace('/', '-')}").status == 200
+
+
+def test_store_keeps_the_hash_of_a_secret_only(guarded: Guarded) -> None:
+    guarded.join(guarded.tokens.create(DAY).text, 1, "node")
+    path = guarded.folder / "node" / "node-secret"
+    assert path.stat().st_mode & 0o777 == 0o400
+    secret = hashlib.sha256(path.read_bytes()).hexdigest()
+    with guarded.tokens._database.reading() as connection:
+        content = "\n".join(connection.iterdump())
+    assert owner_of(secret) in content
+    assert secret not in content
+
+
+def test_no_secret_is_made_or_sent_without_a_token(tmp_path: Path) -> None:
+    options = RemoteOptions((RemoteServer("h", 1),), secret_file=str(tmp_path / "node-secret"))
+    assert options.read_secret() == ""
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_server_with_tokens_speaks_tls_1_3_only(guarded: Guarded, version: ssl.TLSVersion) -> None:
+    path = guarded.folder / "identity.pem"
+    path.write_text(guarded.tokens.identity())
+    own = server_context(TlsFiles(str(path), str(path)), with_tokens=True)
+    with closing(Running(guarded.server.place, tls=own)) as with_files:
+        for server in (guarded.server, with_files):
+            tls = client_context(TlsFiles(), is_pinned=True)
+            assert tls is not None
+            tls.minimum_version, tls.maximum_version = ssl.TLSVersion.TLSv1_2, version
+            with socket.create_connection(("127.0.0.1", server.port), 10) as plain:
+                if version is ssl.TLSVersion.TLSv1_3:
+                    assert tls.wrap_socket(plain).version() == "TLSv1.3"
+                else:
+                    with pytest.raises(ssl.SSLError):
+                        tls.wrap_socket(plain)
 
 
 def test_no_log_and_no_text_shows_a_token(guarded: Guarded, caplog: pytest.LogCaptureFixture) -> None:
@@ -150,7 +322,7 @@ def test_tokens_and_certificate_outlive_the_process(tmp_path: Path) -> None:
     token = one.create(DAY)
     other = Tokens(LocalFile(tmp_path / "leases.db").keystore.database)
     assert other.identity() == one.identity()
-    assert other.check(token.bearer) is Permission.JOIN
+    assert other.check(token.bearer) == Caller(True, "")
     assert other.create(DAY, "1" * 64).fingerprint == "1" * 64
     assert token.fingerprint == fingerprint_of_pem(one.identity())
     assert parse_token(token.text, "") == token
@@ -165,11 +337,11 @@ def test_header_that_holds_no_token_is_denied(tmp_path: Path, header: str) -> No
 def test_time_of_a_token_is_the_servers(tmp_path: Path) -> None:
     tokens = Tokens(LocalFile(tmp_path / "leases.db").keystore.database)
     assert tokens.create(60).ends - clock.wall() <= 60
-    assert tokens.check(expire(tokens).bearer) is Permission.STAY
+    assert tokens.check(expire(tokens).bearer) == Caller(False, "")
     moved = Clock()
     with clock.replaced(moved):
         token = tokens.create(60)
         moved.time = token.ends - 1
-        assert tokens.check(token.bearer) is Permission.JOIN
+        assert tokens.check(token.bearer) == Caller(True, "")
         moved.time = token.ends
-        assert tokens.check(token.bearer) is Permission.STAY
+        assert tokens.check(token.bearer) == Caller(False, "")

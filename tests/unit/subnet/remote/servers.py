@@ -22,7 +22,7 @@ from flanneld.subnet.remote.leases import over_etcd, over_file
 from flanneld.subnet.remote.rest import RestApi
 from flanneld.subnet.remote.server import LeaseServer, open_listener
 from flanneld.subnet.remote.tls import TlsFiles, server_context
-from flanneld.subnet.remote.token import Permission
+from flanneld.subnet.remote.token import ADMINISTRATOR, Caller
 from tests.local_etcd import LocalEtcd, free_port
 
 #: By number and name: method, target, body; status, headers and body of the answer if there was one.
@@ -75,9 +75,10 @@ class Running:
         api: str = "",
         tls: TlsFiles | ssl.SSLContext | None = None,
         connections: int = 2000,
-        check: Callable[[str], Permission] = lambda _header: Permission.JOIN,
+        check: Callable[[str, str], Caller] = lambda _header, _secret: ADMINISTRATOR,
     ) -> None:
         self.port = free_port()
+        self.place = place
         if isinstance(place, LocalFile):
             self.store = over_file(place.keystore)
         else:

@@ -28,7 +28,7 @@ from flanneld.subnet.remote.leases import over_etcd
 from flanneld.subnet.remote.server import open_listener
 from flanneld.subnet.remote.store import RemoteOptions, RemoteStore
 from flanneld.subnet.remote.tls import TlsFiles, client_context, server_context
-from flanneld.subnet.remote.token import Denied, Permission
+from flanneld.subnet.remote.token import Caller, Denied
 from flanneld.subnet.remote.wire import Acquisition
 from flanneld.subnet.store import LocalFacts
 from tests.lab.wait import wait_for
@@ -155,7 +155,7 @@ def test_body_that_waits_for_leave_is_taken(server: Running) -> None:
 
 
 def test_client_that_is_not_admitted_keeps_no_connection(etcd: LocalEtcd) -> None:
-    def refuse(_header: str) -> Permission:
+    def refuse(_header: str, _secret: str) -> Caller:
         raise Denied("the token is unknown")
 
     with closing(Running(etcd, "v2", check=refuse)) as server, connect(server) as client:
