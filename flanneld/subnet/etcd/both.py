@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from flanneld.compat.glog import V
 from flanneld.config import Config, ConfigError, say_the_same
-from flanneld.errors import Cancelled, Retryable
+from flanneld.errors import Cancelled, Fatal, Retryable
 from flanneld.model import (
     Event,
     IPAddress,
@@ -307,7 +307,14 @@ class BothStores:
             expires=None if self._own.is_reserved else lease.expires,
             asof=self._own.asof(side.api, lease.asof),
         )
-        self._own.written(side.api, side.renew(half))
+        try:
+            stored = side.renew(half)
+        except LeaseTaken as taken:
+            if side is self._sides[0] and not self._own.has_written(side.api):
+                # It did not answer at the start. Its lease counts, so peers lead to the other node for good.
+                raise Fatal(f"{side.api}: {taken.problem}", taken.remedy) from taken
+            raise
+        self._own.written(side.api, stored)
         self._done.add(side.api)
 
     # ---- watching ----------------------------------------------------------------------------

@@ -112,6 +112,10 @@ class OwnInBoth:
         half = self._halves[name]
         return half.expires if half.is_there else float("-inf")
 
+    def has_written(self, name: str) -> bool:
+        """Return True if this run has written our lease in one API."""
+        return self._halves[name].written > 0
+
     def written(self, name: str, lease: Lease) -> None:
         """Record that we wrote our lease in one API."""
         self._halves[name] = _Half(lease.asof, lease.asof, is_there=True, expires=lease.expires)

@@ -88,6 +88,13 @@ def test_troubled_cluster_is_well_once_it_is_quiet(store: str, seed: int, tmp_pa
     assert cluster.problems() == []
 
 
+@pytest.mark.parametrize(("store", "seed"), [("both", 1967), ("both", 2112)])
+def test_cluster_that_once_had_problems_has_none(store: str, seed: int, tmp_path: Path) -> None:
+    """A machine moved and its daemon restarted while v3 was down, which then came back from a backup."""
+    _, cluster = troubled(seed, store, tmp_path, deeds=15, nodes=5)
+    assert cluster.problems() == []
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(2, 60))
 @pytest.mark.parametrize("store", STORES)
