@@ -75,6 +75,7 @@ class Claims:
         """Release the claims of a network."""
         with self._lock:
             self._drop(network)
+            self._on_host.pop(network, None)
 
     def drain(self) -> None:
         """Do what ``HostClaims.drain`` does, for each network."""
@@ -225,7 +226,7 @@ def run(wanted: Options, environ: Mapping[str, str]) -> int:
         wanted, environ, supervisor, notifier, file, service.server.metrics_text if service else str
     )
     fleet.start()
-    ticks: list[tuple[Callable[[], None], float]] = [(fleet.claims.drain, DRAIN)]
+    ticks: list[tuple[Callable[[], None], float]] = [(fleet.claims.drain, DRAIN), (notifier.try_again, 1.0)]
     interval = process.watchdog_interval(environ)
     if interval is not None:
         ticks.append((lambda: None if fleet.overdue() else notifier.watchdog(), interval))
@@ -264,6 +265,8 @@ class Fleet:
         #: Networks that startup waits for; None until the store has listed them.
         self._first: frozenset[str] | None = None
         self._is_ready = False
+        #: Held for each report, so that the last one tells the last state.
+        self._reporting = threading.Lock()
 
     # ---- status, from any thread -------------------------------------------------------------
 
@@ -373,7 +376,14 @@ class Fleet:
                 sweep(path)
 
     def _changed(self) -> None:
-        """Report readiness to the service manager once each first network is up or has given a reason."""
+        """Report to the service manager, and readiness once all first networks are up or have given a reason.
+
+        From any thread.
+        """
+        with self._reporting:
+            self._report()
+
+    def _report(self) -> None:
         networks = self._networks
         up = [each.name for each in networks.values() if each.notifier.is_ready]
         self._notifier.status(f"{len(up)} of {len(networks)} networks are up; " + "; ".join(self.missing()))

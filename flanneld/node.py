@@ -244,6 +244,9 @@ class Node:
             log.warning("%s did not stop in time", name)
         if self.reconciler:
             self.reconciler.close(except_for=late)
+        for worker in filter(None, (self.firewall, self.host)):
+            if worker.name not in late:
+                worker.close()
 
     def _feed_watchdog(self) -> None:
         if not self.tasks.overdue():
@@ -378,6 +381,7 @@ class Node:
         """Check the record of this run and subnet.env. For one thread."""
         assert self.reconciler is not None
         self._joined.last_run.try_again()
+        self._effects.notifier.try_again()
         file, clear = self.file_problem, self.reconciler.encryption.problem
         self.readiness.hold("file", file)
         self.readiness.hold("encryption", clear)

@@ -87,9 +87,16 @@ class Notifier:
     def __init__(self) -> None:
         self._complained = False
         self._status = ""
+        #: True until the service manager has been told that we are ready.
+        self._owes_ready = False
 
     def ready(self) -> None:
-        self._send("READY=1")
+        self._owes_ready = not self._send("READY=1")
+
+    def try_again(self) -> None:
+        """Send ``ready`` again if it was lost: without it the service manager ends this daemon in time."""
+        if self._owes_ready:
+            self.ready()
 
     def status(self, text: str) -> None:
         """Send one line for ``systemctl status``. Non-ASCII text is escaped: sdnotify would lose it."""
@@ -104,9 +111,10 @@ class Notifier:
     def stopping(self) -> None:
         self._send("STOPPING=1")
 
-    def _send(self, message: str) -> None:
+    def _send(self, message: str) -> bool:
+        """Send a message. Return False if it is lost."""
         if not os.environ.get("NOTIFY_SOCKET"):
-            return
+            return True
         try:
             from sdnotify import SystemdNotifier
 
@@ -117,6 +125,8 @@ class Notifier:
                 manager.notify(message)
         except (ImportError, OSError) as error:
             self._complain(message, error)
+            return False
+        return True
 
     def _complain(self, message: str, error: Exception) -> None:
         if not self._complained:

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from ipaddress import IPv4Address
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,14 @@ from flanneld.backends import registry
 from flanneld.backends.contract import Backend, Host
 from flanneld.config import Config, parse
 from flanneld.errors import Fatal, Retryable
-from flanneld.fleet import Claims, Network
+from flanneld.fleet import Claims, Fleet, Network
 from flanneld.model import Uplink
 from flanneld.network_names import Choice
+from flanneld.options import Options
 from flanneld.runtime import instance_lock
 from flanneld.runtime.instance_lock import HostClaims
+from flanneld.runtime.process import Notifier
+from flanneld.runtime.supervisor import Supervisor
 from flanneld.runtime.waits import Backoff
 from flanneld.startup import clash
 from tests.lab.wait import wait_for
@@ -106,6 +109,57 @@ def test_network_of_another_process_is_refused_until_it_has_gone(claims: Claims)
     take(claims, "red", wanted)
     with pytest.raises(Retryable, match="has VNI 1"):
         other.take(("VNI 1",), clash)
+
+
+def test_network_that_has_gone_leaves_nothing_to_drain(
+    claims: Claims, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drained: list[HostClaims] = []
+    monkeypatch.setattr(HostClaims, "drain", lambda each: drained.append(each))
+    take(claims, "red", config("10.5.0.0/16", "vxlan"))
+    claims.drain()
+    assert len(drained) == 1
+    claims.release("red")
+    claims.drain()
+    assert len(drained) == 1
+
+
+class SlowManager(Notifier):
+    """Service manager that reads the first status only after another network has come up, if it can."""
+
+    def __init__(self, come_up: Callable[[], None]) -> None:
+        super().__init__()
+        self.heard: list[str] = []
+        self.other = threading.Thread(target=come_up)
+
+    def status(self, text: str) -> None:
+        if self.other.ident is None:
+            self.other.start()
+            self.other.join(0.2)
+        self.heard.append(text.partition(";")[0])
+
+    def ready(self) -> None:
+        self.heard.append("READY")
+
+
+def test_networks_that_come_up_at_once_are_reported_in_order_and_ready_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Network, "run", lambda _: None)
+    networks: dict[str, Network] = {}
+    manager = SlowManager(lambda: networks["blue"].notifier.ready())
+    options = Options(networks=("red", "blue"), subnet_dir=str(tmp_path))
+    fleet = Fleet(options, {}, Supervisor(), manager, None, str)
+    make = fleet._network
+    monkeypatch.setattr(fleet, "_network", lambda name: networks.setdefault(name, make(name)))
+    monkeypatch.setattr(manager, "status", lambda _: None)
+    fleet.start()
+    monkeypatch.undo()
+    networks["red"].notifier.ready()
+    manager.other.join()
+    states = [line for line in manager.heard if line != "READY"]
+    assert states == ["1 of 2 networks are up", "2 of 2 networks are up"]
+    assert manager.heard.count("READY") == 1
 
 
 @pytest.mark.parametrize(

@@ -127,6 +127,22 @@ def test_a_service_manager_that_comes_back_hears_us_again(
         assert received(again) == "WATCHDOG=1"
 
 
+def test_lost_readiness_is_sent_again_until_it_arrives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = tmp_path / "notify"
+    monkeypatch.setenv("NOTIFY_SOCKET", str(address))
+    notifier = Notifier()
+    notifier.try_again()
+    notifier.ready()
+    notifier.try_again()
+    with receiver(str(address)) as manager:
+        notifier.try_again()
+        notifier.try_again()
+        notifier.watchdog()
+        assert [received(manager) for _ in range(2)] == ["READY=1", "WATCHDOG=1"]
+
+
 def test_a_service_manager_that_does_not_read_does_not_hold_us_up(
     manager: socket.socket, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
