@@ -21,6 +21,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from flanneld.model import Family
+from flanneld.runtime import clock
 from flanneld.runtime.shell import Command
 from flanneld.state.resources import Key, Kind
 from flanneld.state.table import Failure, LastingTable, Put, Report, Scope, Seen
@@ -129,7 +130,7 @@ class KernelForwardingTable(LastingTable):
     vital = False
 
     def __init__(self, families: tuple[Family, ...], uplink: Callable[[], str], *, keep: bool) -> None:
-        super().__init__()
+        super().__init__(clock.now)
         self.desired = tuple(ForwardingSetting(family) for family in families)
         self._families = families
         self._uplink = uplink

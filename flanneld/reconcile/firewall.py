@@ -206,13 +206,6 @@ class Firewall(Worker):
             return super().step(now)
         return now
 
-    def run(self) -> None:
-        """Step until the daemon stops, then close the tables."""
-        try:
-            super().run()
-        finally:
-            self.close()
-
     def _set_up(self, now: float) -> None:
         purpose = self._settings.purpose
         try:

@@ -6,14 +6,13 @@ reconciler reads it, compares what it holds with the desired state, and has it a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Literal, Protocol, runtime_checkable
 
 from msgspec import Struct, field
 
 from flanneld.model import IPNetwork
-from flanneld.runtime import clock
 from flanneld.state.resources import Key, Resource
 
 
@@ -200,14 +199,15 @@ LOOK_PERIOD = 1.0
 
 
 class LastingTable:
-    """Table that is looked at each second, and whose resources stay when nobody wants them."""
+    """Table that is looked at each second of the clock ``now``, and whose resources stay unless replaced."""
 
     worker = "host"
     needs: frozenset[str] = frozenset()
     audit: float | None = None
 
-    def __init__(self) -> None:
-        self._looked = clock.now()
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._looked = now()
 
     def has_changed(self) -> bool:
         """Return True if another program has changed something since the last reading or write."""
@@ -220,7 +220,7 @@ class LastingTable:
 
     def look(self) -> bool:
         """Return True if the table has to be read and repaired now."""
-        self._looked = clock.now()
+        self._looked = self._now()
         return self.has_changed()
 
     def drop(self, found: Sequence[Resource]) -> Report:

@@ -20,7 +20,7 @@ from msgspec.json import decode
 from flanneld.errors import Fatal, cause_of
 from flanneld.model import FAMILIES, IPNetwork
 from flanneld.options import Options
-from flanneld.runtime import files
+from flanneld.runtime import clock, files
 from flanneld.state.table import Failure, LastingTable, Put, Report, Scope, Seen
 from flanneld.subnet import subnet_file
 from flanneld.subnet.subnet_file import KeptFile, Stamp, SubnetEnv, stamp_of
@@ -141,7 +141,7 @@ class CniConfTable(LastingTable):
     needs = frozenset({subnet_file.TABLE})
 
     def __init__(self, path: Path, template: Conf, programs: Path) -> None:
-        super().__init__()
+        super().__init__(clock.now)
         self._template = template
         self.what = f"the contents of {path}"
         self._path = path

@@ -16,7 +16,7 @@ from flanneld.compat.flags import quoted
 from flanneld.config import Config
 from flanneld.errors import Retryable
 from flanneld.model import FAMILIES, IPNetwork, LeaseKey
-from flanneld.runtime import files
+from flanneld.runtime import clock, files
 from flanneld.state.resources import Key, Kind
 from flanneld.state.table import LastingTable, Put, Report, Scope, Seen
 
@@ -144,7 +144,7 @@ class SubnetFileTable(LastingTable):
     vital = True
 
     def __init__(self, path: Path, on_write: Callable[[], None] = lambda: None) -> None:
-        super().__init__()
+        super().__init__(clock.now)
         self.what = f"the contents of {path}"
         self._path = path
         self._on_write = on_write

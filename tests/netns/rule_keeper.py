@@ -61,6 +61,7 @@ def main(given: dict[str, Any]) -> int:
     stop.wait()
     firewall.cancel()
     thread.join()
+    firewall.close()
     return 0
 
 

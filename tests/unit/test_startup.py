@@ -16,11 +16,14 @@ from flanneld import effects, startup
 from flanneld.diagnostics.observation import Observation
 from flanneld.errors import Fatal, Retryable
 from flanneld.model import Lease, LeaseAttrs
+from flanneld.network.firewall.rules import Purpose
 from flanneld.node import Node
 from flanneld.options import Options, read
 from flanneld.readiness import Readiness
 from flanneld.reconcile.counted_store import counted
+from flanneld.reconcile.firewall import Firewall, FirewallSettings
 from flanneld.reconcile.last_run import LastRun, Machine
+from flanneld.reconcile.local_node import Member
 from flanneld.runtime.process import Notifier
 from flanneld.runtime.supervisor import Supervisor
 from flanneld.startup import SingleAttempts
@@ -30,6 +33,7 @@ from flanneld.subnet.store import Store
 from tests.lab.etcd_v3 import V3Keys
 from tests.lab.wait import wait_for
 from tests.local_etcd import LocalEtcd, free_port
+from tests.unit.reconcile.simulated_table import SimulatedTable
 
 MACHINE = Machine("02:18:00:00:00:01", "4c4c4544-0042-3510-8051-b7c04f4d3232")
 LEASE = Lease(LeaseAttrs(IPv4Address("192.0.2.1")), IPv4Network("10.5.7.0/24"))
@@ -169,3 +173,19 @@ def test_a_dry_run_claims_the_lease_that_the_daemon_would(tmp_path: Path) -> Non
     assert claimed == Lease(LEASE.attrs, *LEASE.key)
     assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
     assert LastRun(subnet_file).claim(MACHINE, "etcd", LEASE.key) == claimed
+
+
+def test_start_that_fails_behind_the_packet_filter_leaves_none_of_its_sockets_open(manager: Store) -> None:
+    rules, wanted = SimulatedTable("rules"), Options()
+
+    class Failing(Node):
+        def join(self, *_: object) -> Member:
+            raise Fatal("refused", "none")
+
+    node = Failing(wanted, effects.dry_run(wanted, {}), counted(manager))
+    settings = FirewallSettings((), (), Purpose(masquerade=True, forward=True, random=True))
+    node.firewall = Firewall(settings, stop=node.tasks.stop, make_loop=node.make_loop)
+    node.firewall.use([rules])
+    with pytest.raises(Fatal):
+        node.serve()
+    assert rules.closed == [False]
