@@ -341,7 +341,7 @@ def _rules(wanted: Options, outcome: Outcome) -> Iterator[str]:
     """Yield the commands that install the rules, then those that remove an earlier run's elsewhere."""
     settings = firewall_settings(wanted, outcome.config, outcome.own.key, outcome.previous)
     if any(outcome.own.key) and (settings.purpose or settings.former):
-        placed = place_rules(settings, threading.Event())
+        placed = place_rules(settings, threading.Event(), is_dry_run=True)
         yield from _scripts(placed.tables, placed.desired)
 
 

@@ -215,7 +215,7 @@ def _bridge_without_firewall(facts: HostSettings) -> Iterator[WrongSetting]:
     why = "containers of this node do not reach each other through a service address or a published port"
     missing = [BRIDGED[family] for family in facts.families if BRIDGED[family] not in facts.settings]
     if missing:
-        what = "the kernel module br_netfilter is not loaded"
+        what = "the kernel module br_netfilter is not loaded (RHEL 10: package kernel-modules-extra)"
         yield WrongSetting(Topic.BRIDGES, what, why, ("modprobe", "br_netfilter"), grave=facts.services)
     off = [BRIDGED[family] for family in facts.families if facts.settings.get(BRIDGED[family]) == 0]
     for setting in off:

@@ -24,7 +24,7 @@ from flanneld.network.firewall.edits import RuleOwnership, claim
 from flanneld.network.firewall.foreign import forward_drops, of_network
 from flanneld.network.firewall.iptables import PythonIptables
 from flanneld.network.firewall.placing import PLACES, FlavourOption, RulePlace, described, driver, stale_rules
-from flanneld.network.firewall.rules import Nets, Purpose, Style, desired_rules
+from flanneld.network.firewall.rules import Nets, Purpose, Rules, Style, desired_rules
 from flanneld.network.firewall.tables import RuleSet, RulesTable
 from flanneld.options import Options
 from flanneld.reconcile.permits import Permits
@@ -92,20 +92,33 @@ class PlacedRules(Struct, frozen=True, gc=False):
 
 
 def place_rules(
-    settings: FirewallSettings, stop: threading.Event, ran: Callable[[], None] = lambda: None
+    settings: FirewallSettings,
+    stop: threading.Event,
+    ran: Callable[[], None] = lambda: None,
+    *,
+    is_dry_run: bool = False,
 ) -> PlacedRules:
     """Choose the place of the rules. ``ran`` is called after each command. Raises ``Unavailable``.
 
+    Where the kernel cannot have iptables' rules, nftables is their place; a dry run does not try that.
     Rules in other places, and of families without a network now, are removed once the new ones are set.
     """
     commands = IptablesRunner(stop, ran=ran)
+
+    def desired(style: Style) -> dict[Family, Rules]:
+        return {nets.family: desired_rules(style, nets, settings.purpose) for nets in settings.nets}
+
     place: RulePlace = "native"
     reason = "requested by EnableNFTables in the network config"
     if not settings.native:
-        place, reason = placing.choose(
-            settings.flavour, placing.look([nets.family for nets in settings.nets])
-        )
-    style: Style = "native" if settings.native else settings.style
+        facts = placing.look([nets.family for nets in settings.nets])
+        place, reason = flavour, _ = placing.choose(settings.flavour, facts)
+        rules = desired(settings.style)
+        is_free = settings.flavour == "auto" and not is_dry_run
+        if is_free and placing.must_be_native(flavour, rules, desired("native"), commands):
+            place, reason = "native", "the kernel refuses iptables' rules"
+    if place == "native":
+        rules = desired("native")
     used = [
         RulesTable(
             place,
@@ -125,11 +138,9 @@ def place_rules(
         for other in PLACES
         if family not in families or other != place
     ]
-    desired = (
-        table.desired(desired_rules(style, nets, settings.purpose))
-        for nets, table in zip(settings.nets, used, strict=True)
+    return PlacedRules(
+        place, reason, tuple(table.desired(rules[table.family]) for table in used), (*used, *others)
     )
-    return PlacedRules(place, reason, tuple(desired), (*used, *others))
 
 
 def _driver(place: RulePlace, family: Family, commands: IptablesRunner, stop: threading.Event) -> Driver:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.faults.fault import BEHIND, Fault, on_peer
-from tests.faults.world import DUAL, HOST_GW, LEGACY, NO_RULES, NO_RULES_DUAL, UDP
+from tests.faults.world import DUAL, HOST_GW, LEGACY, NATIVE, NO_RULES, NO_RULES_DUAL, UDP
 from tests.unit.network.firewall.test_rules import GOLDEN
 
 #: Rules of an earlier run.
@@ -246,6 +246,14 @@ FAULTS = {
         "table inet wall",
         chain("forward", "drop"),
         NO_RULES,
+        after=NO_WALL,
+        peer_blind=BEHIND,
+    ),
+    "nftables forward policy beside tables of our own": Fault(
+        "dropping",
+        "table inet wall",
+        chain("forward", "drop"),
+        NATIVE,
         after=NO_WALL,
         peer_blind=BEHIND,
     ),

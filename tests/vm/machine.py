@@ -1,6 +1,6 @@
 """Runs a command as root in a virtual machine whose kernel has what this host's lacks.
 
-    python -m tests.vm.machine [--limit SECONDS] COMMAND [ARGUMENT]...
+    python -m tests.vm.machine [--limit SECONDS] [--without FEATURE] COMMAND [ARGUMENT]...
 
 The command has the caller's folder and environment, one CPU, a loopback interface and no other network. It
 sees the host's files, and what it writes is forgotten. The status is the command's own, or 125 when the
@@ -32,6 +32,13 @@ PATIENCE = "10"
 #: Variable that tells a process that it runs in the machine.
 INSIDE = "FLANNELD_TEST_MACHINE"
 
+#: Features that the kernel can start without, each with the functions that would register it.
+FEATURES = {
+    "x_tables": ("ip_tables_init", "ip6_tables_init", "nft_compat_module_init"),
+    "xt_comment": ("comment_mt_init",),
+    "nf_tables": ("nf_tables_module_init",),
+}
+
 
 class MachineError(Exception):
     """The machine could not be built or started, or ended before its command; the message says why."""
@@ -46,7 +53,7 @@ def lacks(feature: str) -> bool:
     return status == 1
 
 
-def run(command: Sequence[str], *, limit: float = 3600) -> int:
+def run(command: Sequence[str], *, limit: float = 3600, without: str = "") -> int:
     """Run a command to its end, at most ``limit`` seconds. Raises ``MachineError``."""
     built = subprocess.run([HERE / "build"], stdout=subprocess.PIPE, text=True, check=False)
     if built.returncode != 0:
@@ -54,7 +61,7 @@ def run(command: Sequence[str], *, limit: float = 3600) -> int:
     with tempfile.TemporaryDirectory(prefix="flanneld-vm-") as name:
         exchange = Path(name)
         (exchange / "command").write_text(_script(command))
-        _boot(built.stdout.strip(), exchange, limit)
+        _boot(built.stdout.strip(), exchange, limit, FEATURES.get(without, ()))
         return _status(exchange)
 
 
@@ -75,11 +82,14 @@ def _status(exchange: Path) -> int:
     raise MachineError(f"the machine ended before the command did:\n{last_words}")
 
 
-def _boot(kernel: str, exchange: Path, limit: float) -> None:
+def _boot(kernel: str, exchange: Path, limit: float, skipped: Sequence[str]) -> None:
     with _copied_to(sys.stdout.buffer) as out, _copied_to(sys.stderr.buffer) as err:
         with (exchange / "log").open("wb") as log:
             machine = subprocess.Popen(
-                _command_line(kernel, exchange, out.fileno(), err.fileno(), log.fileno()),
+                [
+                    *_command_line(kernel, exchange, out.fileno(), err.fileno(), log.fileno()),
+                    *([f"initcall_blacklist={','.join(skipped)}"] if skipped else []),
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -150,13 +160,14 @@ def _copied_to(target: BinaryIO) -> Iterator[BinaryIO]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="tests.vm.machine", description=__doc__.splitlines()[0])
     parser.add_argument("--limit", type=float, default=3600, metavar="SECONDS")
+    parser.add_argument("--without", choices=FEATURES, default="", metavar="FEATURE")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND")
     chosen = parser.parse_args()
     if not chosen.command or not shutil.which(chosen.command[0]):
         parser.error("name a command")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        return run(chosen.command, limit=chosen.limit)
+        return run(chosen.command, limit=chosen.limit, without=chosen.without)
     except KeyboardInterrupt:
         return 130
     except MachineError as error:

@@ -43,6 +43,8 @@ _PROTOCOLS = {
 }
 #: Numbers of ICMP messages (RFC 792, RFC 4443); iptables has 255 and "any" for all of them.
 _ICMP = {**dict.fromkeys(("8", "128"), "echo-request"), **dict.fromkeys(("255", "any"), "*")}
+#: Flags of TCP (RFC 9293, RFC 3168) by their bits; iptables has "all" for the first six.
+TCP_FLAGS = {"fin": 1, "syn": 2, "rst": 4, "psh": 8, "ack": 16, "urg": 32, "ecn": 64, "cwr": 128, "all": 63}
 #: Chains that call each other are no deeper in any real packet filter (NFT_JUMP_STACK_SIZE is 16).
 _DEEPEST = 16
 

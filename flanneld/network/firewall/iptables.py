@@ -18,6 +18,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
+from msgspec.structs import replace
+
 from flanneld.compat.glog import V
 from flanneld.errors import Retryable, cause_of, install_command
 from flanneld.model import Family
@@ -26,7 +28,7 @@ from flanneld.network.firewall.driver import IptablesFailed, IptablesRunner, Rej
 from flanneld.network.firewall.edits import Edit
 from flanneld.network.firewall.fate import ALL_BITS, Rule, Test
 from flanneld.network.firewall.netlink import Netfilter
-from flanneld.network.firewall.rules import IPTABLES_CHAINS, Rules
+from flanneld.network.firewall.rules import IPTABLES_CHAINS, JUMPS, Rules
 from flanneld.runtime import waits
 
 log = logging.getLogger(__name__)
@@ -36,6 +38,8 @@ Flavour = Literal["legacy", "nft"]
 #: Seconds to wait for the xtables lock of the legacy tables.
 LOCK_WAIT = 5
 _LOCK_TAKEN = "xtables lock"
+#: Chain in which rules are tried.
+_TRIAL = "FLANNEL-TRIAL"
 
 
 def program(flavour: Flavour, family: Family) -> str:
@@ -63,9 +67,26 @@ class Restore:
 
     def apply(self, edits: Sequence[Edit]) -> None:
         """Apply the edits, with one transaction per table. Raises ``IptablesFailed`` or ``Locked``."""
+        self._restore(iptables_text.restore_text(edits))
+
+    def check(self, rules: Rules) -> None:
+        """Try rules in a chain that nothing leads to, and remove it. Raises as ``apply`` does.
+
+        Of what is removed in the same transaction iptables-nft would send nothing to the kernel.
+        """
+        tables: dict[str, list[Rule]] = {}
+        for (table, _), inside in rules.items():
+            # Whether there is --random-fully is found out when the rules are set.
+            plain = (replace(rule, random=False) for rule in inside if rule not in JUMPS.values())
+            tables.setdefault(table, []).extend(plain)
+        trials = (((table, _TRIAL), tuple(inside)) for table, inside in tables.items() if inside)
+        edits = ((Edit(chain, flush=True, append=tried), Edit(chain, drop=True)) for chain, tried in trials)
+        self._restore("".join(iptables_text.restore_text([edit]) for pair in edits for edit in pair))
+
+    def _restore(self, text: str) -> None:
         command = (f"{self.name}-restore", "--noflush", f"--wait={LOCK_WAIT}")
         try:
-            self._commands.run(command, iptables_text.restore_text(edits))
+            self._commands.run(command, text)
         except IptablesFailed as failure:
             if _LOCK_TAKEN in failure.stderr:
                 raise Locked from failure

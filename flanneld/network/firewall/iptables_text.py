@@ -16,6 +16,7 @@ from flanneld.network.firewall.fate import (
     MARK,
     NEVER,
     NOTRACK,
+    TCP_FLAGS,
     UNKNOWN,
     UNKNOWN_VERDICT,
     Chains,
@@ -73,8 +74,6 @@ _EXTENSIONS = frozenset(
 _OF_OTHER_PACKETS = frozenset(
     {"-f", "--physdev-is-bridged", "--physdev-is-in", "--physdev-is-out", "--physdev-in", "--physdev-out"}
 )
-#: Flags of TCP (RFC 9293) by their bits.
-_FLAGS = {"FIN": 1, "SYN": 2, "RST": 4, "PSH": 8, "ACK": 16, "URG": 32, "ALL": 63}
 
 
 def restore_text(edits: Iterable[Edit]) -> str:
@@ -227,7 +226,7 @@ def _mark(text: str) -> tuple[int, int]:
 
 
 def _flags(text: str) -> int:
-    return sum(_FLAGS.get(each, 0) for each in text.split(","))
+    return sum(TCP_FLAGS.get(each, 0) for each in text.lower().split(","))
 
 
 def _ports(text: str) -> tuple[int, int]:

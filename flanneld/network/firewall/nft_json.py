@@ -23,6 +23,7 @@ from flanneld.network.firewall.fate import (
     REJECT,
     RETURN,
     TARGETS,
+    TCP_FLAGS,
     UNKNOWN,
     UNKNOWN_VERDICT,
     Chains,
@@ -92,8 +93,6 @@ _FIELDS = {
 _TRANSPORTS = frozenset(
     {"tcp", "udp", "udplite", "sctp", "dccp", "icmp", "icmpv6", "igmp", "esp", "ah", "comp", "gre"}
 )
-#: Flags of TCP (RFC 9293, RFC 3168) by their bits.
-_FLAGS = {"fin": 1, "syn": 2, "rst": 4, "psh": 8, "ack": 16, "urg": 32, "ecn": 64, "cwr": 128}
 _PORTS = 1 << 16
 #: Properties with names, each with the function that makes ``Packet``'s name of it.
 _NAMED: Mapping[str, Callable[[str | int], str]] = {
@@ -178,10 +177,11 @@ def commands(family: Family, edits: Iterable[Edit], listing: NftablesListing) ->
     if drops and not listing.others and drops == set(listing.rules):
         return [{"delete": {"table": table(family)}}]
     made = [{"add": {"table": {**table(family), "comment": "rules of flanneld"}}}]
-    return made + [command for edit in edits for command in _commands(family, edit, listing.handles)]
+    return made + [command for edit in edits for command in chain_commands(family, edit, listing.handles)]
 
 
-def _commands(family: Family, edit: Edit, handles: Handles) -> Iterator[JsonCommand]:
+def chain_commands(family: Family, edit: Edit, handles: Handles) -> Iterator[JsonCommand]:
+    """Yield the commands of one edit."""
     name = edit.chain[1]
     place = {"family": NFT_FAMILY[family], "table": edit.chain[0]}
     if edit.drop:
@@ -447,7 +447,7 @@ def _flags(given: Any) -> int:
             for each in several:
                 bits |= _flags(each)
             return bits
-    return _FLAGS[given]
+    return TCP_FLAGS[given]
 
 
 def _name(left: Any) -> str:

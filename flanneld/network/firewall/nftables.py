@@ -15,6 +15,8 @@ from flanneld.network.firewall.nft_json import JsonCommand, NftablesListing
 from flanneld.network.firewall.rules import NATIVE_TABLE, Rules
 
 _LIBRARY = "libnftables.so.1"
+#: Table in which rules are tried.
+_TRIAL = "flannel-trial"
 
 
 class Nftables:
@@ -37,6 +39,15 @@ class Nftables:
     def apply(self, edits: Sequence[Edit]) -> None:
         """Apply edits planned from the last ``read`` in one transaction."""
         self._run(self._orders(edits))
+
+    def check(self, rules: Rules) -> None:
+        """Try rules in a table that is gone in the same transaction. Raises ``Rejected``."""
+        place = {**nft_json.table(self._family), "name": _TRIAL}
+        tried = (
+            Edit((_TRIAL, name), flush=True, append=inside) for (_, name), inside in rules.items() if inside
+        )
+        made = (order for edit in tried for order in nft_json.chain_commands(self._family, edit, {}))
+        self._run([{"add": {"table": place}}, *made, {"delete": {"table": place}}])
 
     def script(self, edits: Sequence[Edit]) -> Iterator[str]:
         yield "nft -j -f - <<'END'"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -18,7 +18,7 @@ from flanneld.compat.glog import V
 from flanneld.errors import Retryable, cause_of
 from flanneld.model import Family
 from flanneld.network.firewall import xtables
-from flanneld.network.firewall.driver import Driver, IptablesRunner, Unavailable
+from flanneld.network.firewall.driver import Driver, IptablesFailed, IptablesRunner, Unavailable
 from flanneld.network.firewall.edits import Edit, RuleOwnership, edits_for
 from flanneld.network.firewall.iptables import Flavour, Restore, program
 from flanneld.network.firewall.iptables_text import rule_text, rule_words
@@ -30,6 +30,7 @@ from flanneld.network.firewall.rules import (
     NATIVE_TABLE,
     NFT_FAMILY,
     Chain,
+    Rules,
 )
 from flanneld.runtime.command import find
 from flanneld.runtime.shell import Command, command
@@ -130,6 +131,51 @@ def driver(place: RulePlace, family: Family, commands: IptablesRunner) -> Driver
     from flanneld.network.firewall.nftables import Nftables  # not needed on most hosts
 
     return Nftables(family)
+
+
+def must_be_native(
+    flavour: Flavour,
+    desired: Mapping[Family, Rules],
+    native: Mapping[Family, Rules],
+    commands: IptablesRunner,
+) -> bool:
+    """Return True if the kernel refuses the desired rules in iptables' tables, and takes the ``native`` ones.
+
+    It may lack x_tables, or a match such as xt_comment, where these are in a package of their own. The rules
+    are tried, unless chains of ours show that it takes them.
+    """
+    try:
+        for family, rules in desired.items():
+            if not _has_own_chain(flavour, family):
+                Restore(flavour, family, commands).check(rules)
+    except IptablesFailed as failure:
+        refusal = next(iter(failure.stderr.strip().splitlines()), failure.problem)
+    except Retryable as failure:
+        log.log(V(1), "Cannot try iptables' rules: %s", failure)
+        return False
+    else:
+        return False
+    from flanneld.network.firewall.nftables import Nftables
+
+    try:
+        for family, rules in native.items():
+            Nftables(family).check(rules)
+    except Retryable as failure:
+        log.warning("The kernel refuses iptables' rules: %s; nftables is no way out: %s", refusal, failure)
+        return False
+    log.info("The kernel refuses iptables' rules: %s; using nftables", refusal)
+    return True
+
+
+def _has_own_chain(flavour: Flavour, family: Family) -> bool:
+    own = (FLANNEL_POSTRTG, FLANNEL_FWD)
+    try:
+        if flavour == "legacy":
+            return bool(xtables.read(family, own))
+        with Netfilter() as netfilter:
+            return any(netfilter.has_chain(family, chain) for chain in own)
+    except OSError:
+        return False
 
 
 def may_hold(place: RulePlace, family: Family, claim: RuleOwnership) -> bool:
