@@ -24,7 +24,16 @@ CHECKS = tuple(
 #: Checks that see effects: what another check finds may be the cause.
 _SYMPTOMS = frozenset({"tunnel", "probes", "port", "ready", "missing", "refused", "stale", "silent nodes"})
 #: Checks whose finding may name the subnet of a silent peer, and those that count the silent ones.
-_OF_ONE_PEER, _OF_SILENCE = frozenset({"tunnel", "handshakes"}), frozenset({"tunnel", "probes"})
+_OF_ONE_PEER, _OF_SILENCE = (
+    frozenset({"tunnel", "handshakes", "former subnet"}),
+    frozenset({"tunnel", "probes"}),
+)
+#: By a rule of the cluster, checks of this host that see the same on all nodes.
+_SEEN_FROM_HERE = {
+    "shared MACs": {"contested", "cloned mac"},
+    "shared public IPs": {"public ip"},
+    "unusable leases": {"contested", "refusals", "unsafe leases", "former subnet"},
+}
 #: By a check's name, its place behind the causes. That the daemon ended explains symptoms, and has a cause.
 _RANKS = {"daemon": 1, **dict.fromkeys(_SYMPTOMS, 2)}
 
@@ -49,10 +58,13 @@ def with_cluster(
 ) -> list[tuple[Check, Finding]]:
     """Return the findings of this host and of the cluster: a silent node once, and never this one (pure)."""
     named = {finding.about for check, finding in findings if check.name in _OF_ONE_PEER}
+    looked = {check.name for check, _ in findings}
     found = [
         each
         for each in found
-        if each.rule.name != "silent nodes" or not (each.node.is_own or named.intersection(each.node.subnets))
+        if looked.isdisjoint(_SEEN_FROM_HERE.get(each.rule.name, ()))
+        and not (each.node.is_own and each.rule.name in ("silent nodes", "conditions"))
+        and (each.rule.name != "silent nodes" or named.isdisjoint(each.node.subnets))
     ]
     if any(each.rule.name == "silent nodes" for each in found):  # that names all nodes at once
         findings = [each for each in findings if each[0].name not in _OF_SILENCE or each[1].about]

@@ -42,6 +42,24 @@ def peer_started(world: World) -> None:
     world.peer.wait_ready()
 
 
+def moved(world: World) -> None:
+    """Start the node with another public IP, and without what would prove that its lease is its own."""
+    world.node.stop()
+    world.node.subnet_file.with_name("flanneld.state").unlink()
+    world.run(f"ip address add {MOVED}/24 dev eth0")
+    restart(f"--public-ip={MOVED}")(world)
+    world.node.wait_ready()
+
+
+def moved_back(world: World) -> None:
+    world.node.stop()
+    for subnet, attributes in world.lab.etcd.leases().items():
+        if attributes["PublicIP"] == MOVED:
+            world.lab.etcd.delete_lease(subnet)
+    world.run(f"ip address del {MOVED}/24 dev eth0")
+    start(world)
+
+
 def device_made(world: World) -> None:
     wait_for(lambda: world.node.link("flannel.1"), what="the device")
 
@@ -57,6 +75,7 @@ def peer_probed(world: World) -> None:
 
 
 OTHER = "10.5.203.0/24"
+MOVED = "198.18.0.150"
 WALL = "ip netns exec {switch} nft add table netdev wall"
 UNPLUGGED = "ip netns exec {switch} ip link set {peer_port} down"
 PLUGGED = "ip netns exec {switch} ip link set {peer_port} up"
@@ -80,7 +99,7 @@ FAULTS = {
     ),
     "two leases with one MAC": Fault(
         "contested",
-        "claim the same",
+        "shares the MAC of",
         (lease(OTHER, "198.18.0.203", "{mac}"),),
         cuts=False,
         heal=(gone(OTHER),),
@@ -88,7 +107,7 @@ FAULTS = {
     ),
     "lease with our MAC": Fault(
         "cloned mac",
-        "10.5.203.0/24 has the MAC of our own device",
+        "10.5.203.0/24 shares the MAC of our own device",
         (lease(OTHER, "198.18.0.203", "{own_mac}"),),
         cuts=False,
         heal=(gone(OTHER),),
@@ -133,6 +152,13 @@ FAULTS = {
         cuts=False,
         heal=(gone(OTHER),),
         advice=LEASES_END,
+    ),
+    "another public IP, and nothing that proves the lease": Fault(
+        "former subnet",
+        "cni0 is on {own}",
+        (moved,),
+        heal=(moved_back,),
+        advice="ip address flush dev cni0",
     ),
     "LAN inside a peer's subnet": Fault(
         "unsafe leases",

@@ -266,6 +266,6 @@ def test_a_peer_with_the_mac_of_our_device_is_named(lab: Lab, stacks: dict[str, 
     doctor = [str(ROOT / ".venv/bin/flannelctl"), "doctor", f"--subnet-file={node.subnet_file}"]
     done = node.run(*doctor, check=False)
     assert done.returncode == 1
-    assert "has the MAC of our own device" in done.stdout
+    assert "shares the MAC of our own device" in done.stdout
     lab.etcd.delete_lease(key)
     wait_for(lambda: "of our own device" not in node.run(*doctor, check=False).stdout, 5, "it to go")

@@ -44,6 +44,8 @@ class ClusterRule(Struct, frozen=True):
     advice: str
     look: Callable[[Cluster], Iterator[tuple[ClusterNode, str]]]
     severity: Severity = Severity.PROBLEM
+    #: True if the text names all nodes that it is about, and is the same for each of them.
+    names_nodes: bool = False
 
 
 class Remark(Struct, frozen=True):
@@ -76,7 +78,14 @@ def _finding(rule: ClusterRule, found: list[Remark]) -> Finding:
     number = len({each.node.name for each in found})
     return Finding(
         f"{counted(number, 'node')} {rule.problem}",
-        few([f"{each.node.name}: {each.text}" for each in found], "; "),
+        few(
+            list(
+                dict.fromkeys(
+                    each.text if rule.names_nodes else f"{each.node.name}: {each.text}" for each in found
+                )
+            ),
+            "; ",
+        ),
         rule.why,
         Advice(rule.advice),
         severity=rule.severity,
@@ -167,9 +176,7 @@ def _shared(
             owners[value].append(node)
     for value, nodes in owners.items():
         for node in nodes if len(nodes) > 1 else ():
-            others = [each.name for each in nodes if each is not node]
-            more = f" and {len(others) - 1} more" if len(others) > 1 else ""
-            yield node, f"{name} {value} is also that of {others[0]}{more}"
+            yield node, f"{few([each.name for each in nodes])} share the {name} {value}"
 
 
 def _public_ip(cluster: Cluster) -> Iterator[tuple[ClusterNode, str]]:
@@ -279,6 +286,7 @@ RULES = (
         "packets for one of them reach the other",
         f"give each node its own with -public-ip or -iface; {LEASES_END}",
         _public_ip,
+        names_nodes=True,
     ),
     ClusterRule(
         "shared MACs",
@@ -287,6 +295,7 @@ RULES = (
         "only one of them is reached: cloned machines have one MAC",
         f"on the clone: stop flanneld, {NEW_MAC}, start flanneld",
         _mac,
+        names_nodes=True,
     ),
     ClusterRule(
         "overlaps",

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from flanneld.compat.glog import counted
 from flanneld.ctl.findings import Advice, Finding, Fix, check, few
 from flanneld.ctl.lookups import container_of
-from flanneld.diagnostics.status import Status
+from flanneld.diagnostics.status import PeerStatus, Status
 from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork
 from flanneld.network.host import HostView, entered, named_namespaces, number_of
 from flanneld.network.rtnetlink.links import SeenLink
@@ -113,9 +113,48 @@ def _inside(
 _RUNTIMES_BRIDGES = frozenset({"cni0", "docker0"})
 
 
+def former_subnets(facts: Facts) -> dict[str, PeerStatus]:
+    """Return the bridges on the subnet of another node's lease, each with that lease.
+
+    It is most likely this node's own of before it got another public IP, which nothing here proves.
+    """
+    own = facts.status.own_subnets
+    held = [
+        (name, address)
+        for name, address in facts.addresses
+        if facts.has_ports(name) and facts.is_bridge(name) and not any(address in net for net in own)
+    ]
+    unsafe = [peer for peer in (facts.peers if held and own else ()) if peer.state == "unsafe"]
+    claims = [(net, peer) for peer in unsafe for net in peer.networks]
+    return {name: peer for name, address in held for net, peer in claims if address in net}
+
+
+@check("G", "former subnet", "no bridge of containers is on the subnet of another lease")
+def former_subnet(facts: Facts) -> Iterator[Finding]:
+    own = ", ".join(map(str, facts.status.own_subnets))
+    for name, peer in former_subnets(facts).items():
+        where = ", ".join(peer.public_ips)
+        yield Finding(
+            f"{name} is on {peer.name}, and this node's subnet is {own}",
+            f"the lease {peer.name} has the public IP {where}; if that is a former lease of this node, which"
+            " nothing here proves, it ends by itself",
+            f"other nodes send packets for the containers on {name} to {where}",
+            Advice(
+                f"if this node was at {where} before: ip address flush dev {name}, and start its containers"
+                f" anew; else give {name} other addresses, outside Network"
+            ),
+            about=peer.subnets[0],
+        )
+
+
 @check("G", "container routes", "each container has a route to the other nodes' containers")
 def container_routes(facts: Facts) -> Iterator[Finding]:
-    lost = [each for each in facts.containers if not each.is_routed and not _is_cut_off(facts, each)]
+    former = former_subnets(facts)
+    lost = [
+        each
+        for each in facts.containers
+        if not each.is_routed and not _is_cut_off(facts, each) and each.attached_to not in former
+    ]
     if lost:
         gateways = {each.address.version: _gateway(facts, each.address.version) for each in lost}
         yield Finding(
@@ -202,8 +241,12 @@ def _net_of(facts: Facts, container: Container) -> IPNetwork | None:
 
 @check("G", "container addresses", "each container has an address in our subnet")
 def container_addresses(facts: Facts) -> Iterator[Finding]:
-    own = facts.status.own_subnets
-    strange = [each for each in facts.containers if own and not any(each.address in net for net in own)]
+    own, former = facts.status.own_subnets, former_subnets(facts)
+    strange = [
+        each
+        for each in facts.containers
+        if own and not any(each.address in net for net in own) and each.attached_to not in former
+    ]
     if strange:
         yield Finding(
             f"{counted(len(strange), 'container')} with an address outside our subnet",

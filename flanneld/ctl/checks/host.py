@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from flanneld.backends.registry import described
 from flanneld.compat.glog import counted
+from flanneld.ctl.checks.containers import former_subnets
 from flanneld.ctl.findings import Advice, Finding, Fix, Severity, as_at_start, check, few
 from flanneld.ctl.lookups import between_nodes, listed
 from flanneld.ctl.path_mtu import MADE_ANEW, takes_mtu
@@ -143,7 +144,8 @@ def bridge_subnet(facts: Facts) -> Iterator[Finding]:
     networks = facts.networks
     for name, address in facts.addresses if own else ():
         inside = any(address in network for network in networks)
-        if not inside or name in facts.devices or any(address in net for net in own):
+        is_ours = name in facts.devices or any(address in net for net in own)
+        if not inside or is_ours or name in former_subnets(facts):
             continue
         evidence = f"our subnet is {', '.join(map(str, own))}"
         if not facts.is_bridge(name):

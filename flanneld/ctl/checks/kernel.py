@@ -207,13 +207,17 @@ def mac(facts: Facts) -> Iterator[Finding]:
 
 @check("D", "contested", "no two peers claim one object")
 def contested(facts: Facts) -> Iterator[Finding]:
+    told: set[str] = set()
     for peer in facts.peers:
-        if peer.conflicts:
+        others = [each for each in peer.conflicts if each not in told]
+        if others:
+            told.add(peer.name)
             has_key = peer.backend == "wireguard"
+            what = "key" if has_key else "MAC"
             yield Finding(
-                f"{peer.name} and {', '.join(peer.conflicts)} claim the same",
+                f"{peer.name} shares the {what} of {', '.join(others)}",
                 f"public IP {', '.join(peer.public_ips)}",
-                f"one of both is not reached: cloned machines have one {'key' if has_key else 'MAC'}",
+                f"one of both is not reached: cloned machines have one {what}",
                 Advice(
                     "on the cloned node: stop flanneld, "
                     + ("remove the key file" if has_key else NEW_MAC)
@@ -229,7 +233,7 @@ def cloned_mac(facts: Facts) -> Iterator[Finding]:
         shared = sorted(own & {mac.lower() for mac in peer.macs})
         if shared:
             yield Finding(
-                f"{peer.name} has the MAC of our own device",
+                f"{peer.name} shares the MAC of our own device",
                 f"{', '.join(shared)}, at public IP {', '.join(peer.public_ips)}",
                 "other nodes reach only one of both: cloned machines have one MAC",
                 Advice(f"on the clone: stop flanneld, {NEW_MAC}, start flanneld"),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from flanneld.backends.cloud.contract import FORWARDING, ROUTES
 from flanneld.compat.glog import counted
+from flanneld.ctl.checks.containers import former_subnets
 from flanneld.ctl.findings import Advice, Finding, Severity, as_at_start, check
 from flanneld.ctl.source import SourcePart, last_words
 from flanneld.diagnostics.status import known
@@ -205,8 +206,9 @@ def reverse_path(facts: Facts) -> Iterator[Finding]:
 
 @check("J", "unsafe leases", "no lease claims a network or an address of this host")
 def unsafe_leases(facts: Facts) -> Iterator[Finding]:
+    former = former_subnets(facts).values()
     for peer in facts.peers:
-        if peer.state == "unsafe":
+        if peer.state == "unsafe" and peer not in former:
             yield Finding(
                 f"the lease {peer.name} would harm this host",
                 peer.reason.partition("; ")[0],

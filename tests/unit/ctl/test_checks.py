@@ -177,6 +177,12 @@ def container(**changes: Any) -> Facts:
     return replace(WELL, containers=(replace(CONTAINER, **changes),))
 
 
+#: A node that got another public IP, and with it another lease: all that is left on its former subnet.
+FORMER = replace(
+    peer(state="unsafe", reason="cni0 is connected to 10.5.2.0/24; renumber that"),
+    addresses=(*WELL.addresses[:2], ("cni0", ip_address("10.5.2.1"))),
+    containers=(replace(CONTAINER, address=ip_address("10.5.2.2"), is_routed=False),),
+)
 NO_WIREGUARD = LackingFeature("wireguard", "it cannot make a device of this kind", "wireguard")
 ACCEPT = (("iptables", "-I", "FORWARD", "-s", "10.5.0.0/16", "-j", "ACCEPT"),)
 FLANNEL = CniFile("/etc/cni/net.d/10-flannel.conflist", ("flannel", "portmap"))
@@ -342,6 +348,7 @@ CASES: dict[str, list[Facts]] = {
         replace(container(is_routed=False), addresses=()),
     ],
     "container addresses": [replace(WELL, containers=(replace(CONTAINER, address=ip_address("10.5.7.2")),))],
+    "former subnet": [FORMER],
     "bridge address": [
         replace(WELL, containers=(replace(CONTAINER, reached_by=way),)) for way in ("", "eth0")
     ],
@@ -727,6 +734,23 @@ def test_a_silent_tunnel_is_no_finding_of_its_own_if_its_cause_is_known() -> Non
 )
 def test_silence_is_no_finding_where_packets_pass_or_no_answer_is_due(facts: Facts) -> None:
     assert examine(facts) == []
+
+
+def test_node_that_moved_is_one_finding_and_no_clone() -> None:
+    ((check, finding),) = examine(FORMER)
+    assert check.name == "former subnet"
+    assert finding.evidence.endswith(
+        "former lease of this node, which nothing here proves, it ends by itself"
+    )
+
+
+def test_leases_that_share_a_mac_are_named_once() -> None:
+    document = deepcopy(DOCUMENT)
+    (first,) = document["peers"]
+    clone = {**first, "subnets": ["10.5.3.0/24"], "public_ips": ["192.0.2.3"], "conflicts": ["10.5.2.0/24"]}
+    document["peers"] = [{**first, "conflicts": ["10.5.3.0/24"]}, clone]
+    ((_, finding),) = examine(replace(WELL, status=status_of(document)))
+    assert finding.problem == "10.5.2.0/24 shares the MAC of 10.5.3.0/24"
 
 
 HOSTILE = "$(reboot) `reboot`; reboot"

@@ -103,10 +103,11 @@ def test_advice_for_another_mtu_names_the_backends_with_an_option_for_it() -> No
 
 def test_who_shares_a_value_is_told_with_whom() -> None:
     nodes = (*(node(number, public_ips=("198.18.0.9",)) for number in (1, 2, 3)), node(4))
-    said = [each.text for each in remarks(Cluster(nodes, frozenset({OWN}), NOW))]
-    assert said == [
-        f"public IP 198.18.0.9 is also that of 10.5.{other}.0/24 and 1 more" for other in (2, 1, 1)
-    ]
+    found = remarks(Cluster(nodes, frozenset({OWN}), NOW))
+    ((_, finding),) = cluster_findings(found)
+    assert finding.problem == "3 nodes with a public IP that is used twice"
+    assert finding.evidence == "10.5.1.0/24, 10.5.2.0/24, 10.5.3.0/24 share the public IP 198.18.0.9"
+    assert [each.text for each in found] == 3 * [finding.evidence]
 
 
 def test_each_rule_has_a_case() -> None:
@@ -203,6 +204,15 @@ def test_doctor_names_a_silent_node_once_and_never_this_one() -> None:
     assert (first.name, cause.about) == ("tunnel", "10.5.2.0/24")
     assert (last.name, rest.evidence) == ("silent nodes", "10.5.3.0/24: no answer")
     assert with_cluster(of_host, []) == of_host
+
+
+def test_doctor_leaves_to_this_host_what_it_sees_of_all_nodes() -> None:
+    nodes = (node(1, told=replace(TOLD, ready=False)), *(node(number, macs=(OWN,)) for number in (2, 3)))
+    checks = {check.name: check for check in CHECKS}
+    found = remarks(Cluster(nodes, frozenset({OWN}), NOW))
+    here = [(checks["contested"], silence(""))]
+    assert [check.name for check, _ in with_cluster([], found)] == ["shared MACs"]
+    assert with_cluster(here, found) == here
 
 
 def test_problems_of_the_cluster_come_before_hints_of_this_host() -> None:
