@@ -23,7 +23,7 @@ from flanneld.node import Node
 from flanneld.option_values import is_network_name
 from flanneld.options import Options
 from flanneld.reconcile import controller
-from flanneld.reconcile.counted_store import counted
+from flanneld.reconcile.counters import counted
 from flanneld.runtime import logs, process, waits
 from flanneld.runtime.complaints import Outage
 from flanneld.runtime.instance_lock import DRAIN, HostClaims, InstanceLock

@@ -20,7 +20,7 @@ from flanneld.diagnostics.observation import Observation
 from flanneld.errors import Cancelled, Fatal, FlannelError, lacking, prefixed
 from flanneld.node import Node
 from flanneld.options import Options
-from flanneld.reconcile.counted_store import counted
+from flanneld.reconcile.counters import counted
 from flanneld.runtime import logs, process
 from flanneld.runtime.instance_lock import DRAIN, PATIENCE, HostClaims, InstanceLock
 from flanneld.runtime.process import ensure_descriptors, open_standard_streams, tune_interpreter

@@ -23,17 +23,15 @@ from flanneld.options import Options
 from flanneld.readiness import Readiness
 from flanneld.reconcile import controller
 from flanneld.reconcile.controller import Controller
-from flanneld.reconcile.counted_store import CountedStore
-from flanneld.reconcile.counters import StoreCounters
+from flanneld.reconcile.counters import CountedStore, StoreCounters
 from flanneld.reconcile.local_node import Member
-from flanneld.reconcile.permits import everything
 from flanneld.reconcile.reconciler import Reconciler
 from flanneld.reconcile.worker import Worker
 from flanneld.runtime import clock
 from flanneld.runtime.logs import Events
 from flanneld.startup import Acquire, Admit, Waiting
 from flanneld.state.desired import Delta
-from flanneld.state.removal_guard import RemovalGuard
+from flanneld.state.permits import RemovalGuard, everything
 from flanneld.state.resources import Key, Resource
 from flanneld.state.table import Put, Table
 from flanneld.subnet import lease_keeper, subnet_file

@@ -12,7 +12,7 @@ from flanneld.node import Node
 from flanneld.reconcile.local_node import UplinkManager
 from flanneld.reconcile.peers import Peers
 from flanneld.runtime import clock, waits
-from flanneld.state.removal_guard import RemovalGuard
+from flanneld.state.permits import RemovalGuard
 from flanneld.state.resources import Key
 from flanneld.state.table import Failure, silence
 

@@ -29,14 +29,14 @@ from flanneld.network.rtnetlink.tables import KERNEL_TABLES
 from flanneld.node import Node
 from flanneld.options import Options
 from flanneld.reconcile.controller import Controller
-from flanneld.reconcile.counted_store import counted
+from flanneld.reconcile.counters import counted
 from flanneld.reconcile.firewall import firewall_settings, place_rules
 from flanneld.reconcile.local_node import LocalNode
 from flanneld.reconcile.peers import View
 from flanneld.reconcile.reconciler import desired_by_table
 from flanneld.runtime import clock
 from flanneld.startup import SingleAttempts
-from flanneld.state.removal_guard import RemovalGuard
+from flanneld.state.permits import RemovalGuard
 from flanneld.state.resources import ROUTES, ForeignLink, Key, Kind, Link, Resource, Route
 from flanneld.state.table import Explains, Put, Report, Scope, Seen, Table
 from flanneld.subnet.allocation import fits, unfollowed

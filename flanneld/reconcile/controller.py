@@ -26,16 +26,14 @@ from flanneld.reconcile.host_watch import (
     warn_of_networks_around,
 )
 from flanneld.reconcile.local_node import LocalNode
-from flanneld.reconcile.node_tables import NodeTables
 from flanneld.reconcile.peers import Peers
-from flanneld.reconcile.permits import Permits
 from flanneld.reconcile.sweep import LeftBehind, Sweep, tell_of_removals
 from flanneld.reconcile.upkeep import demand_all
-from flanneld.reconcile.worker import Worker
+from flanneld.reconcile.worker import NodeTables, Worker
 from flanneld.runtime import clock
 from flanneld.runtime.loop import EventQueue, MakeLoop
 from flanneld.runtime.process import trim_memory
-from flanneld.state.removal_guard import RemovalGuard
+from flanneld.state.permits import Permits, RemovalGuard
 from flanneld.state.resources import ROUTES, Resource, Route
 from flanneld.state.table import Report, Table
 

@@ -27,12 +27,12 @@ from flanneld.network.firewall.placing import PLACES, FlavourOption, RulePlace, 
 from flanneld.network.firewall.rules import Nets, Purpose, Rules, Style, desired_rules
 from flanneld.network.firewall.tables import RuleSet, RulesTable
 from flanneld.options import Options
-from flanneld.reconcile.permits import Permits
 from flanneld.reconcile.reconciler import desired_by_table
 from flanneld.reconcile.upkeep import TableState
 from flanneld.reconcile.worker import Worker
 from flanneld.runtime import shell
 from flanneld.runtime.loop import MakeLoop
+from flanneld.state.permits import Permits
 from flanneld.subnet.subnet_file import Previous
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ def firewall_settings(
             random=not options.ip_masq_fully_random_disable,
         ),
         style="v0.12" if options.iptables_rules == "v0.12" else "own-chains",
-        flavour=cast(FlavourOption, options.iptables_flavour),
+        flavour=cast("FlavourOption", options.iptables_flavour),
         native=config.enable_nftables,
         resync=options.iptables_resync,
     )

@@ -32,11 +32,11 @@ from flanneld.network.uplink_facts import read_host_networks
 from flanneld.reconcile.claims import AddressClaims
 from flanneld.reconcile.encryption_watch import EncryptionWatch
 from flanneld.reconcile.local_node import LocalNode
-from flanneld.reconcile.node_tables import NodeTables
 from flanneld.reconcile.peers import Peers
 from flanneld.reconcile.reconciler import REST, SETTLE
 from flanneld.reconcile.store_watch import StoreWatch
 from flanneld.reconcile.sweep import RETRY, LeftBehind
+from flanneld.reconcile.worker import NodeTables
 from flanneld.runtime import clock
 from flanneld.runtime.complaints import Once
 from flanneld.state.desired import Delta

@@ -25,10 +25,9 @@ from flanneld.model import (
 )
 from flanneld.network.obstacles import HostNetworks
 from flanneld.reconcile.claims import AddressClaims, Overlaps
-from flanneld.reconcile.permits import Knowledge
 from flanneld.runtime.complaints import LogBatch, Once
 from flanneld.state.desired import LOCAL, Before, Delta, DesiredState, rank
-from flanneld.state.removal_guard import RemovalGuard
+from flanneld.state.permits import Knowledge, RemovalGuard
 from flanneld.state.resources import Key, Kind, Resource
 
 log = logging.getLogger(__name__)

@@ -18,11 +18,11 @@ from functools import partial
 from flanneld.compat.glog import counted
 from flanneld.errors import Retryable, cause_of
 from flanneld.reconcile.counters import Work
-from flanneld.reconcile.permits import Permits
 from flanneld.reconcile.upkeep import FIRST_RETRY, ContestBackoff, TableState, Upkeep
 from flanneld.runtime import clock
 from flanneld.runtime.complaints import Once
 from flanneld.state.desired import Delta, Difference, compare, difference, finish
+from flanneld.state.permits import Permits
 from flanneld.state.resources import LINKS, Key, Resource, State
 from flanneld.state.table import Failure, Report, Scope, Table
 

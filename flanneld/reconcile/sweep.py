@@ -15,10 +15,9 @@ from flanneld.network.host import HostKernel
 from flanneld.network.rtnetlink.links import is_flannels
 from flanneld.reconcile import last_run
 from flanneld.reconcile.last_run import Device
-from flanneld.reconcile.node_tables import NodeTables
 from flanneld.reconcile.peers import Peers
-from flanneld.reconcile.permits import Permits
-from flanneld.state.removal_guard import RemovalGuard
+from flanneld.reconcile.worker import NodeTables
+from flanneld.state.permits import Permits, RemovalGuard
 from flanneld.state.resources import Link, Resource, Route
 
 log = logging.getLogger(__name__)

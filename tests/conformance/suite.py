@@ -10,10 +10,10 @@ from contextlib import contextmanager
 
 from hypothesis import strategies as st
 
-from flanneld.reconcile.permits import Knowledge, Permits
 from flanneld.reconcile.reconciler import Reconciler, desired_by_table
 from flanneld.runtime import clock
 from flanneld.state.desired import difference
+from flanneld.state.permits import Knowledge, Permits
 from flanneld.state.resources import Key, Resource
 from flanneld.state.table import Report, Scope, Table
 

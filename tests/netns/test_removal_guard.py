@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from flanneld.state.removal_guard import HOLD
+from flanneld.state.permits import HOLD
 from tests.lab import Lab, Node, wait_for
 from tests.netns.test_seeing import answer
 from tests.netns.test_store import host_gw, overlay_routes, stopped

@@ -31,7 +31,7 @@ from flanneld.network.rtnetlink.kernel import Kernel
 from flanneld.network.rtnetlink.tables import tables
 from flanneld.reconcile.peers import Peers
 from flanneld.reconcile.reconciler import Reconciler
-from flanneld.state.removal_guard import RemovalGuard
+from flanneld.state.permits import RemovalGuard
 from flanneld.subnet.etcd import v2_messages
 from flanneld.subnet.etcd.http import Answer
 from flanneld.subnet.etcd.keys import KeyReply, Position

@@ -20,7 +20,7 @@ from flanneld.network.firewall.rules import Purpose
 from flanneld.node import Node
 from flanneld.options import Options, read
 from flanneld.readiness import Readiness
-from flanneld.reconcile.counted_store import counted
+from flanneld.reconcile.counters import counted
 from flanneld.reconcile.firewall import Firewall, FirewallSettings
 from flanneld.reconcile.last_run import LastRun, Machine
 from flanneld.reconcile.local_node import Member

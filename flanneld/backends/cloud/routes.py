@@ -31,7 +31,7 @@ from flanneld.config import SubnetRange
 from flanneld.errors import Retryable
 from flanneld.model import Snapshot, lies_in
 from flanneld.runtime import clock
-from flanneld.state.removal_guard import RemovalGuard
+from flanneld.state.permits import RemovalGuard
 from flanneld.state.resources import Key, Resource
 from flanneld.state.table import Claim, Failure, Put, Report, Scope, Seen
 

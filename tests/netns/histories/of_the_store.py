@@ -8,7 +8,7 @@ from typing import Any, get_args
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from flanneld.state.removal_guard import HOLD
+from flanneld.state.permits import HOLD
 from tests.lab import Mishap, wait_for
 from tests.netns.histories.history import SOON, History, told
 from tests.netns.histories.observed import is_vandals

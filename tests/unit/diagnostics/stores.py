@@ -5,7 +5,7 @@ from __future__ import annotations
 from flanneld import effects
 from flanneld.node import Node
 from flanneld.options import Options
-from flanneld.reconcile.counted_store import CountedStore, counted
+from flanneld.reconcile.counters import CountedStore, counted
 from flanneld.subnet.etcd.api_choice import open_etcd
 from flanneld.subnet.etcd.endpoints import EtcdOptions
 

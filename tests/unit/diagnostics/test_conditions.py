@@ -16,11 +16,10 @@ from flanneld.errors import NoAnswer, Retryable
 from flanneld.model import Lease, LeaseAttrs, Snapshot
 from flanneld.node import Node
 from flanneld.options import Options
-from flanneld.reconcile.permits import everything
 from flanneld.reconcile.worker import Worker
 from flanneld.runtime import clock
 from flanneld.state.desired import Delta
-from flanneld.state.removal_guard import RemovalGuard
+from flanneld.state.permits import RemovalGuard, everything
 from flanneld.state.resources import Route
 from flanneld.state.table import Failure, Put
 from flanneld.subnet.subnet_file import SubnetEnv, SubnetEnvFile, SubnetFileTable

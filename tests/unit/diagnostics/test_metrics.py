@@ -12,7 +12,7 @@ from flanneld.errors import NoAnswer, Retryable
 from flanneld.model import Lease, LeaseAttrs
 from flanneld.node import Node
 from flanneld.options import Options
-from flanneld.reconcile.counted_store import counted
+from flanneld.reconcile.counters import counted
 from tests.unit.diagnostics.stores import idle_node
 
 CONFIG = parse('{"Network": "10.5.0.0/16"}')

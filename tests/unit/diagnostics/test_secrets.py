@@ -17,7 +17,7 @@ from flanneld.diagnostics.serving import StatusSocket
 from flanneld.diagnostics.status import encoded, known
 from flanneld.errors import Retryable, printable
 from flanneld.options import read
-from flanneld.reconcile.counted_store import counted
+from flanneld.reconcile.counters import counted
 from flanneld.subnet.kube.node_table import NodeCache
 from flanneld.subnet.kube.store import KubeOptions, KubeStore
 from flanneld.subnet.store import NodeStore

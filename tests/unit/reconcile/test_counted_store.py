@@ -6,7 +6,7 @@ import pytest
 
 from flanneld.errors import Cancelled, Retryable
 from flanneld.model import Event
-from flanneld.reconcile.counted_store import counted
+from flanneld.reconcile.counters import counted
 from flanneld.subnet.etcd.api_choice import open_etcd
 from flanneld.subnet.etcd.endpoints import EtcdOptions
 from flanneld.subnet.kube.store import KubeOptions, KubeStore

@@ -21,7 +21,7 @@ from flanneld.reconcile.controller import Controller
 from flanneld.reconcile.last_run import Device, device_of
 from flanneld.reconcile.local_node import LocalNode, UplinkManager, find_uplink
 from flanneld.runtime.supervisor import Supervisor
-from flanneld.state.removal_guard import RemovalGuard
+from flanneld.state.permits import RemovalGuard
 from flanneld.state.resources import ForeignLink, Link, Route, Vxlan
 from tests.unit.simulation.kernel import Kernel
 from tests.unit.simulation.kernel_tables import KernelTable, tables

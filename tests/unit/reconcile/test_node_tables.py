@@ -9,11 +9,10 @@ import pytest
 
 from flanneld.backends.host_gw import HostGw
 from flanneld.model import Lease, LeaseAttrs
-from flanneld.reconcile.node_tables import NodeTables
 from flanneld.reconcile.peers import Peers
-from flanneld.reconcile.permits import Permits
+from flanneld.reconcile.worker import NodeTables
 from flanneld.runtime.supervisor import Supervisor
-from flanneld.state.removal_guard import RemovalGuard
+from flanneld.state.permits import Permits, RemovalGuard
 from flanneld.state.resources import ADDRESSES, FDB, LINKS, NEIGHBORS, ROUTES
 from flanneld.state.table import Table
 from tests.unit.backends.test_host_gw import made

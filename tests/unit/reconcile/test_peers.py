@@ -17,7 +17,7 @@ from flanneld.model import Added, Event, Lease, LeaseAttrs, Removed, Snapshot
 from flanneld.network.obstacles import HostNetworks, Obstacle
 from flanneld.reconcile.peers import Peers
 from flanneld.state.desired import Delta
-from flanneld.state.removal_guard import HOLD, RemovalGuard
+from flanneld.state.permits import HOLD, RemovalGuard
 from flanneld.state.resources import Ipip, Kind, Resource, Route, State
 from tests.unit.backends.test_host_gw import SUBNET, V4, V6, made, peer
 from tests.unit.backends.test_vxlan import config as vxlan_config

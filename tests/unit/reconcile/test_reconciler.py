@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from flanneld.reconcile.counters import TOLD
-from flanneld.reconcile.node_tables import KERNEL_CONTEST
-from flanneld.reconcile.permits import Knowledge, Permits
 from flanneld.reconcile.reconciler import Reconciler, desired_by_table
+from flanneld.reconcile.worker import KERNEL_CONTEST
 from flanneld.runtime import clock
 from flanneld.state.desired import AT_ONCE, Delta
+from flanneld.state.permits import Knowledge, Permits
 from flanneld.state.resources import LINKS, Key, Resource
 from flanneld.state.table import Claim, Put, Report, Scope, Seen
 from tests.unit.reconcile.simulated_table import SimulatedTable, Thing

@@ -13,10 +13,10 @@ from flanneld.backends.extension.backend import PEERS, PeerSetup, Startup
 from flanneld.backends.ipsec.resources import SharedKey
 from flanneld.backends.udp.resources import UdpProxy
 from flanneld.model import Secret
-from flanneld.reconcile.permits import Knowledge
 from flanneld.reconcile.worker import Worker
 from flanneld.runtime.loop import StepLoop
 from flanneld.state.desired import Delta
+from flanneld.state.permits import Knowledge
 from flanneld.state.resources import Resource
 from flanneld.state.table import Claim, Put
 from tests.unit.reconcile.simulated_table import SimulatedTable

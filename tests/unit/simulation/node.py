@@ -26,7 +26,7 @@ from flanneld.node import Node
 from flanneld.options import Options
 from flanneld.reconcile import controller, last_run
 from flanneld.reconcile.controller import Controller
-from flanneld.reconcile.counted_store import counted
+from flanneld.reconcile.counters import counted
 from flanneld.reconcile.peers import Peers
 from flanneld.runtime.loop import EventQueue
 from flanneld.runtime.process import Notifier

@@ -8,7 +8,7 @@ from ipaddress import IPv4Network
 import pytest
 
 from flanneld.model import Lease, LeaseAttrs, LeaseKey, Snapshot
-from flanneld.state.removal_guard import HOLD, RemovalGuard
+from flanneld.state.permits import HOLD, RemovalGuard
 from tests.clock import Clock
 
 

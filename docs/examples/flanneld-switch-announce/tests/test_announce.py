@@ -21,10 +21,10 @@ from flanneld.backends.contract import ExitPolicy, Host, exit_policy
 from flanneld.config import parse
 from flanneld.errors import Fatal
 from flanneld.model import Lease, LeaseAttrs, Uplink
-from flanneld.reconcile.permits import Knowledge, Permits
 from flanneld.reconcile.reconciler import Reconciler, desired_by_table
 from flanneld.runtime import clock
 from flanneld.runtime.sockets.http_client import HttpClient
+from flanneld.state.permits import Knowledge, Permits
 from flanneld.state.resources import Route
 
 PROJECT = Path(__file__).resolve().parents[1]

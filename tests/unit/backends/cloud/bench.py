@@ -19,11 +19,11 @@ from flanneld.backends.cloud.routes import CloudRoutes
 from flanneld.backends.contract import Host
 from flanneld.config import parse
 from flanneld.model import Lease, Uplink
-from flanneld.reconcile.permits import Knowledge, Permits
 from flanneld.reconcile.reconciler import Reconciler, desired_by_table
 from flanneld.reconcile.upkeep import TableState
 from flanneld.runtime.sockets.http_client import HttpClient
 from flanneld.runtime.waits import DetachedCalls
+from flanneld.state.permits import Knowledge, Permits
 from tests.clock import Clock
 from tests.lab.clouds.kinds import make_cloud
 from tests.lab.clouds.service import Service, served

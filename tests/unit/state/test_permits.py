@@ -9,8 +9,7 @@ from flanneld.backends.vxlan import VxlanBackend
 from flanneld.config import parse
 from flanneld.model import Added, Cached, Event, IPNetwork, Lease, LeaseAttrs, Snapshot, Uplink
 from flanneld.reconcile.peers import Peers
-from flanneld.reconcile.permits import Permits
-from flanneld.state.removal_guard import RemovalGuard
+from flanneld.state.permits import Permits, RemovalGuard
 from flanneld.state.resources import (
     FDB,
     LINKS,
