@@ -126,6 +126,8 @@ def commands(parser: argparse.ArgumentParser, before: tuple[str, ...] = ()) -> I
             continue
         meanings = {choice.dest: choice.help or "" for choice in action._choices_actions}  # noqa: SLF001
         for name, below in action.choices.items():
+            if name not in meanings:
+                continue  # a former name
             own = [each for each in below._actions if each.nargs != argparse.PARSER]  # noqa: SLF001
             options = (_option(each) for each in own if each.option_strings)
             yield Command(

@@ -70,6 +70,7 @@ def _attempt(argv: Sequence[str], environ: Mapping[str, str]) -> int:
                 return _complain("no command is given; see flannelctl --help", USAGE, as_json=True)
             command_line().print_help()
             return FINE
+        arguments.command = ALIASES.get(arguments.command, arguments.command)
         if arguments.command not in COMMANDS:
             wanted = options.read(flags, environ, program="flannelctl COMMAND")
             return _act(arguments, wanted, as_json=as_json)
@@ -196,7 +197,8 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, (_, meaning) in _HELP.items():
-        command = commands.add_parser(name, parents=[shared], help=meaning, allow_abbrev=False)
+        also = [old for old, new in ALIASES.items() if new == name]
+        command = commands.add_parser(name, parents=[shared], help=meaning, aliases=also, allow_abbrev=False)
         if name == "status":
             command.add_argument(
                 "--wait",
@@ -216,22 +218,23 @@ def command_line() -> argparse.ArgumentParser:
             command.add_argument(
                 "--format", choices=("text", "dot", "html"), default="text", help="text, if not given"
             )
-        if name == "ping":
-            command.add_argument(
-                "--count",
-                type=_count,
-                default=5,
-                metavar="NUMBER",
-                help="packets of each kind, 5 if not given",
-            )
         if name == "netcheck":
-            command.add_argument("peer", nargs="?", metavar="PEER", help="only this one, named as for mtu")
-        if name in ("mtu", "ping"):
-            command.add_argument(
-                "peer", metavar="PEER", help="its subnet, public IP, or a container's address"
-            )
+            _add_netcheck(command)
     store_commands.add_commands(commands.add_parser, [shared])
     return parser
+
+
+def _add_netcheck(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "peer", nargs="?", metavar="PEER", help="its subnet, public IP, or a container's address; else a few"
+    )
+    command.add_argument("--container", metavar="IP", help="reach this container, too")
+    command.add_argument(
+        "--count", type=_count, default=5, metavar="NUMBER", help="packets of each kind (default: 5)"
+    )
+    command.add_argument(
+        "--size", type=_count, default=0, metavar="BYTES", help="largest packet to try (default: the MTU)"
+    )
 
 
 def _seconds(text: str) -> float:
@@ -316,28 +319,6 @@ def _trace(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
     return _noted(source, [table], lambda: plain, wrong=any(hop.state == "PROBLEM" for hop in hops))
 
 
-def _mtu(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
-    from flanneld.ctl.path_mtu import paths, peer_named
-    from flanneld.network import survey
-
-    peer = peer_named(arguments.peer, source.status)
-    found = paths([peer], source.status, survey.path_mtus)
-    rows = [
-        (each.name, each.state, str(each.target), str(each.required), str(each.carried or "-"), each.note)
-        for each in found
-    ]
-    table = TextTable(("path", "state", "to", "wanted", "carried", "note"), rows)
-    plain = [
-        {"path": each.name, "target": str(each.target), "wanted": each.required, "carried": each.carried}
-        for each in found
-    ]
-    # A filter may drop ICMP between the nodes; through the tunnel, or if all are silent, packets are lost.
-    silent = [each for each in found if each.carried is None]
-    lost = silent == found or any(each.name == "tunnel" for each in silent)
-    wrong = lost or any(each.state == "PROBLEM" for each in found)
-    return _noted(source, [table], lambda: {"paths": plain}, wrong=wrong)
-
-
 def _doctor(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
     from flanneld.ctl.doctor import as_json, examine, has_problem, report, with_cluster
     from flanneld.ctl.facts import gather
@@ -385,24 +366,13 @@ def _graph(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
     return shown, lambda: plain, any(each.state == "PROBLEM" for each in made)
 
 
-def _ping(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
-    from flanneld.ctl import netcheck
-
-    found = list(netcheck.stages(arguments.peer, source, arguments.count))
-    said = netcheck.verdict(found)
-    unanswered = netcheck.unanswered(found, source)
-    plain, shown = netcheck.stages_plain(found, said), netcheck.stages_table(found, said)
-    return _noted(source, shown, lambda: plain, unanswered, wrong=said.at is not None)
-
-
 def _netcheck(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
-    from flanneld.ctl import netcheck
+    from flanneld.ctl.netcheck import Wanted, examine
 
-    found = list(netcheck.measure(source, arguments.peer))
-    rows = [(each.check, each.about, each.state, each.found, each.note) for each in found]
-    table = TextTable(("check", "of", "state", "found", "note"), rows)
-    plain = {"checks": [asdict(each) for each in found]}
-    return _noted(source, [table], lambda: plain, wrong=any(each.state == "PROBLEM" for each in found))
+    wanted = Wanted(arguments.peer, arguments.container, arguments.count, arguments.size)
+    with output.progress(sys.stderr) as tell:
+        answer = examine(source, wanted, tell)
+    return _noted(source, answer.tables(), answer.plain, answer.unanswered, wrong=answer.is_wrong)
 
 
 def _bundle(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
@@ -445,11 +415,11 @@ _HELP: dict[str, tuple[Callable[[DataSource, argparse.Namespace], CommandAnswer]
     "events": (_events, "recent log lines of the daemon"),
     "trace": (_trace, "path of a packet to an address, hop by hop"),
     "bundle": (_bundle, "archive of diagnostics without secrets, for a remote expert"),
-    "mtu": (_mtu, "largest packet that the path to a peer carries; sends probes"),
     "nodes": (_nodes, "all nodes of the cluster, one a line; sends queries"),
     "graph": (_graph, "this node and its paths to all others, as text, for Graphviz, or as a page"),
-    "ping": (_ping, "reachability of a peer or its container, and where packets stop"),
-    "netcheck": (_netcheck, "path MTU, port, address translation and checksums on the paths to peers"),
+    "netcheck": (_netcheck, "the paths to peers: where packets stop, and what spoils them; sends probes"),
     "doctor": (_doctor, "problems of this node, and the commands that solve them"),
 }
+#: Former names of commands, which are accepted, too.
+ALIASES = {"mtu": "netcheck", "ping": "netcheck"}
 COMMANDS = {name: act for name, (act, _) in _HELP.items()}

@@ -1,29 +1,41 @@
-"""``flannelctl ping`` and ``flannelctl netcheck``: packets to a node by stages, and what spoils them."""
+"""``flannelctl netcheck``: the path to a peer, stage by stage: where packets stop, and what spoils them."""
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from enum import StrEnum
 from ipaddress import ip_network
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from flanneld.ctl.checks.packets import Drop, drops_towards
 from flanneld.ctl.compare import wanted_route
 from flanneld.ctl.nodes import answer_remedy, our_addresses, port_of, target_of, told, vxlan_of
 from flanneld.ctl.output import TextTable
-from flanneld.ctl.path_mtu import paths, peer_named
+from flanneld.ctl.path_mtu import PathToPeer, paths, peer_named
 from flanneld.ctl.source import DataSource
 from flanneld.diagnostics.status import PeerStatus, Status, UplinkStatus, known
+from flanneld.errors import FlannelError
 from flanneld.model import IPAddress, family_of
 from flanneld.network.query import ORDINARY
-from flanneld.network.survey import Channel, EchoChannel, QueryChannel, Reply, ask, path_mtus, survey
+from flanneld.network.survey import SILENCE, Channel, EchoChannel, QueryChannel, Reply, ask, path_mtus, survey
 from flanneld.state.resources import Vxlan
 
 _NO_CONTAINER = frozenset({errno.EHOSTUNREACH, errno.ENETUNREACH})
+#: Peers that are examined if none is named.
+_FEW = 3
+#: Bytes of a small packet, with the IP header: the size of ping(8).
+SMALL = 84
+#: Seconds until a packet counts as lost, and lost packets in a row after which a stage is given up.
+_WITHIN, _ENOUGH = 1.0, 3
+#: Seconds more for the last packet to a container: its node reports a missing one after 3 s of ARP.
+_LINGER = 2.0
+#: Seconds for the answers to one try of a query without checksums, and tries.
+_CHECKED_WITHIN, _TRIES = 0.5, 2
 
 
 class Stage(StrEnum):
@@ -41,7 +53,7 @@ class Stage(StrEnum):
 class Series(Struct, frozen=True, gc=False):
     """Messages of one size to one address. ``size`` is in bytes with the IP header, ``rtts`` are in seconds.
 
-    ``error`` is the errno of the last ICMP error; ``is_full`` means the largest packets of this stage.
+    ``error`` is the errno of the last ICMP error, ``facts`` are those of the last answer to a query.
     """
 
     stage: Stage
@@ -50,7 +62,7 @@ class Series(Struct, frozen=True, gc=False):
     sent: int
     rtts: tuple[float, ...] = ()
     error: int = 0
-    is_full: bool = False
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def lost(self) -> int:
@@ -59,7 +71,7 @@ class Series(Struct, frozen=True, gc=False):
     @property
     def arrived(self) -> bool:
         """Return True if any message arrived; a closed port is an answer of the host's kernel."""
-        return bool(self.rtts) or (self.error == errno.ECONNREFUSED and self.stage is not Stage.PORT)
+        return bool(self.rtts) or (self.is_refused and self.stage is not Stage.PORT)
 
     @property
     def is_refused(self) -> bool:
@@ -72,12 +84,240 @@ class Verdict(Struct, frozen=True, gc=False):
     at: str | None
     reason: str
 
+    def __str__(self) -> str:
+        return f"stops at {self.at}; {self.reason}" if self.at else self.reason
 
-def verdict(found: Sequence[Series]) -> Verdict:
+
+class Result(Struct, frozen=True, gc=False):
+    """Result of one check. ``state`` is ``ok``, ``hint``, ``PROBLEM`` or ``unknown``.
+
+    ``more`` are its numbers for programs.
+    """
+
+    check: str
+    about: str
+    state: str
+    found: str
+    note: str = ""
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+    def plain(self) -> dict[str, Any]:
+        """Return the result as JSON."""
+        told = {"check": self.check, "about": self.about, "state": self.state, "found": self.found}
+        return {**told, "note": self.note, **self.more}
+
+
+class Sums(Struct, frozen=True, gc=False):
+    """Replies to a query with checksums, to one without, and to one without whose answer has one."""
+
+    both: Reply
+    neither: Reply
+    answer_only: Reply
+
+
+class Answer(Struct, frozen=True, gc=False):
+    """Results of all peers, the verdict on each, and what is not known for want of answers to queries."""
+
+    results: list[Result]
+    verdicts: list[tuple[str, Verdict]]
+    unanswered: list[str]
+
+    @property
+    def worst(self) -> Verdict | None:
+        """Return the verdict on the first peer that packets do not reach, else on the first peer."""
+        stops = (said for _, said in self.verdicts if said.at)
+        return next(stops, self.verdicts[0][1] if self.verdicts else None)
+
+    @property
+    def is_wrong(self) -> bool:
+        has_stop = self.worst is not None and self.worst.at is not None
+        return has_stop or any(each.state == "PROBLEM" for each in self.results)
+
+    def tables(self) -> list[TextTable]:
+        rows = [(each.check, each.about, each.state, each.found, each.note) for each in self.results]
+        ends = [(f"{peer}: {said}",) for peer, said in self.verdicts]
+        return [TextTable(("check", "of", "state", "found", "note"), rows), TextTable((), ends)]
+
+    def plain(self) -> dict[str, Any]:
+        """Return the answer as JSON."""
+        worst = self.worst
+        return {
+            "checks": [each.plain() for each in self.results],
+            "stops_at": worst.at if worst else None,
+            "reason": worst.reason if worst else "no peer is in the kernel",
+        }
+
+
+class Wanted(Struct, frozen=True, gc=False):
+    """Arguments: a peer's name, a container of it, and packets of each kind.
+
+    ``size`` is that of the largest packet to try, in bytes with the IP header; 0 for the network's MTU.
+    """
+
+    peer: str | None = None
+    container: str | None = None
+    count: int = 5
+    size: int = 0
+
+
+def examine(source: DataSource, wanted: Wanted, tell: Callable[[str], None]) -> Answer:
+    """Examine the path to one peer, or to a few; ``tell`` is called with what is done now.
+
+    Raises ``FlannelError`` for an unknown name, ``OSError`` if this process may not send ICMP.
+    """
+    status = _with_size(source.status, wanted.size)
+    peers, container = _chosen(wanted, status)
+    results, verdicts = [*translated(known(status.uplink))], []
+    tell("largest packets")
+    has_sizes = known(status.mtu) and known(status.uplink)
+    sizes = paths(peers, status, path_mtus, container) if has_sizes else []
+    drops, port = drops_towards(status), port_of(source)
+    is_mute = False
+    for peer in peers:
+        found = list(Walk(peer, status, port, wanted.count, tell).stages(container))
+        through = [each for each in sizes if each.peer == peer.subnets[0]]
+        results += judge(peer, found, through, drops(peer.networks[0].network_address), status)
+        results += spoilt(peer, found, port, status)
+        verdicts.append((peer.name, verdict(found, through)))
+        is_mute = is_mute or any(each.stage is Stage.UDP and each.is_refused for each in found)
+    mute = [f"which direction loses large packets (there, back); {answer_remedy(port)}"] if is_mute else []
+    return Answer(results, verdicts, mute)
+
+
+def _with_size(status: Status, size: int) -> Status:
+    mtu = known(status.mtu)
+    if size and mtu and size > mtu:
+        raise FlannelError(f"packets of {size} bytes do not fit the network's MTU", f"give at most {mtu}")
+    return replace(status, mtu=size) if size else status
+
+
+def _chosen(wanted: Wanted, status: Status) -> tuple[list[PeerStatus], IPAddress | None]:
+    """Return the peers to examine, and the address of the container to reach."""
+    name = wanted.container or wanted.peer
+    if not name:
+        return [each for each in status.each_peer if each.state == "in the kernel"][:_FEW], None
+    peer = peer_named(name, status)
+    if wanted.peer and peer_named(wanted.peer, status) is not peer:
+        raise FlannelError(f"{name} is no container of {wanted.peer}", f"it is of {peer.name}")
+    return [peer], _container(name, peer, target_of(peer, our_addresses(status)))
+
+
+def _container(name: str, peer: PeerStatus, place: tuple[IPAddress, bool] | None) -> IPAddress | None:
+    """Return the container's address, None if a subnet or a node's own address is named."""
+    net = ip_network(name, strict=False)
+    address = net.network_address
+    if net.prefixlen != net.max_prefixlen or address in (*peer.addresses, *(place or ())[:1]):
+        return None
+    return address
+
+
+# ---- measurements -------------------------------------------------------------------------------
+
+
+class Walk(Struct, frozen=True, gc=False):
+    """Way to a peer: ``count`` messages at each stage. ``tell`` is called before each."""
+
+    peer: PeerStatus
+    status: Status
+    port: int
+    count: int
+    tell: Callable[[str], None]
+
+    def stages(self, container: IPAddress | None) -> Iterator[Series]:
+        """Yield the stages. Raises ``OSError``."""
+        for public in self.peer.addresses[:1]:
+            yield self._echo(Stage.UNDERLAY, public)
+            yield from self._tunnel_port(public)
+        place = target_of(self.peer, our_addresses(self.status))
+        if place is not None:
+            yield from self._node(*place)
+        if container is not None:
+            yield self._echo(Stage.CONTAINER, container)
+
+    def _tunnel_port(self, public: IPAddress) -> Iterator[Series]:
+        """Yield a datagram to the VXLAN port, which an open one drops without an answer."""
+        device = vxlan_of(self.status)
+        if device is not None and device.local.version == public.version:
+            self.tell(f"{self.peer.name}: {Stage.PORT}")
+            yield series(Stage.PORT, QueryChannel(family_of(public), device.port), public, ORDINARY, 1)
+
+    def _node(self, target: IPAddress, in_overlay: bool) -> Iterator[Series]:
+        """Yield queries: small ones, then large ones with a small answer, then with a large one."""
+        uplink = known(self.status.uplink)
+        size = known(self.status.mtu) if in_overlay else uplink.mtu if uplink else None
+        if in_overlay:
+            yield self._echo(Stage.TUNNEL, target)
+        small = self._query(Stage.UDP, target, ORDINARY, ORDINARY)
+        yield small
+        if small.rtts and size:
+            there = self._query(Stage.THERE, target, size, SMALL)
+            yield there
+            if there.rtts:
+                yield self._query(Stage.BACK, target, size, size)
+
+    def _echo(self, stage: Stage, to: IPAddress) -> Series:
+        self.tell(f"{self.peer.name}: {stage}")
+        return series(stage, EchoChannel(family_of(to), SMALL), to, SMALL, self.count)
+
+    def _query(self, stage: Stage, to: IPAddress, size: int, answer_size: int) -> Series:
+        self.tell(f"{self.peer.name}: {stage}")
+        channel = QueryChannel(family_of(to), self.port, size, answer_size)
+        return series(stage, channel, to, size, self.count)
+
+
+def series(stage: Stage, channel: Channel[IPAddress], target: IPAddress, size: int, count: int) -> Series:
+    """Send messages one after the other. The last one to a silent container may take longer."""
+    rtts: list[float] = []
+    facts: Mapping[str, Any] = {}
+    sent = in_a_row = error = 0
+    linger = _LINGER if stage is Stage.CONTAINER else 0.0
+    with closing(channel):
+        while sent < count and in_a_row < _ENOUGH:
+            is_last = not rtts and (sent + 1 == count or in_a_row + 1 == _ENOUGH)
+            reply = ask(channel, target, _WITHIN + (linger if is_last else 0.0))
+            sent += 1
+            error = reply.error or error
+            if reply.rtt is not None:
+                rtts.append(reply.rtt)
+                facts = reply.facts
+            in_a_row = 0 if reply.rtt is not None else in_a_row + 1
+            if reply.is_refusal:
+                break
+    return Series(stage, str(target), size, sent, tuple(rtts), error, facts)
+
+
+def spoilt(peer: PeerStatus, found: Sequence[Series], port: int, status: Status) -> Iterator[Result]:
+    """Yield what becomes of UDP in the overlay. Queries without checksums are sent if others get lost."""
+    place = target_of(peer, our_addresses(status))
+    udp = next((each for each in found if each.stage is Stage.UDP), None)
+    if place is None or udp is None:
+        return
+    target, in_overlay = place
+    both = Reply(udp.rtts[0] if udp.rtts else None, error=udp.error)
+    neither = answer_only = SILENCE
+    if not both.arrived and target.version == 4:
+        neither, answer_only = (_ask_unsummed(target, port, which) for which in ((True, True), (True, False)))
+    answers_icmp = any(each.rtts for each in found if each.to == udp.to and each.stage is not Stage.UDP)
+    replies = Sums(both, neither, answer_only)
+    yield checksums(peer.name, replies, answers_icmp=answers_icmp, device=vxlan_of(status))
+    seen = told(udp.facts).seen
+    if seen and in_overlay:
+        yield masqueraded(peer.name, seen, frozenset(map(str, our_addresses(status))))
+
+
+def _ask_unsummed(target: IPAddress, port: int, which: tuple[bool, bool]) -> Reply:
+    with closing(QueryChannel(4, port, ORDINARY, SMALL, unsummed=which)) as channel:
+        return survey(channel, [target], _CHECKED_WITHIN, _TRIES)[target]
+
+
+# ---- judgements (pure) --------------------------------------------------------------------------
+
+
+def verdict(found: Sequence[Series], sizes: Sequence[PathToPeer] = ()) -> Verdict:
     """Return where packets stop: at the first stage that explains everything after it."""
 
-    def one(stage: Stage, *, full: bool = False) -> Series | None:
-        return next((each for each in found if each.stage is stage and each.is_full == full), None)
+    def one(stage: Stage) -> Series | None:
+        return next((each for each in found if each.stage is stage), None)
 
     underlay, port, tunnel = one(Stage.UNDERLAY), one(Stage.PORT), one(Stage.TUNNEL)
     container, udp = one(Stage.CONTAINER), one(Stage.UDP)
@@ -88,18 +328,15 @@ def verdict(found: Sequence[Series]) -> Verdict:
         return Verdict("underlay", f"{underlay.to} does not answer: its host is down, or ICMP is filtered")
     if container is not None and not container.arrived:
         return _after_the_tunnel(container)
-    for each in found:
-        if each.is_full and not each.arrived:
-            return _too_large(each)
+    if (too_large := _too_large(found, sizes)) is not None:
+        return too_large
     if udp is not None and not udp.arrived:
-        return Verdict(
-            "udp", "ICMP passes and UDP does not: flannelctl netcheck tells a firewall from checksums"
-        )
+        return Verdict("udp", "ICMP passes and UDP does not: a firewall, or checksums")
     lossy = next((each for each in found if each.stage is not Stage.PORT and each.rtts and each.lost), None)
     if lossy is not None:
         return Verdict(lossy.stage.value, f"{lossy.lost} of {lossy.sent} packets are lost")
     if tunnel is None and container is None:
-        return Verdict(None, "the node answers; its backend has no address in the overlay: ping a container")
+        return Verdict(None, "the node answers; its backend has no address in the overlay: name a container")
     return Verdict(None, "packets pass in both directions")
 
 
@@ -127,288 +364,67 @@ def _after_the_tunnel(container: Series) -> Verdict:
     )
 
 
-def _too_large(each: Series) -> Verdict:
-    match each.stage:
-        case Stage.THERE:
-            return Verdict("tunnel", f"packets of {each.size} bytes do not get there")
-        case Stage.BACK:
-            return Verdict("tunnel", f"packets of {each.size} bytes get there and do not come back")
-    return Verdict(
-        each.stage.value, f"packets of {each.size} bytes are lost: flannelctl mtu finds what passes"
-    )
+def _too_large(found: Sequence[Series], sizes: Sequence[PathToPeer]) -> Verdict | None:
+    answering = {each.to for each in found if each.rtts}
+    for path in sizes:
+        if path.carried != path.required and str(path.target) in answering:
+            passing = f"those of {path.carried} pass" if path.carried else "small ones pass"
+            return Verdict(path.name, f"packets of {path.required} bytes are lost, {passing}")
+    lost = {Stage.THERE: "do not get there", Stage.BACK: "get there and do not come back"}
+    for each in found:
+        if each.stage in lost and not each.arrived:
+            return Verdict("tunnel", f"packets of {each.size} bytes {lost[each.stage]}")
+    return None
 
 
-#: Bytes of a small packet, with the IP header: the size of ping(8).
-SMALL = 84
-#: Seconds until a packet counts as lost.
-_WITHIN = 1.0
-#: Lost packets in a row after which a stage is given up.
-_ENOUGH = 3
-#: Seconds more for the last packet to a container: its node reports a missing one after 3 s of ARP.
-_LINGER = 2.0
-
-
-def series(
-    channel: Channel[IPAddress], target: IPAddress, count: int, linger: float = 0.0
-) -> tuple[int, tuple[float, ...], int]:
-    """Send messages one after the other. Return how many, the times of the answers, and the last error.
-
-    The last one may take ``linger`` seconds longer if none was answered.
-    """
-    rtts: list[float] = []
-    sent = in_a_row = error = 0
-    with closing(channel):
-        while sent < count and in_a_row < _ENOUGH:
-            is_last = not rtts and (sent + 1 == count or in_a_row + 1 == _ENOUGH)
-            reply = ask(channel, target, _WITHIN + (linger if is_last else 0.0))
-            sent += 1
-            error = reply.error or error
-            if reply.rtt is not None:
-                rtts.append(reply.rtt)
-            in_a_row = 0 if reply.rtt is not None else in_a_row + 1
-            if reply.is_refusal:
-                break
-    return sent, tuple(rtts), error
-
-
-def stages(name: str, source: DataSource, count: int) -> Iterator[Series]:
-    """Yield the stages to a node, named by its subnet, public IP or a container's address.
-
-    Raises ``FlannelError`` for an unknown name, ``OSError`` if this process may not send ICMP.
-    """
-    told = source.status
-    uplink, mtu = known(told.uplink), known(told.mtu)
-    uplink_mtu = uplink.mtu if uplink else None
-    peer = peer_named(name, told)
-    place = target_of(peer, our_addresses(told))
-    for public in peer.addresses[:1]:
-        yield from _echo(Stage.UNDERLAY, public, uplink_mtu, count)
-        yield from _port_stage(public, told)
-    if place is not None:
-        target = place[0]
-        size = mtu if place[1] else uplink_mtu
-        if place[1]:
-            yield from _echo(Stage.TUNNEL, target, size, count)
-        yield from _queries(target, port_of(source), size, count)
-    container = _container(name, peer, place)
-    if container is not None:
-        yield from _echo(Stage.CONTAINER, container, mtu, count)
-
-
-def _container(name: str, peer: PeerStatus, place: tuple[IPAddress, bool] | None) -> IPAddress | None:
-    """Return the container's address, None if a subnet or a node's own address is named."""
-    net = ip_network(name, strict=False)
-    address = net.network_address
-    if net.prefixlen != net.max_prefixlen or address in (*peer.addresses, *(place or ())[:1]):
-        return None
-    return address
-
-
-def _echo(stage: Stage, target: IPAddress, size: int | None, count: int) -> Iterator[Series]:
-    """Yield ICMP echoes, small ones and, if these are answered, the largest."""
-    linger = _LINGER if stage is Stage.CONTAINER else 0.0
-    channel = EchoChannel(family_of(target), SMALL)
-    small = Series(stage, str(target), SMALL, *series(channel, target, count, linger))
-    yield small
-    if small.rtts and size:
-        found = series(EchoChannel(family_of(target), size), target, count)
-        yield Series(stage, str(target), size, *found, is_full=True)
-
-
-def _port_stage(public: IPAddress, told: Status) -> Iterator[Series]:
-    """Yield a datagram to the VXLAN port. No answer is the good case: the kernel drops it as no VXLAN."""
-    device = vxlan_of(told)
-    if device is not None and device.local.version == public.version:
-        channel = QueryChannel(family_of(public), device.port)
-        yield Series(Stage.PORT, str(public), ORDINARY, *series(channel, public, 1))
-
-
-def _queries(target: IPAddress, port: int, size: int | None, count: int) -> Iterator[Series]:
-    """Yield queries to the daemon: small, then large with a small answer, then large with a large one."""
-
-    def run(size: int, answer_size: int) -> tuple[int, tuple[float, ...], int]:
-        return series(QueryChannel(family_of(target), port, size, answer_size), target, count)
-
-    small = Series(Stage.UDP, str(target), ORDINARY, *run(ORDINARY, ORDINARY))
-    yield small
-    if small.rtts and size:
-        there = Series(Stage.THERE, str(target), size, *run(size, SMALL), is_full=True)
-        yield there
-        if there.rtts:
-            yield Series(Stage.BACK, str(target), size, *run(size, size), is_full=True)
-
-
-def stages_table(found: list[Series], said: Verdict) -> list[TextTable]:
-    """Return a line for each stage, then where packets stop."""
-    rows = [
-        (
-            each.stage.value,
-            each.to,
-            str(each.size),
-            _state(each),
-            f"{each.lost}/{each.sent}",
-            _rtt(each),
-            _note(each),
-        )
+def judge(
+    peer: PeerStatus,
+    found: Sequence[Series],
+    sizes: Sequence[PathToPeer],
+    drops: Sequence[Drop],
+    told: Status,
+) -> Iterator[Result]:
+    """Yield a result for each stage, each size, and each rule of this node that drops the peer's packets."""
+    about, device = peer.name, vxlan_of(told)
+    open_through = {
+        device.name
         for each in found
-    ]
-    end = f"stops at: {said.at}; {said.reason}" if said.at else said.reason
-    return [
-        TextTable(("stage", "to", "bytes", "state", "lost", "rtt", "note"), rows),
-        TextTable((), [(end,)]),
-    ]
+        if device is not None and each.stage is Stage.TUNNEL and each.rtts
+        for route in [wanted_route(ip_network(each.to).network_address, peer, told)]
+        if route is not None and route.device == device.name
+    }
+    for each in found:
+        if each.stage is Stage.PORT:
+            port = f"UDP port {device.port if device else 0} of {each.to}"
+            yield port_state(about, port, Reply(error=each.error), is_open=bool(open_through))
+        else:
+            yield _of_stage(about, each)
+    for path in sizes:
+        carried = f"{path.carried or '-'} of {path.required} bytes"
+        more = {"to": str(path.target), "wanted": path.required, "carried": path.carried}
+        yield Result(f"path MTU, {path.name}", about, path.state, carried, path.note, more)
+    for drop in drops:
+        yield Result("filter", about, drop.state, f"{drop.chain} of this node", drop.note)
 
 
-def unanswered(found: list[Series], source: DataSource) -> list[str]:
-    """Return one line about stages that are left out for want of answers to queries, with the remedy."""
-    if not any(each.stage is Stage.UDP and each.is_refused for each in found):
-        return []
-    remedy = answer_remedy(port_of(source))
-    return [f"which direction loses large packets (there, back); {remedy}"]
-
-
-def stages_plain(found: list[Series], said: Verdict) -> dict[str, Any]:
-    """Return the same as JSON."""
-    stages = [
-        {
-            "stage": each.stage.value,
-            "to": each.to,
-            "bytes": each.size,
-            "state": _state(each),
-            "sent": each.sent,
-            "lost": each.lost,
-            "rtts": each.rtts,
-        }
-        for each in found
-    ]
-    return {"stages": stages, "stops_at": said.at, "reason": said.reason}
-
-
-def _state(each: Series) -> str:
-    if each.stage is Stage.PORT:
-        return "PROBLEM" if each.error else "unknown"
-    if each.stage is Stage.UDP and each.is_refused:
-        return "ok"
+def _of_stage(about: str, each: Series) -> Result:
+    more = {"to": each.to, "bytes": each.size, "sent": each.sent, "lost": each.lost, "rtts": each.rtts}
+    if each.is_refused and each.stage is Stage.UDP:
+        note = "UDP arrives; the daemon does not answer queries"
+        return Result(each.stage.value, about, "ok", f"{each.to}: port closed", note, more)
     if each.rtts:
-        return "hint" if each.lost else "ok"
-    return "PROBLEM" if each.is_full or each.stage is not Stage.UNDERLAY else "unknown"
+        state = "hint" if each.lost else "ok"
+    else:
+        state = "unknown" if each.stage is Stage.UNDERLAY else "PROBLEM"
+    found = f"{each.to}, {each.size} bytes: {len(each.rtts)} of {each.sent}{_rtt(each)}"
+    return Result(each.stage.value, about, state, found, "" if each.rtts else "no answer", more)
 
 
 def _rtt(each: Series) -> str:
     if not each.rtts:
-        return "-"
+        return ""
     least, mean, most = min(each.rtts), sum(each.rtts) / len(each.rtts), max(each.rtts)
-    return "/".join(f"{1000 * value:.2f}" for value in (least, mean, most)) + " ms"
-
-
-def _note(each: Series) -> str:
-    if each.stage is Stage.PORT:
-        if each.is_refused:
-            return "closed"
-        return "rejected" if each.error else "open, or dropped without an answer"
-    if each.stage is Stage.UDP and each.is_refused:
-        return "UDP arrives; the daemon does not answer queries"
-    return ""
-
-
-#: Peers that are examined if none is named.
-_FEW = 3
-#: Seconds for the answers to one try of a check, and tries.
-_CHECKED_WITHIN, _TRIES = 0.5, 2
-
-
-class Result(Struct, frozen=True, gc=False):
-    """Result of one check. ``state`` is ``ok``, ``hint``, ``PROBLEM`` or ``unknown``."""
-
-    check: str
-    about: str
-    state: str
-    found: str
-    note: str = ""
-
-
-class Sums(Struct, frozen=True, gc=False):
-    """Replies to a query with checksums, to one without, and to one without whose answer has one."""
-
-    both: Reply
-    neither: Reply
-    answer_only: Reply
-
-
-def measure(source: DataSource, name: str | None) -> Iterator[Result]:
-    """Yield the results for this host and for one peer, or for a few.
-
-    Raises ``FlannelError`` for an unknown name, ``OSError`` if this process may not send ICMP.
-    """
-    status = source.status
-    yield from translated(known(status.uplink))
-    if name:
-        some = [peer_named(name, status)]
-    else:
-        some = [each for each in status.each_peer if each.state == "in the kernel"][:_FEW]
-    drops = drops_towards(status)
-    for peer in some:
-        yield from _of_peer(peer, source, drops)
-
-
-def _of_peer(
-    peer: PeerStatus, source: DataSource, drops: Callable[[IPAddress], list[Drop]]
-) -> Iterator[Result]:
-    status, about = source.status, peer.name
-    through: set[IPAddress] = set()
-    if known(status.mtu) and known(status.uplink):
-        for path in paths([peer], status, path_mtus):
-            carried = f"{path.carried or '-'} of {path.required} bytes"
-            yield Result(f"path MTU, {path.name}", about, path.state, carried, path.note)
-            if path.name == "tunnel" and path.carried is not None:
-                through.add(path.target)
-    own = our_addresses(status)
-    for public in peer.addresses[:1]:
-        yield from _port(public, peer, status, through)
-    for drop in drops(peer.networks[0].network_address):
-        yield Result("filter", about, drop.state, f"{drop.chain} of this node", drop.note)
-    place = target_of(peer, own)
-    if place is None:
-        return
-    target, port = place[0], port_of(source)
-    replies = Sums(
-        _ask(QueryChannel(family_of(target), port), target),
-        *(
-            _ask(QueryChannel(4, port, ORDINARY, SMALL, unsummed=which), target)
-            if target.version == 4
-            else Reply()
-            for which in ((True, True), (True, False))
-        ),
-    )
-    echo = _ask(EchoChannel(family_of(target)), target)
-    yield checksums(about, replies, answers_icmp=echo.rtt is not None, device=vxlan_of(status))
-    seen = told(replies.both.facts).seen
-    if seen and place[1]:
-        yield masqueraded(about, seen, frozenset(map(str, own)))
-
-
-def _ask(channel: Any, target: IPAddress) -> Reply:
-    with closing(channel):
-        return survey(channel, [target], _CHECKED_WITHIN, _TRIES)[target]
-
-
-def _port(
-    public: IPAddress, peer: PeerStatus, told: Status, through: Collection[IPAddress]
-) -> Iterator[Result]:
-    """Yield the state of the peer's VXLAN port; ``through`` are its addresses that answered in the overlay.
-
-    The kernel answers nothing at an open port.
-    """
-    device = vxlan_of(told)
-    if device is None or device.local.version != public.version:
-        return
-    reply = _ask(QueryChannel(family_of(public), device.port), public)
-    routes = [wanted_route(target, peer, told) for target in through]
-    is_open = any(route is not None and route.device == device.name for route in routes)
-    yield port_state(peer.name, f"UDP port {device.port} of {public}", reply, is_open=is_open)
-
-
-# ---- judgements (pure) --------------------------------------------------------------------------
+    return ", " + "/".join(f"{1000 * value:.2f}" for value in (least, mean, most)) + " ms"
 
 
 def translated(uplink: UplinkStatus | None) -> Iterator[Result]:
@@ -447,7 +463,7 @@ def checksums(about: str, replies: Sums, *, answers_icmp: bool, device: Vxlan | 
     if replies.both.arrived:
         return Result("checksums", about, "ok", "UDP with checksums arrives")
     if not answers_icmp:
-        return Result("checksums", about, "PROBLEM", "the node does not answer at all", "flannelctl ping")
+        return Result("checksums", about, "PROBLEM", "the node does not answer at all")
     if not replies.neither.arrived:
         note = "a firewall there drops UDP from the overlay, or checksums are wrong and it answers no queries"
         return Result("checksums", about, "hint", "ICMP arrives, UDP does not", note)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TextIO, TypeVar
 
 from msgspec import Struct
@@ -63,6 +64,21 @@ def _show_rich(tables: Sequence[TextTable], out: TextIO) -> bool:
             drawn.add_row(*(Text(printable(cell), style=_COLOURS.get(cell, "")) for cell in row))
         console.print(drawn)
     return True
+
+
+@contextmanager
+def progress(out: TextIO) -> Iterator[Callable[[str], None]]:
+    """Yield a function that shows what is done now in one line of a terminal. It is erased at the end."""
+
+    def tell(text: str) -> None:
+        if out.isatty():
+            out.write(f"\r\x1b[K{text}")
+            out.flush()
+
+    try:
+        yield tell
+    finally:
+        tell("")
 
 
 T = TypeVar("T")

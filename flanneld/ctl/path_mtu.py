@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from ipaddress import ip_network
 
 from msgspec import Struct
@@ -82,12 +82,16 @@ def sample(told: Status, find: Find) -> list[PathToPeer]:
     return paths(reached[:_FEW], told, find)
 
 
-def paths(peers: Iterable[PeerStatus], told: Status, find: Find) -> list[PathToPeer]:
-    """Return the paths to some peers, all probed at once.
+def paths(
+    peers: Sequence[PeerStatus], told: Status, find: Find, container: IPAddress | None = None
+) -> list[PathToPeer]:
+    """Return the paths to some peers, and to a ``container`` of the first, all probed at once.
 
     They are those between the nodes and, if the peer has an address in the overlay, that through the tunnel.
     """
     ends = [(*end, peer.subnets[0]) for peer in peers for end in _ends(peer, told)]
+    if container is not None:
+        ends.append(("container", container, known(told.mtu) or 0, peers[0].subnets[0]))
     setting, headers = _setting(told), described(told.backend or "").overhead
     carried = find([(target, required) for _, target, required, _ in ends])
     return [

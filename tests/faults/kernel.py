@@ -219,7 +219,7 @@ FAULTS = {
         ("ip netns exec {switch} ip link set {peer_port} mtu 1400",),
         cuts=False,
         heal=("ip netns exec {switch} ip link set {peer_port} mtu 1500",),
-        advice="flannelctl mtu {base}",
+        advice="flannelctl netcheck {base}",
         peer_sees="path",
     ),
     "MTU of the uplink lowered": Fault(

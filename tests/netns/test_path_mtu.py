@@ -1,4 +1,4 @@
-"""``flannelctl mtu`` where a router on the way carries less than the nodes' interfaces."""
+"""``flannelctl netcheck`` where a router on the way carries less than the nodes' interfaces."""
 
 from __future__ import annotations
 
@@ -12,9 +12,13 @@ from tests.netns.pair import connect
 from tests.netns.test_seeing import answer, findings, flannelctl
 
 
-def carried(node: Node, peer: str) -> dict[str, tuple[int, int | None]]:
-    found: list[dict[str, Any]] = answer(node, "mtu", peer)["paths"]
-    return {each["path"]: (each["wanted"], each["carried"]) for each in found}
+def carried(node: Node, *words: str) -> dict[str, tuple[int, int | None]]:
+    found: list[dict[str, Any]] = answer(node, "netcheck", *words)["checks"]
+    return {
+        each["check"].removeprefix("path MTU, "): (each["wanted"], each["carried"])
+        for each in found
+        if "wanted" in each
+    }
 
 
 @pytest.mark.parametrize(
@@ -35,9 +39,12 @@ def test_a_path_that_carries_less_is_noticed(lab: Lab, backend: str, inner: int)
     connect(node, peer)
     connect(peer, node)
     assert carried(node, peer.subnet()) == {"underlay": (1500, 1500), "tunnel": (inner, inner)}
+    container = f"--container={peer.container().address}"
+    within = dict.fromkeys(("tunnel", "container"), (1000, 1000))
+    assert carried(node, container, "--size=1000") == {"underlay": (1500 - inner + 1000,) * 2, **within}
     lab.switch.ip("link set br1 mtu 1400")
     assert carried(node, peer.address) == {"underlay": (1500, 1400), "tunnel": (inner, inner)}
-    assert "set Backend.MTU to 1400 or less" in flannelctl(node, "mtu", peer.subnet()).stdout
+    assert "set Backend.MTU to 1400 or less" in flannelctl(node, "netcheck", peer.subnet()).stdout
     assert "does not carry 1500 bytes" in findings(node)["path"]
     checks = {each["check"]: each for each in answer(node, "netcheck", peer.subnet())["checks"]}
     assert checks["path MTU, underlay"]["found"] == "1400 of 1500 bytes"
@@ -61,6 +68,7 @@ def test_a_name_of_no_peer_is_refused(lab: Lab) -> None:
 
 def test_silence_of_a_peer_sets_the_exit_status(lab: Lab) -> None:
     node, peer = lab.cluster({"Type": "vxlan"}, nodes=2)
+    connect(node, peer)
     assert [flannelctl(node, name, peer.subnet()).returncode for name in ("mtu", "netcheck")] == [0, 0]
     peer.namespace.ip("link set eth0 down")
     assert [flannelctl(node, name, peer.subnet()).returncode for name in ("mtu", "netcheck")] == [1, 1]

@@ -224,7 +224,7 @@ RULES = (
         "each node answers",
         "without an answer",
         "containers there are not reached, unless a filter drops ICMP and TCP for the node itself",
-        f"flannelctl ping SUBNET shows where packets stop; {LEASES_END}",
+        f"flannelctl netcheck SUBNET shows where packets stop; {LEASES_END}",
         _silent_nodes,
     ),
     ClusterRule(

@@ -248,7 +248,8 @@ def path(facts: Facts) -> Iterator[Finding]:
                 f"an ICMP echo of {each.required} bytes in one piece is lost, one of {each.carried} is not",
                 "small packets pass and large ones are lost or taken apart: connections hang",
                 Advice(
-                    f"flannelctl mtu {each.target} finds the size: set {each.setting} to it, then {MADE_ANEW}"
+                    f"flannelctl netcheck {each.target} finds the size: set {each.setting} to it, then"
+                    f" {MADE_ANEW}"
                 ),
                 about=str(each.target),
                 severity=Severity.HINT if each.name == "underlay" else Severity.PROBLEM,

@@ -3,23 +3,43 @@
 from __future__ import annotations
 
 import errno
+from ipaddress import ip_address
 
 import pytest
 
-from flanneld.ctl.netcheck import Series, Stage, Sums, checksums, masqueraded, port_state, translated, verdict
+from flanneld.ctl.netcheck import (
+    Series,
+    Stage,
+    Sums,
+    Wanted,
+    checksums,
+    examine,
+    masqueraded,
+    port_state,
+    translated,
+    verdict,
+)
+from flanneld.ctl.path_mtu import PathToPeer
+from flanneld.ctl.source import DataSource
 from flanneld.diagnostics.status import UplinkStatus
+from flanneld.errors import FlannelError
 from flanneld.network.survey import SILENCE, Reply
+from tests.unit.ctl.documents import status_of
 
 RTTS = (0.001, 0.002)
 CLOSED, REJECTED = Reply(error=errno.ECONNREFUSED), Reply(error=errno.EHOSTUNREACH)
 
 
-def good(stage: Stage, *, full: bool = False) -> Series:
-    return Series(stage, "10.5.2.0", 1450 if full else 84, 2, RTTS, is_full=full)
+def good(stage: Stage) -> Series:
+    return Series(stage, "10.5.2.0", 84, 2, RTTS)
 
 
-def lost(stage: Stage, *, full: bool = False, error: int = 0) -> Series:
-    return Series(stage, "10.5.2.0", 1450 if full else 84, 2, (), error, is_full=full)
+def lost(stage: Stage, *, error: int = 0) -> Series:
+    return Series(stage, "10.5.2.0", 84, 2, (), error)
+
+
+def path(name: str, carried: int | None, target: str = "10.5.2.0") -> PathToPeer:
+    return PathToPeer(name, ip_address(target), 1450, carried)
 
 
 @pytest.mark.parametrize(
@@ -33,10 +53,8 @@ def lost(stage: Stage, *, full: bool = False, error: int = 0) -> Series:
         ([good(Stage.UNDERLAY), lost(Stage.PORT), lost(Stage.TUNNEL)], "tunnel"),
         ([good(Stage.UNDERLAY), lost(Stage.PORT, error=errno.ECONNREFUSED), lost(Stage.TUNNEL)], "port"),
         ([good(Stage.UNDERLAY), lost(Stage.PORT, error=errno.EHOSTUNREACH), lost(Stage.TUNNEL)], "port"),
-        ([good(Stage.TUNNEL), lost(Stage.TUNNEL, full=True)], "tunnel"),
-        ([good(Stage.UNDERLAY), lost(Stage.UNDERLAY, full=True), good(Stage.TUNNEL)], "underlay"),
-        ([good(Stage.TUNNEL), good(Stage.UDP), lost(Stage.THERE, full=True)], "tunnel"),
-        ([good(Stage.TUNNEL), good(Stage.UDP), lost(Stage.BACK, full=True)], "tunnel"),
+        ([good(Stage.TUNNEL), good(Stage.UDP), lost(Stage.THERE)], "tunnel"),
+        ([good(Stage.TUNNEL), good(Stage.UDP), lost(Stage.BACK)], "tunnel"),
         ([good(Stage.TUNNEL), lost(Stage.UDP)], "udp"),
         ([good(Stage.TUNNEL), lost(Stage.CONTAINER)], "forward"),
         ([good(Stage.TUNNEL), lost(Stage.CONTAINER, error=errno.EHOSTUNREACH)], "container"),
@@ -47,6 +65,21 @@ def lost(stage: Stage, *, full: bool = False, error: int = 0) -> Series:
 )
 def test_packets_stop_at_the_first_stage_that_explains_the_rest(found: list[Series], at: str | None) -> None:
     assert verdict(found).at == at
+
+
+@pytest.mark.parametrize(
+    ("path", "end"),
+    [
+        (path("tunnel", 1450), "packets pass in both directions"),
+        (path("tunnel", 1400), "stops at tunnel; packets of 1450 bytes are lost, those of 1400 pass"),
+        (path("underlay", 1400), "stops at underlay; packets of 1450 bytes are lost, those of 1400 pass"),
+        (path("tunnel", None), "stops at tunnel; packets of 1450 bytes are lost, small ones pass"),
+        # A host that drops ICMP at its public IP says nothing about sizes.
+        (path("underlay", None, "192.0.2.2"), "packets pass in both directions"),
+    ],
+)
+def test_large_packets_stop_where_small_ones_pass(path: PathToPeer, end: str) -> None:
+    assert str(verdict([good(Stage.TUNNEL), good(Stage.UDP)], [path])) == end
 
 
 @pytest.mark.parametrize(
@@ -103,3 +136,24 @@ def test_translation_is_told_where_addresses_differ() -> None:
     assert [each.state for each in translated(uplink)] == ["hint", "ok"]
     assert masqueraded("peer", "10.5.1.0", frozenset({"10.5.1.0"})).state == "ok"
     assert masqueraded("peer", "198.18.0.1", frozenset({"10.5.1.0"})).state == "hint"
+
+
+PEERS = [
+    {"subnets": [f"10.5.{number}.0/24"], "public_ips": [f"192.0.2.{number}"], "state": "in the kernel"}
+    for number in (2, 3)
+]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "text"),
+    [
+        (Wanted(size=1451), "packets of 1451 bytes do not fit the network's MTU; give at most 1450"),
+        (Wanted("10.5.2.0/24", "10.5.3.7"), "10.5.3.7 is no container of 10.5.2.0/24; it is of 10.5.3.0/24"),
+        (Wanted("10.5.9.0"), "no peer is known at 10.5.9.0; flannelctl peers lists them"),
+    ],
+)
+def test_what_cannot_be_examined_is_refused(wanted: Wanted, text: str) -> None:
+    source = DataSource("daemon", status_of({"mtu": 1450, "peers": PEERS}))
+    with pytest.raises(FlannelError) as caught:
+        examine(source, wanted, lambda _: None)
+    assert str(caught.value) == text

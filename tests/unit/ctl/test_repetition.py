@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from io import StringIO
 from itertools import count, islice
 from pathlib import Path
 
@@ -42,6 +43,18 @@ def test_only_changes_are_shown() -> None:
     answers: Iterator[str] = iter("aabbba")
     shown = output.changes(lambda: next(answers), lambda answer: answer, 0.001)
     assert list(islice(shown, 3)) == ["a", "b", "a"]
+
+
+class Terminal(StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("out", "written"), [(StringIO(), ""), (Terminal(), "\r\x1b[Kport\r\x1b[K")])
+def test_progress_is_shown_on_a_terminal_only(out: StringIO, written: str) -> None:
+    with output.progress(out) as tell:
+        tell("port")
+    assert out.getvalue() == written
 
 
 def test_status_waits_until_a_daemon_is_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
