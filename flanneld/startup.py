@@ -113,11 +113,18 @@ def load(options: Options, manager: Store, waiting: Waiting, effects: Effects) -
     log.info("Found network config - Backend type: %s", shown(config.backend_type))
     for warning in config.warnings:
         log.warning("%s", warning)
-    if not options.allow_extension and any(
-        each.backend_type == "extension" for each in (config, config.also) if each
-    ):
-        raise Fatal("the network config would run commands here as root", "-allow-extension lets it")
     make_backend = registry.factory_for(config)
+    for backend_type in [each.backend_type for each in (config, config.also) if each]:
+        if backend_type == "extension" and not options.allow_extension:
+            raise Fatal("the network config would run commands here as root", "-allow-extension lets it")
+        carried = registry.described(backend_type).overhead
+        for family in config.families if carried else ():
+            if family not in carried:
+                log.warning(
+                    "%s carries no IPv%d: no routes lead to other nodes' IPv%d subnets; use vxlan,"
+                    " or set EnableIPv%d to false",
+                    *(backend_type, family, family, family),
+                )
     services = structs.replace(
         effects.services,
         beside=partial(subnet_file.beside, path),

@@ -3,7 +3,8 @@
 One tunnel device from our address to any host. The gateway of a route through it names the host to
 which the kernel sends: an onlink route to a peer's subnet, through the peer's public IP, is all it takes.
 
-Device, MTU, addresses and routes are those of upstream's backend/ipip, which knows IPv4 only.
+Device, MTU, addresses and routes are those of upstream's backend/ipip, which knows IPv4 only. In dual stack
+it serves IPv4, as upstream.
 """
 
 from __future__ import annotations
@@ -40,9 +41,8 @@ class IpipBackend(Backend):
     flows = (OuterPackets("ipencap"),)
 
     def __init__(self, config: Config, host: Host) -> None:
-        if config.families != (4,):
-            remedy = "set EnableIPv6 to false and EnableIPv4 to true, or use vxlan"
-            raise Fatal("ipip carries IPv4 only", remedy)
+        if 4 not in config.families:
+            raise Fatal("ipip carries IPv4 only", "set EnableIPv4 to true, or use vxlan")
         self._direct_routing: bool = read_options(config, self.options)["direct_routing"]
         uplink = host.uplink
         if uplink.address is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from ipaddress import IPv4Network, IPv6Network
@@ -29,6 +30,8 @@ NETWORK = {4: "FLANNEL_NETWORK", 6: "FLANNEL_IPV6_NETWORK"}
 SUBNET = {4: "FLANNEL_SUBNET", 6: "FLANNEL_IPV6_SUBNET"}
 #: Bytes of a subnet file, at most; dotenv takes quadratic time for some larger ones.
 MAX_SIZE = 16 * 1024
+#: Name and colon of a line ``KEY: value``, which Go's godotenv reads as ``KEY=value``.
+_COLON = re.compile(r"^([ \t]*(?:export[ \t]+)?[\w.]+)[ \t]*:", re.MULTILINE)
 #: Name of the table.
 TABLE = "subnet-file"
 
@@ -229,6 +232,7 @@ def read(path: Path) -> Previous:
 def _parse(path: Path, text: str) -> Previous:
     from dotenv import dotenv_values
 
+    text = _COLON.sub(r"\1=", text)
     # interpolate=False prevents the expansion of ${X} from our environment.
     values = dotenv_values(stream=io.StringIO(text), interpolate=False)
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.lab import Exit, Lab, Node, wait_for
+from tests.netns.pair import DUAL_STACK
 from tests.netns.stream import check_stream
 
 pytestmark = pytest.mark.needs_kernel("ipip")
@@ -332,3 +333,12 @@ def test_the_other_backends_work_on_this_kernel_too(lab: Lab, other: str) -> Non
     nodes = lab.cluster({"Type": other})
     connect(nodes)
     check_stream(nodes[0].container(), nodes[1].container())
+
+
+def test_dual_stack_network_is_served_in_ipv4(lab: Lab) -> None:
+    nodes = lab.cluster({"Type": "ipip"}, **DUAL_STACK)
+    connect(nodes)
+    for node, peer in itertools.permutations(nodes, 2):
+        assert routes(node) == [tunnel(peer)]
+        assert "FLANNEL_IPV6_SUBNET" in node.env()
+        assert "ipip carries no IPv6: no routes lead" in node.log()

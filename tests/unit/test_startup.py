@@ -115,6 +115,22 @@ def health(port: int) -> int:
         connection.close()
 
 
+@pytest.mark.parametrize(("kind", "is_told"), [("ipip", True), ("udp", True), ("vxlan", False)])
+def test_backend_without_ipv6_in_a_dual_stack_network_is_told(
+    options: Options,
+    manager: Store,
+    keys: V3Keys,
+    prefix: str,
+    caplog: pytest.LogCaptureFixture,
+    kind: str,
+    is_told: bool,
+) -> None:
+    networks = {"Network": "10.5.0.0/16", "EnableIPv6": True, "IPv6Network": "fd00:5::/48"}
+    keys.put(f"{prefix}/config", json.dumps({**networks, "Backend": {"Type": kind}}))
+    startup.load(options, manager, SingleAttempts(), effects.dry_run(options, {}))
+    assert (f"{kind} carries no IPv6: no routes" in caplog.text) == is_told
+
+
 def test_an_unknown_backend_ends_the_load(
     options: Options, manager: Store, keys: V3Keys, prefix: str
 ) -> None:

@@ -112,12 +112,17 @@ def test_a_lease_without_an_ipv4_subnet_leads_nowhere() -> None:
     assert list(made().peer(OWN, lease)) == []
 
 
-@pytest.mark.parametrize(
-    "families", [{"EnableIPv6": True}, {"EnableIPv4": False, "EnableIPv6": True}], ids=["dual", "IPv6"]
-)
-def test_ipv6_is_refused_with_a_remedy(families: dict[str, bool]) -> None:
-    with pytest.raises(Fatal, match="IPv4 only; set EnableIPv6 to false"):
-        made(config=families)
+def test_ipv6_alone_is_refused_with_a_remedy() -> None:
+    with pytest.raises(Fatal, match="IPv4 only; set EnableIPv4 to true"):
+        made(config={"EnableIPv4": False, "EnableIPv6": True})
+
+
+def test_dual_stack_network_has_the_objects_of_ipv4() -> None:
+    dual, own = made(config={"EnableIPv6": True}), Lease(LeaseAttrs(), OWN.subnet, IPv6Network("fd00::/64"))
+    other = Lease(peer().attrs, SUBNET, IPv6Network("fd00:0:0:6::/64"))
+    assert dual.attributes() == made().attributes()
+    assert list(dual.local(own)) == list(made().local(OWN))
+    assert list(dual.peer(own, other)) == list(made().peer(OWN, peer()))
 
 
 def test_the_outer_header_is_taken_off_the_mtu() -> None:

@@ -409,6 +409,8 @@ def test_a_missing_file_means_nothing_and_costs_no_import(path: Path) -> None:
         "FLANNEL_NETWORK=10.5.0.0/16,\nFLANNEL_SUBNET=10.5.72.99/24\n",
         "FLANNEL_NETWORK=junk, 10.5.0.0/16\nFLANNEL_SUBNET=,10.5.72.1/24\n",
         "FLANNEL_SUBNET=10.9.9.1/24\n???\n" + IPV4_LINES,
+        IPV4_LINES.replace("=", ": "),
+        "FLANNEL_NETWORK: '10.5.0.0/16' # by hand\r\n  export FLANNEL_SUBNET :10.5.72.1/24",
     ],
 )
 def test_subnet_files_of_upstream_and_by_hand_are_parsed(path: Path, content: str) -> None:
@@ -416,6 +418,9 @@ def test_subnet_files_of_upstream_and_by_hand_are_parsed(path: Path, content: st
 
 
 def test_both_families_are_remembered(path: Path) -> None:
+    assert remembered(path, (IPV6_LINES + IPV4_LINES).replace("=", ":")) == Previous(
+        (NETWORK, IPV6_NETWORK), (SUBNET, IPV6_SUBNET)
+    )
     assert remembered(path, IPV6_LINES + IPV4_LINES) == Previous(
         (NETWORK, IPV6_NETWORK), (SUBNET, IPV6_SUBNET)
     )
