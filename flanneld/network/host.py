@@ -81,6 +81,10 @@ class HostKernel(Protocol):
         """Return the routes of any flanneld: marked ones, and unmarked ones as ``domain`` tells them."""
         ...
 
+    def take_back(self, namespace: int, index: int, is_ours: Callable[[SeenLink], bool]) -> bool:
+        """Remove an interface of another network namespace if it is ours. Return True then."""
+        ...
+
 
 class HostMonitor(Protocol):
     """A host's notifications of changes."""

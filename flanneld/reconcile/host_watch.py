@@ -258,7 +258,9 @@ class KernelNews:
                 self._read_all_back(now)
             case Unmonitored():
                 self._read_all_back(now)
-            case InterfaceChanged(index, name, port) if self._concerns_us(index, name):
+            case InterfaceChanged(index, name, port, _, moved) if self._concerns_us(index, name):
+                if moved is not None:
+                    self._left_behind.take_back(index, *moved)
                 self._read_all_back(now, (LINKS, name or ""), port)
             case ResourceRemoved(key, port):
                 self._heard_of(key, port, now, is_drift=self._peers.desired.get(key) is not None)

@@ -10,6 +10,7 @@ from contextlib import suppress
 from msgspec.structs import replace
 
 from flanneld.compat.glog import counted
+from flanneld.errors import cause_of
 from flanneld.model import IPNetwork
 from flanneld.network.host import HostKernel
 from flanneld.network.rtnetlink.links import is_flannels
@@ -40,6 +41,7 @@ class LeftBehind:
     ) -> None:
         self._kernel = kernel
         self._devices = devices
+        self._own: list[Device] = []
         self._record = record
         self._adopts = adopts
 
@@ -53,13 +55,30 @@ class LeftBehind:
     def record_devices(self) -> None:
         """Record for the next run our devices, and those that are still to be swept."""
         present = self._kernel.links()
-        ours = [
+        self._own = [
             device
             for seen in present
             if seen.name in self._kernel.domain.links and (device := last_run.device_of(seen))
         ]
         self._devices = tuple(each for each in self._devices if any(each.is_same(seen) for seen in present))
-        self._record(devices=tuple(dict.fromkeys([*ours, *self._devices])))
+        self._record(devices=tuple(dict.fromkeys([*self._own, *self._devices])))
+
+    def take_back(self, index: int, namespace: int, index_there: int) -> None:
+        """Remove our device with this index where it was moved: else the kernel refuses another for its VNI.
+
+        It is ours if kind and MAC are those on the record. Never raises ``OSError``.
+        """
+        ours = [replace(each, index=index_there) for each in self._own if each.index == index and each.mac]
+        try:
+            if ours and self._kernel.take_back(namespace, index_there, ours[0].is_same):
+                log.warning("Removed %s in the network namespace to which it was moved", ours[0].name)
+        except OSError as failure:
+            log.warning(
+                "Cannot remove %s in the network namespace to which it was moved: %s; move it back, or delete"
+                " it there",
+                ours[0].name,
+                cause_of(failure),
+            )
 
     def record_sweep(self) -> None:
         """Record for the next run that everything but devices has been swept or adopted."""

@@ -211,5 +211,25 @@ def test_damage_while_the_daemon_works_heals(vxlan: Pair) -> None:
     connect(vxlan.node, vxlan.peer)
 
 
+def test_device_moved_into_another_namespace_is_made_again(vxlan: Pair) -> None:
+    """It keeps its VNI there, so the kernel makes no other one as long as it exists."""
+    there = vxlan.node.container().namespace
+    vxlan.damage(f"ip link set flannel.1 netns {there.name}")
+    vxlan.wait_until_healed()
+    vxlan.node.wait_for_log("Removed flannel.1 in the network namespace to which it was moved")
+    assert there.json("ip", "-j", "link", "show", "type", "vxlan") == []
+    connect(vxlan.node, vxlan.peer)
+
+
+def test_device_with_another_mac_stays_in_the_namespace_it_was_moved_to(lab: Lab) -> None:
+    node, _ = lab.cluster({"Type": "vxlan"})
+    there = node.container().namespace
+    with node.paused():
+        node.run("ip", "link", "set", "flannel.1", "netns", there.name)
+        there.ip("link set flannel.1 address 02:00:00:00:00:99")
+    node.wait_for_log("File exists")
+    assert there.json("ip", "-j", "link", "show", "dev", "flannel.1") != []
+
+
 def test_nothing_is_written_in_a_steady_state(pair: Pair) -> None:
     pair.wait_until_quiet(2)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 
 from flanneld.model import FAMILIES, IPNetwork
 from flanneld.network.host import HostView
 from flanneld.network.interfaces import name_of
+from flanneld.network.rtnetlink import links
 from flanneld.network.rtnetlink import messages as rtnl
 from flanneld.network.rtnetlink.domain import NOTHING, Domain
+from flanneld.network.rtnetlink.links import SeenLink
 from flanneld.network.rtnetlink.messages import CreateMode
 from flanneld.network.rtnetlink.monitor import Monitor
+from flanneld.network.rtnetlink.netlink import message
 from flanneld.network.rtnetlink.routes import ON_OUR_DEVICES, protocol_for
 from flanneld.state.resources import PROTO_FLANNEL, Resource
 
@@ -69,6 +73,16 @@ class Kernel(HostView):
         if len(refused) < len(resources):
             self.monitor.missed = True
         return refused
+
+    def take_back(self, namespace: int, index: int, is_ours: Callable[[SeenLink], bool]) -> bool:
+        """Remove an interface of another network namespace if it is ours. Return True then."""
+        body = links.in_namespace(namespace, index)
+        if not is_ours(links.decode(*self.ask(rtnl.RTM_GETLINK, body))):
+            return False
+        for failed in self._socket.write([message(rtnl.RTM_DELLINK, 0, body)]):
+            for _, code in failed:
+                raise OSError(code, os.strerror(code))
+        return True
 
     def clear_routes(self, destinations: Iterable[IPNetwork]) -> None:
         """Remove the first route to each destination, of any kind. A missing one is no error."""

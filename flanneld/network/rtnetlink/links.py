@@ -19,7 +19,7 @@ from msgspec import Struct
 from msgspec.structs import fields, replace
 
 from flanneld.network.rtnetlink.messages import mac_text
-from flanneld.network.rtnetlink.netlink import attribute, attributes, unpack
+from flanneld.network.rtnetlink.netlink import attribute, attributes, u32, unpack
 from flanneld.runtime.shell import Command, command
 from flanneld.state.resources import ForeignLink, Link
 
@@ -30,7 +30,7 @@ _BUILT_IN = frozenset({"dummy", "ipip", "tun", "vxlan", "wireguard"})
 IFF_UP = 0x1
 _IFINFOMSG = struct.Struct("=BxHiII")
 _IFLA_ADDRESS, _IFLA_IFNAME, _IFLA_MTU, _IFLA_LINK, _IFLA_MASTER, _IFLA_LINKINFO = 1, 3, 4, 5, 10, 18
-_IFLA_LINK_NETNSID = 37
+_IFLA_LINK_NETNSID, _IFLA_NEW_NETNSID, _IFLA_TARGET_NETNSID, _IFLA_NEW_IFINDEX = 37, 45, 46, 49
 _IFLA_INFO_KIND, _IFLA_INFO_DATA = 1, 2
 
 #: Remedy for a UDP port that something else has.
@@ -178,6 +178,19 @@ def is_flannels(link: SeenLink) -> bool:
 def by_name(name: str) -> bytes:
     """Return the request body for one interface."""
     return _IFINFOMSG.pack(0, 0, 0, 0, 0) + attribute(_IFLA_IFNAME, name.encode() + b"\0")
+
+
+def in_namespace(namespace: int, index: int) -> bytes:
+    """Return the request body for one interface in the network namespace with this number (Linux 4.16)."""
+    return _IFINFOMSG.pack(0, 0, index, 0, 0) + u32(_IFLA_TARGET_NETNSID, namespace)
+
+
+def moved_to(data: bytes, offset: int, end: int) -> tuple[int, int] | None:
+    """Return the number of the namespace to which an interface moved and its index there, None if it ended."""
+    found = attributes(data, offset + _IFINFOMSG.size, end)
+    if _IFLA_NEW_NETNSID not in found or _IFLA_NEW_IFINDEX not in found:
+        return None
+    return number(found[_IFLA_NEW_NETNSID]), number(found[_IFLA_NEW_IFINDEX])
 
 
 def everything() -> bytes:

@@ -52,13 +52,15 @@ class ResourceRemoved(Struct, frozen=True, gc=False):
 class InterfaceChanged(Struct, frozen=True, gc=False):
     """An interface, its address or its default route changed or was removed. ``name`` may be unknown.
 
-    ``address`` is the address, or the gateway of the route.
+    ``address`` is the address, or the gateway of the route. ``moved`` is the number of the network namespace
+    to which the interface was moved, with its index there.
     """
 
     index: int
     name: str | None
     port: int = 0
     address: IPAddress | None = None
+    moved: tuple[int, int] | None = None
 
 
 class HostRouteChanged(Struct, frozen=True, gc=False):
@@ -151,7 +153,8 @@ def _decode(
     match kind:
         case rtnl.RTM_NEWLINK | rtnl.RTM_DELLINK:
             link = links.decode(data, offset, end)
-            return InterfaceChanged(link.index, link.name)
+            moved = links.moved_to(data, offset, end) if kind == rtnl.RTM_DELLINK else None
+            return InterfaceChanged(link.index, link.name, moved=moved)
         case rtnl.RTM_NEWADDR | rtnl.RTM_DELADDR:
             seen = rtnl.decode_address(data, offset, end)
             if seen is None or seen.address.is_link_local:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from ipaddress import ip_address, ip_network
 
 import pytest
@@ -18,7 +19,7 @@ from flanneld.network.rtnetlink.monitor import (
     ResourceRemoved,
     decode,
 )
-from flanneld.network.rtnetlink.netlink import HEADER, messages, u32
+from flanneld.network.rtnetlink.netlink import HEADER, attribute, message, messages, u32
 from flanneld.state.resources import Address, FdbEntry, Neighbor, Resource, Route
 
 DEVICE, INDEX, ELSEWHERE = "flannel.1", 7, 9
@@ -105,3 +106,11 @@ def test_what_is_not_understood_means_that_anything_may_have_happened(resource: 
     whole = bytes(notification(resource))
     ((kind, _, _, _, offset, _),) = messages(whole)
     assert decode(kind, whole, offset, offset + min(cut, 7), {INDEX: DEVICE}.get) == Overrun()
+
+
+def test_interface_that_moved_away_is_told_with_its_new_place() -> None:
+    name = attribute(3, b"flannel.1\0")  # IFLA_IFNAME
+    gone = message(rtnl.RTM_DELLINK, 0, struct.pack("=BxHiII", 0, 1, INDEX, 0, 0) + name)
+    moved = gone + u32(45, 3) + u32(49, 12)  # IFLA_NEW_NETNSID, IFLA_NEW_IFINDEX
+    assert heard(gone) == InterfaceChanged(INDEX, DEVICE)
+    assert heard(moved) == InterfaceChanged(INDEX, DEVICE, moved=(3, 12))

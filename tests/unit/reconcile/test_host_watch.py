@@ -8,6 +8,7 @@ from ipaddress import IPv4Address, IPv4Network
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from flanneld import config
 from flanneld.backends import vxlan
@@ -160,3 +161,29 @@ def test_pass_that_touches_no_device_writes_no_record(node: Node) -> None:
     node.step()
     assert node.routes_to_peer() == [ROUTE]
     assert node.record == {}
+
+
+@pytest.mark.parametrize("mac", ["", "02:00:00:00:00:99"], ids=["ours", "anothers"])
+def test_device_of_ours_in_another_namespace_is_removed_there_and_made_again(world: World, mac: str) -> None:
+    node = Node(world, vxlan.VxlanBackend)
+    node.step()
+    seen = node.kernel.link("flannel.1")
+    assert seen is not None
+    node.kernel.elsewhere[3, 7] = replace(seen, index=7, name="dev7", mac=mac or seen.mac)
+    node.kernel.delete_link("flannel.1")
+    node.kernel.monitor.tell(InterfaceChanged(seen.index, "flannel.1", moved=(3, 7)))
+    node.step()
+    assert bool(node.kernel.elsewhere) == bool(mac)
+    assert node.device("flannel.1") is not None
+
+
+def test_interface_of_others_that_is_moved_away_stays_there(world: World) -> None:
+    node = Node(world, vxlan.VxlanBackend)
+    node.step()
+    seen = node.kernel.link(BRIDGE)
+    assert seen is not None
+    node.kernel.elsewhere[3, 7] = seen
+    node.kernel.delete_link(BRIDGE)
+    node.kernel.monitor.tell(InterfaceChanged(seen.index, BRIDGE, moved=(3, 7)))
+    node.step()
+    assert node.kernel.elsewhere

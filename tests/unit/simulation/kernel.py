@@ -88,6 +88,8 @@ class Kernel:
         self.devices: dict[str, Vxlan | ForeignLink] = {}
         self.indexes: dict[str, int] = {}
         self.up: set[str] = set()
+        #: Interfaces in other network namespaces, by their numbers.
+        self.elsewhere: dict[tuple[int, int], SeenLink] = {}
         self.addresses_held: dict[Key, tuple[str, IPAddress, int]] = {}
         self.neighbors: dict[Key, Neighbor] = {}
         self.fdb: dict[Key, FdbEntry] = {}
@@ -280,6 +282,13 @@ class Kernel:
 
     def links(self) -> list[SeenLink]:
         return [seen for name in self.devices if (seen := self.link(name))]
+
+    def take_back(self, namespace: int, index: int, is_ours: Callable[[SeenLink], bool]) -> bool:
+        moved = self.elsewhere.get((namespace, index))
+        if moved is None or not is_ours(moved):
+            return False
+        del self.elsewhere[namespace, index]
+        return True
 
     def names(self) -> dict[int, str]:
         return {index: name for name, index in self.indexes.items()}
