@@ -1,11 +1,13 @@
-"""host-gw backend: each node is the gateway to its subnet on a shared link, without encapsulation.
+"""Backends without a tunnel: host-gw, and alloc, which has no routes either.
 
-Behaves as upstream's backend/hostgw: a route to each peer's subnet through the peer's public IP.
+With host-gw each node is the gateway to its subnet on a shared link, as in upstream's backend/hostgw: a route
+to each peer's subnet through the peer's public IP. With alloc another program routes the packets to peers.
+Its lease has the public IP and neither a type nor data, as upstream's backend/alloc writes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from flanneld.backends.contract import Backend, Host, peers_public_ip, require_type
 from flanneld.config import Config
@@ -43,3 +45,25 @@ class HostGw(Backend):
             subnet = lease.net(family)
             if subnet is not None:
                 yield Route(subnet, self._uplink.name, peers_public_ip(lease, family, self._uplink))
+
+
+class Alloc(Backend):
+    """Backend with a lease, and without devices or routes."""
+
+    has_peers = False
+
+    def __init__(self, config: Config, host: Host) -> None:
+        del config  # there are no options
+        self._uplink = host.uplink
+
+    @property
+    def mtu(self) -> int:
+        return self._uplink.mtu
+
+    def attributes(self) -> LeaseAttrs:
+        return LeaseAttrs(self._uplink.public_ip, self._uplink.public_ipv6)
+
+    def peer(self, own: Lease, lease: Lease, /) -> Iterable[Resource]:
+        """Return no objects: another program routes the packets."""
+        del own, lease
+        return ()

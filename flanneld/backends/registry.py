@@ -14,7 +14,7 @@ GROUP = "flanneld.backends"
 #: Module and factory of each built-in backend.
 BUILT_IN = {
     "ali-vpc": ("flanneld.backends.cloud.ali", "build"),
-    "alloc": ("flanneld.backends.alloc", "Alloc"),
+    "alloc": ("flanneld.backends.host_gw", "Alloc"),
     "aws-vpc": ("flanneld.backends.cloud.aws", "build"),
     "extension": ("flanneld.backends.extension.backend", "Extension"),
     "gce": ("flanneld.backends.cloud.gce", "build"),

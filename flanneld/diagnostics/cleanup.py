@@ -18,7 +18,7 @@ from msgspec import Struct
 from flanneld.backends.cloud.record import SUFFIX, Record, routes_in
 from flanneld.backends.extension.backend import ConfigCommandFailed, ConfigCommands
 from flanneld.backends.extension.journal import Journal, JournalEntry
-from flanneld.backends.ipsec import charon_process as charon
+from flanneld.backends.ipsec import charon
 from flanneld.backends.udp.client import NoProxy, ProxyClient, ProxySilent
 from flanneld.errors import Fatal, cause_of
 from flanneld.model import lies_in
@@ -226,7 +226,7 @@ def _steps(
             if isinstance(link.make, Tun):
                 yield from _pump_of(link.name)
             yield f"link {link.name}", partial(_unmade, link.name)
-    if pid := charon.running():
+    if pid := charon.running_charon():
         yield f"charon, process {pid}", partial(charon.end_running, pid)
     yield from _policies_of(previous, everything=everything)
     for file in files:

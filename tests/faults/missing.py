@@ -8,7 +8,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from flanneld.backends.ipsec import charon_process
+from flanneld.backends.ipsec import charon as charon_process
 
 SOURCE = Path(__file__).with_name("missing_kind.c")
 
@@ -24,5 +24,5 @@ def kind_of_device(kind: str, directory: Path) -> list[str]:
 
 def charon() -> list[str]:
     """Hide charon behind a file that is no program."""
-    hide = f'mount --bind /dev/null {charon_process.find()} && exec "$0" "$@"'
+    hide = f'mount --bind /dev/null {charon_process.find_charon()} && exec "$0" "$@"'
     return ["unshare", "-m", "sh", "-c", hide]

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from flanneld.backends.ipsec import charon_process
+from flanneld.backends.ipsec import charon
 from tests.lab import Lab, Node, own_command, wait_for
 from tests.lab.lab import NETWORK
 from tests.netns.charons import IPSEC, charon_of, loaded, with_own_run
@@ -29,7 +29,7 @@ class OtherProgram:
     def start(self) -> None:
         self._runs += 1
         with (self._node.directory / f"other-charon-{self._runs}.log").open("wb") as output:
-            command = with_own_run(self._node, charon_process.find())
+            command = with_own_run(self._node, charon.find_charon())
             self.process: subprocess.Popen[bytes] = self._node.namespace.start(*command, output=output)
         wait_for(lambda: charon_of(self._node) == self.process.pid, SOON, "another program's charon")
 

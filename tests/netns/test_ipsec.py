@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from flanneld.backends.ipsec import charon_process
+from flanneld.backends.ipsec import charon as charon_process
 from flanneld.backends.ipsec.vici import text
 from flanneld.network.rtnetlink.netlink import NLM_F_REQUEST, message
 from flanneld.network.xfrm import messages
@@ -331,14 +331,14 @@ def test_a_charon_that_is_out_of_date_is_replaced(lab: Lab, tmp_path: Path, chan
         node.stop()
         return charon_of(node)
 
-    shutil.copy(charon_process.find(), program)
+    shutil.copy(charon_process.find_charon(), program)
     former = run()
     assert run() == former
     if change == "settings":
         lab.etcd.put_config({"Network": NETWORK, "Backend": {**IPSEC, "UDPEncap": True}})
     else:
         program.unlink()
-        shutil.copy(charon_process.find(), program)
+        shutil.copy(charon_process.find_charon(), program)
     assert run() not in (0, former)
 
 

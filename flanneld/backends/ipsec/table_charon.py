@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from flanneld.backends.contract import MakeCall
-from flanneld.backends.ipsec import charon, charon_process
-from flanneld.backends.ipsec.charon import CharonEvents, CharonHangs, CharonRefused, NoCharon
-from flanneld.backends.ipsec.charon_process import CharonProcess
+from flanneld.backends.ipsec import charon
+from flanneld.backends.ipsec.charon import CharonEvents, CharonHangs, CharonProcess, CharonRefused, NoCharon
 from flanneld.backends.ipsec.resources import CHARON, Charon
 from flanneld.backends.ipsec.vici import MalformedVici, ReadSection, text
 from flanneld.compat.glog import V
@@ -204,7 +203,7 @@ class StaleCharonTable:
 
     def read(self, scope: Scope) -> Iterator[Seen]:
         del scope
-        if charon_process.running():
+        if charon.running_charon():
             yield Seen(Charon())
 
     def put(self, puts: Sequence[Put]) -> Report:
@@ -212,7 +211,7 @@ class StaleCharonTable:
 
     def drop(self, found: Sequence[Resource]) -> Report:
         """Send SIGTERM without waiting for the end: charon ends the SAs that it has negotiated."""
-        charon_process.end_running(charon_process.running())
+        charon.end_running(charon.running_charon())
         return Report(removed=list(found))
 
     def close(self, *, remove: bool) -> None:
@@ -221,5 +220,5 @@ class StaleCharonTable:
 
 def stale_charon() -> Iterator[Table]:
     """Yield a table if an earlier run has left a charon. The ipsec backend's table takes its place."""
-    if charon_process.running():
+    if charon.running_charon():
         yield StaleCharonTable()

@@ -23,7 +23,7 @@ from flanneld.backends.contract import (
     peers_public_ip,
     read_options,
 )
-from flanneld.backends.udp.resources import DATA_PLANES, ProxyPeer, UdpProxy
+from flanneld.backends.udp.control import DATA_PLANES, ProxyPeer, UdpProxy
 from flanneld.compat.flags import quoted
 from flanneld.config import Config
 from flanneld.errors import Fatal

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from flanneld.backends.udp import control
-from flanneld.backends.udp.resources import UdpProxy
+from flanneld.backends.udp.control import UdpProxy
 from flanneld.errors import Retryable
 
 if TYPE_CHECKING:
@@ -120,9 +120,9 @@ class ProxyClient:
         except TimeoutError:
             # It hangs, and holds what its successor needs. The pid of an untrusted process is not reliable.
             if trusted and pidfd >= 0:
-                from flanneld.backends.udp import watchdog  # rarely needed
+                from flanneld.backends.udp import tables  # rarely needed
 
-                watchdog.end(pidfd)
+                tables.end_process(pidfd)
         except OSError:
             pass  # The closed connection is the answer.
         finally:

@@ -1,7 +1,8 @@
-"""Control channel between daemon and proxy: protocol and addresses of an abstract SOCK_SEQPACKET socket.
+"""Control channel between daemon and udp proxy: resources, protocol and addresses.
 
-A message is a verb of one byte and a body. The proxy answers each message with one of the same verb. ``LIST``
-is answered by several, and the last is not full.
+The resources are the proxy with its settings, and its peers. The channel is an abstract SOCK_SEQPACKET
+socket. A message is a verb of one byte and a body. The proxy answers each message with one of the same verb.
+``LIST`` is answered by several, and the last is not full.
 
 An abstract address belongs to a network namespace, as the TUN does. Any process in the namespace can bind any
 address. If the proxy's usual one is taken, it adds a random suffix. The daemon lists the listening addresses
@@ -15,14 +16,86 @@ import errno
 import os
 import socket
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from ipaddress import IPv4Address, IPv4Network
 from itertools import islice
+from typing import ClassVar
 
+from msgspec import Struct
+
+from flanneld import __version__
 from flanneld.network.rtnetlink.netlink import NetlinkSocket, attributes
 from flanneld.network.rtnetlink.netlink import unpack as unpack_netlink
 from flanneld.runtime.randomness import random_bytes
+from flanneld.state.resources import Key, Kind
+
+#: Names of the tables.
+PROXIES, PROXY_PEERS = "udp-pump", "udp-peers"
+#: Values of DataPlane: a certain data plane, or the best that works.
+DATA_PLANES = ("auto", "native", "python")
+
+
+class UdpProxy(Struct, frozen=True, gc=False):
+    """A udp proxy with its settings. ``local`` and ``port`` are its socket's, ``address`` is the TUN's.
+
+    ``data_plane`` is one of ``DATA_PLANES``. A proxy of another ``version`` is replaced.
+    """
+
+    kind: ClassVar[Kind] = Kind.REMOTE
+    tun: str
+    local: IPv4Address
+    port: int
+    address: IPv4Address
+    mtu: int
+    accept_any: bool = False
+    data_plane: str = "auto"
+    version: str = __version__
+
+    @property
+    def key(self) -> Key:
+        return (PROXIES, self.tun)
+
+    def __str__(self) -> str:
+        return f"udp proxy of {self.tun} on {self.local}:{self.port}"
+
+    def words(self) -> list[str]:
+        """Return the settings as command line arguments of the proxy."""
+        accept = "any" if self.accept_any else "peers"
+        numbers = (self.local, self.port, self.address, self.mtu)
+        return [self.version, self.tun, *map(str, numbers), accept, self.data_plane]
+
+    @classmethod
+    def of(cls, words: Sequence[str]) -> UdpProxy:
+        """Parse the settings. Raises ``ValueError`` for those of an incompatible version."""
+        version, tun, local, port, address, mtu, accept, data_plane = words
+        return cls(
+            tun,
+            IPv4Address(local),
+            int(port),
+            IPv4Address(address),
+            int(mtu),
+            accept == "any",
+            data_plane,
+            version,
+        )
+
+
+class ProxyPeer(Struct, frozen=True, gc=False):
+    """A peer of the proxy of ``tun``: packets to ``subnet`` are sent to ``endpoint``."""
+
+    kind: ClassVar[Kind] = Kind.REMOTE
+    tun: str
+    subnet: IPv4Network
+    endpoint: IPv4Address
+
+    @property
+    def key(self) -> Key:
+        return (PROXY_PEERS, self.tun, int(self.subnet.network_address), self.subnet.prefixlen)
+
+    def __str__(self) -> str:
+        return f"peer {self.subnet} at {self.endpoint} in the proxy of {self.tun}"
+
 
 #: The proxy answers with its settings, pid, data plane and the reason for its choice.
 HELLO = b"h"

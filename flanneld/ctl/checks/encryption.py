@@ -150,7 +150,7 @@ def charon_of(told: Status) -> CharonState | None:
     """Return the state of charon; None without ipsec or permission."""
     if "ipsec" not in told.backends:
         return None
-    from flanneld.backends.ipsec import charon, charon_process
+    from flanneld.backends.ipsec import charon
     from flanneld.errors import Fatal, Retryable
 
     if Path(charon.SOCKET).exists() and not os.access(charon.SOCKET, os.W_OK):
@@ -160,7 +160,7 @@ def charon_of(told: Status) -> CharonState | None:
             connection.ask("version")
     except charon.NoCharon:
         try:
-            charon_process.find()
+            charon.find_charon()
         except Fatal:
             return CharonState.NOT_INSTALLED
         return CharonState.NOT_RUNNING

@@ -20,7 +20,7 @@ from flanneld.backends.extension.backend import ConfigCommands as ExtensionComma
 from flanneld.backends.extension.journal import Journal
 from flanneld.backends.udp import client as proxy_client
 from flanneld.backends.udp.client import NoProxy, ProxyClient
-from flanneld.backends.udp.resources import ProxyPeer, UdpProxy
+from flanneld.backends.udp.control import ProxyPeer, UdpProxy
 from flanneld.backends.udp.tables import ProxyPeerTable, ProxyTable
 from flanneld.backends.wireguard import keys
 from flanneld.backends.wireguard.resources import AllowedIp, DeviceKey, WgPeer

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from flanneld.backends import registry
-from flanneld.backends.alloc import Alloc
 from flanneld.backends.contract import Host
-from flanneld.backends.host_gw import HostGw
+from flanneld.backends.host_gw import Alloc, HostGw
 from flanneld.config import parse
 from flanneld.model import Lease, LeaseAttrs, Uplink
 from flanneld.subnet.codec import format_attrs

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from flanneld.backends.extension.backend import PEERS, PeerSetup, Startup
 from flanneld.backends.ipsec.resources import SharedKey
-from flanneld.backends.udp.resources import UdpProxy
+from flanneld.backends.udp.control import UdpProxy
 from flanneld.model import Secret
 from flanneld.reconcile.worker import Worker
 from flanneld.runtime.loop import StepLoop

@@ -110,5 +110,5 @@ def test_neither_a_backend_of_ours_nor_http_looks_through_installed_packages() -
 
 
 def test_a_packet_pump_loads_little_so_that_it_is_there_soon() -> None:
-    loaded = loaded_after("from flanneld.backends.udp.proxy import __main__, native, python")
+    loaded = loaded_after("from flanneld.backends.udp.proxy import __main__, native, plane")
     assert not {"pyroute2", "urllib3", "subprocess", "json", "argparse"} & loaded

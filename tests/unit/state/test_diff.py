@@ -7,7 +7,7 @@ from ipaddress import IPv4Address, IPv4Network
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flanneld.backends.udp.resources import ProxyPeer
+from flanneld.backends.udp.control import ProxyPeer
 from flanneld.state.desired import Delta, difference, macs_of, without_ways_to
 from flanneld.state.resources import (
     Address,

@@ -1,27 +1,149 @@
 """Process of the udp proxy: ``python -m flanneld.backends.udp.proxy`` with ``UdpProxy.words`` as arguments.
 
-It prints ``ready`` once it carries packets, or the reason why it cannot, and closes its output. SIGTERM,
-which a service manager sends to all remaining processes, also removes the device.
+It prints ``ready`` once it carries packets, or the reason why it cannot, and closes its output. A data plane
+runs in a thread, while the process answers daemons on the control channel. SIGTERM, which a service manager
+sends to all remaining processes, also removes the device.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import select
 import signal
 import socket
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from ipaddress import IPv4Address, IPv4Network
 from typing import TypeVar
 
 from flanneld.backends.udp import control
 from flanneld.backends.udp.client import READY, succeed
+from flanneld.backends.udp.control import UdpProxy
 from flanneld.backends.udp.proxy.plane import Offer, Plane, Wire, build, offers
-from flanneld.backends.udp.proxy.server import ProxyServer
-from flanneld.backends.udp.resources import UdpProxy
-from flanneld.network import interfaces
+from flanneld.network.interfaces import index_of, unmake
+
+#: Seconds for a data plane to stop, and for a daemon to take an answer.
+STOP_PATIENCE, SEND_PATIENCE = 2.0, 1.0
+
+
+class ProxyServer:
+    """Server that runs a data plane in a thread and answers daemons meanwhile."""
+
+    def __init__(
+        self,
+        settings: UdpProxy,
+        plane: Plane,
+        why: str,
+        listener: socket.socket,
+        peers: Iterable[control.PeerEntry] = (),
+    ) -> None:
+        self._settings = settings
+        self._plane = plane
+        self._device = index_of(settings.tun)
+        self._why = why
+        self._listener = listener
+        self._peers: dict[IPv4Network, IPv4Address] = {}
+        self._connections: dict[int, socket.socket] = {}
+        self._thread = threading.Thread(target=self._carry, daemon=True)
+        self._ended = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        #: True or False once the proxy ends: the device stays, or is removed.
+        self._device_stays: bool | None = None
+        self._change(control.PUT, peers)
+
+    def end(self) -> None:
+        """End the proxy and remove the device. May be called from a signal handler."""
+        self._device_stays = False
+        os.eventfd_write(self._ended, 1)
+
+    def serve(self) -> bool:
+        """Serve until the proxy ends. Return True if the device should stay."""
+        self._thread.start()
+        poll = select.poll()
+        poll.register(self._listener, select.POLLIN)
+        poll.register(self._ended, select.POLLIN)
+        while self._device_stays is None:
+            for fd, _ in poll.poll():
+                if fd == self._listener.fileno():
+                    self._welcome(poll)
+                elif fd in self._connections and not self._attend(self._connections[fd]):
+                    poll.unregister(fd)
+                    self._connections.pop(fd).close()
+        self._plane.stop()
+        self._thread.join(STOP_PATIENCE)
+        return self._device_stays
+
+    def _carry(self) -> None:
+        try:
+            self._plane.run()
+        except BaseException as failure:  # report every end of the thread
+            text = (
+                failure.strerror if isinstance(failure, OSError) else f"{type(failure).__name__}: {failure}"
+            )
+            self._say_farewell(f"the {self._plane.name} data plane: {text}")
+        if self._device_stays is None:
+            self._device_stays = True
+        os.eventfd_write(self._ended, 1)
+
+    def _say_farewell(self, reason: str) -> None:
+        for connection in tuple(self._connections.values()):
+            with suppress(OSError):
+                connection.send(control.END_REASON + reason.encode())
+
+    # ---- connections -------------------------------------------------------------------------
+
+    def _welcome(self, poll: select.poll) -> None:
+        connection, _ = self._listener.accept()
+        if not control.other_end(connection)[1]:
+            connection.close()
+            return
+        connection.settimeout(SEND_PATIENCE)
+        self._connections[connection.fileno()] = connection
+        poll.register(connection, select.POLLIN)
+
+    def _attend(self, connection: socket.socket) -> bool:
+        """Answer one message. Return False at the end of the connection."""
+        try:
+            message = connection.recv(control.LONGEST)
+            if not message:
+                return False
+            verb = message[:1]
+            for body in self._answers(verb, message[1:]):
+                connection.send(verb + body)
+        except (OSError, ValueError):
+            return False
+        return True
+
+    def _answers(self, verb: bytes, body: bytes) -> Iterator[bytes]:
+        match verb:
+            case control.HELLO if index_of(self._settings.tun) != self._device:
+                # The device was renamed or moved, so that its packets no longer reach us.
+                self._device_stays = True
+            case control.HELLO:
+                words = [*self._settings.words(), str(os.getpid()), self._plane.name, self._why]
+                yield "\0".join(words).encode()
+            case control.LIST:
+                yield from control.pack(self._peers.items())
+            case control.COUNTERS:
+                yield "\0".join(f"{name}={n}" for name, n in self._plane.counters().items()).encode()
+            case control.PUT | control.DROP:
+                self._change(verb, control.unpack(body))
+                yield b""
+            case control.LEAVE | control.LEAVE_NOTHING:
+                self._device_stays = verb == control.LEAVE
+
+    def _change(self, verb: bytes, entries: Iterable[control.PeerEntry]) -> None:
+        for subnet, endpoint in entries:
+            if verb == control.PUT:
+                self._peers[subnet] = endpoint
+                self._plane.set_peer(subnet, endpoint)
+            else:
+                self._peers.pop(subnet, None)
+                self._plane.drop_peer(subnet)
+
 
 #: Seconds to retry what the previous proxy still holds, and between two attempts.
 _PATIENCE, _PAUSE = 0.5, 0.001
@@ -53,7 +175,7 @@ def main() -> int:
         print(READY, flush=True)  # noqa: T201
     _close_output()
     if not server.serve():
-        interfaces.unmake(settings.tun)
+        unmake(settings.tun)
     # Closing the connections tells a successor that all is released, so release all at once.
     os._exit(0)
 

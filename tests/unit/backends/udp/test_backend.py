@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from flanneld.backends import registry
 from flanneld.backends.contract import Host
 from flanneld.backends.udp.backend import Udp
-from flanneld.backends.udp.resources import ProxyPeer, UdpProxy
+from flanneld.backends.udp.control import ProxyPeer, UdpProxy
 from flanneld.config import Config, parse
 from flanneld.errors import Fatal, Refused
 from flanneld.model import Lease, LeaseAttrs, Uplink

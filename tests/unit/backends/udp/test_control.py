@@ -17,9 +17,9 @@ from msgspec.structs import replace
 from flanneld.backends.udp import client as client_module
 from flanneld.backends.udp import control
 from flanneld.backends.udp.client import NoProxy, ProxyClient, succeed
-from flanneld.backends.udp.proxy import server as server_module
-from flanneld.backends.udp.proxy.server import ProxyServer
-from flanneld.backends.udp.resources import ProxyPeer, UdpProxy
+from flanneld.backends.udp.control import ProxyPeer, UdpProxy
+from flanneld.backends.udp.proxy import __main__ as server_module
+from flanneld.backends.udp.proxy.__main__ import ProxyServer
 from flanneld.backends.udp.tables import ProxyPeerTable, ProxyTable
 from flanneld.state.resources import Resource
 from flanneld.state.table import Put, Scope, Table

@@ -25,7 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flanneld.backends.udp.proxy import native
-from flanneld.backends.udp.proxy.python import COUNTERS
+from flanneld.backends.udp.proxy.plane import COUNTERS
 from tests.lab import packets, wait_for
 from tests.lab.packets import ACK, CWR, DONT_FRAGMENT, FIN, ICMP, MORE_FRAGMENTS, PSH, TCP, UDP, Whole
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flanneld.backends.udp import control
-from flanneld.backends.udp.proxy.python import (
+from flanneld.backends.udp.proxy.plane import (
     RECEIVE_BUFFER,
     Messages,
     PeerLookup,

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from flanneld.backends.udp import control
-from flanneld.backends.udp.watchdog import PERIOD, Activity, ProxyWatchdog, activity, verdict
+from flanneld.backends.udp.tables import PERIOD, Activity, ProxyWatchdog, activity, verdict
 from tests.clock import Clock
 
 #: Listens under the name that it is given, says so, and does nothing more.
