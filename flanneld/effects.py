@@ -14,7 +14,7 @@ from msgspec import Struct, structs
 
 from flanneld.backends.contract import HostServices
 from flanneld.model import Event, IPNetwork, Uplink
-from flanneld.network import host_settings, ipsec_traces
+from flanneld.network import host_settings, processes
 from flanneld.network.host import HostKernel, HostMonitor
 from flanneld.network.host_settings import KernelForwardingTable
 from flanneld.network.rtnetlink.kernel import Kernel
@@ -131,11 +131,11 @@ def _kernel_tables(
     """Return the tables of devices and routes, and of policies and charon left by an ipsec backend."""
     assert isinstance(kernel, Kernel)
     found: list[Table] = [*tables(kernel, stale, spread=options.route_protocol_spread == "auto")]
-    if ipsec_traces.has_policies():
-        from flanneld.network.xfrm.table import stale_tables  # rarely needed, and takes its time
+    if processes.has_xfrm_policies():
+        from flanneld.network.xfrm_table import stale_tables  # rarely needed, and takes its time
 
         found += stale_tables(networks)
-    if ipsec_traces.CHARON_PID_FILE.exists():
+    if processes.CHARON_PID_FILE.exists():
         from flanneld.backends.ipsec.table_charon import stale_charon  # the same
 
         found += stale_charon()

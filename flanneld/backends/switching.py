@@ -26,7 +26,7 @@ from flanneld.backends.contract import (
 from flanneld.config import Config
 from flanneld.errors import Fatal
 from flanneld.model import Lease, LeaseAttrs
-from flanneld.network.xfrm.policy import XfrmPolicy
+from flanneld.network.xfrm import XfrmPolicy
 from flanneld.state.resources import Kind, Link, Resource
 from flanneld.state.table import Table
 

@@ -16,11 +16,10 @@ from flanneld.model import FAMILIES, IPAddress, IPNetwork
 from flanneld.network.host import HostView
 from flanneld.network.lookups import RTN_LOCAL
 from flanneld.network.rtnetlink import links
-from flanneld.network.rtnetlink.domain import Domain
+from flanneld.network.rtnetlink.domain import Behind, Domain
 from flanneld.network.rtnetlink.kernel import Kernel
 from flanneld.network.rtnetlink.links import SeenLink, is_flannels
 from flanneld.network.rtnetlink.messages import RTN_UNICAST
-from flanneld.network.rtnetlink.routes import Behind
 from flanneld.network.rtnetlink.tables import tables
 from flanneld.reconcile.counters import kind_of
 from flanneld.state.resources import (

@@ -27,7 +27,7 @@ from flanneld.network.firewall.foreign import has_firewalld
 from flanneld.network.host_settings import WrongSetting as HostFinding
 from flanneld.network.rtnetlink import devices, links
 from flanneld.network.rtnetlink.links import SeenLink, is_flannels
-from flanneld.network.xfrm.table import open_xfrm
+from flanneld.network.xfrm_table import open_xfrm
 from flanneld.runtime import clock
 from flanneld.state.resources import Link, Tun, Vxlan
 from flanneld.subnet import subnet_file

@@ -22,12 +22,12 @@ from flanneld.backends.ipsec import charon
 from flanneld.backends.udp.client import NoProxy, ProxyClient, ProxySilent
 from flanneld.errors import Fatal, cause_of
 from flanneld.model import lies_in
+from flanneld.network import xfrm_table as xfrm
 from flanneld.network.rtnetlink import devices
 from flanneld.network.rtnetlink.domain import Domain
 from flanneld.network.rtnetlink.kernel import Kernel
 from flanneld.network.rtnetlink.links import SeenLink, is_flannels
-from flanneld.network.xfrm import table as xfrm
-from flanneld.network.xfrm.policy import XfrmPolicy
+from flanneld.network.xfrm import XfrmPolicy
 from flanneld.reconcile.firewall import pairs, retire
 from flanneld.reconcile.last_run import LastRun, stale
 from flanneld.runtime.command import TIME_LIMIT, CommandRunner

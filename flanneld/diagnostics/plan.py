@@ -23,8 +23,7 @@ from flanneld.model import Cached, Event, Lease, LeaseAttrs, LeaseKey, Snapshot,
 from flanneld.network import iproute2_commands
 from flanneld.network.host_settings import KernelForwardingTable
 from flanneld.network.rtnetlink import links
-from flanneld.network.rtnetlink.domain import Domain
-from flanneld.network.rtnetlink.routes import MANY, Behind
+from flanneld.network.rtnetlink.domain import MANY, Behind, Domain
 from flanneld.network.rtnetlink.tables import KERNEL_TABLES
 from flanneld.node import Node
 from flanneld.options import Options

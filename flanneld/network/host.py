@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from flanneld.compat.glog import V
 from flanneld.model import Family, IPAddress, IPNetwork
@@ -24,9 +24,11 @@ from flanneld.network.rtnetlink import messages as rtnl
 from flanneld.network.rtnetlink.domain import Domain
 from flanneld.network.rtnetlink.links import SeenLink
 from flanneld.network.rtnetlink.messages import SeenAddress
-from flanneld.network.rtnetlink.monitor import Notification
 from flanneld.network.rtnetlink.netlink import DumpInterrupted, NetlinkSocket, attributes, u32
 from flanneld.state.resources import PROTO_FLANNEL, Key, Resource, destination_of
+
+if TYPE_CHECKING:
+    from flanneld.network.rtnetlink.kernel import Notification
 
 
 class HostKernel(Protocol):

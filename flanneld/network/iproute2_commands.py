@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
+from flanneld.network.rtnetlink.domain import protocol_for
 from flanneld.network.rtnetlink.links import LinkStep, codec_for, step
 from flanneld.network.rtnetlink.messages import BLACKHOLE_METRIC, IPV6_DEFAULT_METRIC
-from flanneld.network.rtnetlink.routes import protocol_for
 from flanneld.runtime.shell import Command, command
 from flanneld.state.resources import (
     PROTO_BOOT,

@@ -1,16 +1,20 @@
-"""Processes of this host, found in /proc: the owner of a UDP port, and the origin of a change by netlink."""
+"""Other programs of this host, found in /proc: who has a UDP port, who caused a change, and traces of ipsec.
+
+A quick look for what an ipsec backend may have left: most hosts have nothing, and load none of its modules.
+"""
 
 from __future__ import annotations
 
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from ipaddress import ip_address
 from pathlib import Path
 
 from flanneld.errors import printable
 from flanneld.model import IPAddress
+from flanneld.network.rtnetlink.netlink import NetlinkSocket
 
 _PROC = Path("/proc")
 #: Columns of /proc/net/udp and udp6: local address with port, and inode of each socket.
@@ -139,3 +143,30 @@ def _target(link: Path) -> str:
     with suppress(OSError):  # closed meanwhile
         return os.readlink(link)  # noqa: PTH115 - not a path that leads anywhere
     return ""
+
+
+#: linux/netlink.h
+NETLINK_XFRM = 6
+#: linux/xfrm.h, XFRM_MSG_GETPOLICY
+GET_POLICY = 0x15
+#: charon refuses to start while a process with the pid in this file lives, of any program. The path is fixed.
+CHARON_PID_FILE = Path("/var/run/charon.pid")
+
+
+def has_xfrm_policies() -> bool:
+    """Return False if the kernel has no XFRM policy of anybody; True also if it cannot be asked."""
+    if not _has_xfrm():
+        return False
+    try:
+        with closing(NetlinkSocket(protocol=NETLINK_XFRM)) as kernel:
+            return any(True for _ in kernel.dump(GET_POLICY, b""))
+    except OSError:
+        return True
+
+
+def _has_xfrm() -> bool:
+    """Return True if the kernel's own socket exists: opening another one would load the module."""
+    with suppress(OSError):
+        rows = Path("/proc/net/netlink").read_text().splitlines()[1:]
+        return any(row.split()[1] == str(NETLINK_XFRM) for row in rows)
+    return False

@@ -16,8 +16,9 @@ from flanneld.model import Family, IPAddress, IPNetwork
 from flanneld.network.host import HostKernel
 from flanneld.network.lookups import RTN_BROADCAST, SeenHostRoute
 from flanneld.network.obstacles import HostNetworks, HostRoute, Obstacle, host_networks
+from flanneld.network.rtnetlink.domain import SeenRoute
 from flanneld.network.rtnetlink.links import SeenLink, is_flannels
-from flanneld.network.rtnetlink.messages import SeenAddress, SeenRoute
+from flanneld.network.rtnetlink.messages import SeenAddress
 from flanneld.network.uplink_election import AddressFact, DefaultRoute, HostFacts, LinkFact, RouteFact
 from flanneld.state.resources import PROTO_FLANNEL, Route, Tun
 

@@ -18,8 +18,7 @@ from flanneld.network.host import HostKernel
 from flanneld.network.obstacles import HostNetworks, Obstacle
 from flanneld.network.processes import ChangeOrigins
 from flanneld.network.rtnetlink.domain import Domain
-from flanneld.network.rtnetlink.links import described, is_not_ours_to_remove
-from flanneld.network.rtnetlink.monitor import (
+from flanneld.network.rtnetlink.kernel import (
     HostRouteChanged,
     InterfaceChanged,
     Notification,
@@ -28,6 +27,7 @@ from flanneld.network.rtnetlink.monitor import (
     ResourceRemoved,
     Unmonitored,
 )
+from flanneld.network.rtnetlink.links import described, is_not_ours_to_remove
 from flanneld.network.uplink_facts import read_host_networks
 from flanneld.reconcile.claims import AddressClaims
 from flanneld.reconcile.encryption_watch import EncryptionWatch

@@ -6,7 +6,7 @@ from contextlib import closing
 
 import pytest
 
-from flanneld.network.xfrm.table import Associations
+from flanneld.network.xfrm_table import Associations
 from tests.lab import Lab
 
 pytestmark = pytest.mark.needs_kernel("esp")

@@ -39,7 +39,7 @@ import sys
 from flanneld.backends.ipsec.backend import DEVICE, Ipsec
 from flanneld.backends.wireguard.backend import WireGuardBackend
 from flanneld.main import main
-from flanneld.network.xfrm.policy import XfrmPolicy
+from flanneld.network.xfrm import XfrmPolicy
 from flanneld.state.resources import Blackhole
 
 lacks = sys.argv.pop(1).split(",")

@@ -17,10 +17,10 @@ import pytest
 
 from flanneld.backends.ipsec import charon as charon_process
 from flanneld.backends.ipsec.vici import text
+from flanneld.network import xfrm_table
 from flanneld.network.rtnetlink.netlink import NLM_F_REQUEST, message
-from flanneld.network.xfrm import messages
-from flanneld.network.xfrm.policy import XfrmPolicy, guards, tunnel_policies
-from flanneld.network.xfrm.table import open_xfrm, policies
+from flanneld.network.xfrm import XfrmPolicy, guards, tunnel_policies
+from flanneld.network.xfrm_table import open_xfrm, policies
 from tests.lab import Lab, Node, own_command, wait_for
 from tests.lab.lab import NETWORK
 from tests.netns.charons import IPSEC, PSK, associations, charon_of, control, loaded, with_own_run
@@ -210,7 +210,7 @@ def test_a_policy_past_the_encryption_keeps_the_node_from_ready_and_stays(pair: 
 def delete(node: Node, gone: list[XfrmPolicy]) -> None:
     with node.namespace.entered(), closing(open_xfrm()) as kernel:
         bodies = (
-            message(messages.DELETE_POLICY, NLM_F_REQUEST, messages.pack_id(each), place)
+            message(xfrm_table.DELETE_POLICY, NLM_F_REQUEST, xfrm_table.pack_policy_id(each), place)
             for place, each in enumerate(gone)
         )
         assert [failed for failed in kernel.write(bodies) if failed] == []
@@ -375,7 +375,7 @@ def test_nothing_leaves_in_the_clear(lab: Lab, tmp_path: Path, masquerade: bool)
         )
         with node.namespace.entered(), closing(open_xfrm()) as kernel:
             made = (
-                message(messages.NEW_POLICY, NLM_F_REQUEST, messages.pack(each), place)
+                message(xfrm_table.NEW_POLICY, NLM_F_REQUEST, xfrm_table.pack_policy(each), place)
                 for place, each in enumerate(stale)
             )
             assert [failed for failed in kernel.write(made) if failed] == []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flanneld.network.ipsec_traces import has_policies
+from flanneld.network.processes import has_xfrm_policies
 from tests.lab import Lab
 
 
@@ -10,8 +10,8 @@ def test_any_policy_of_a_namespace_is_seen(lab: Lab) -> None:
     (node,) = lab.add_nodes()
     selector = ("src", "10.5.0.0/16", "dst", "10.5.0.0/16", "dir", "out")
     with node.namespace.entered():
-        assert not has_policies()
+        assert not has_xfrm_policies()
         node.run("ip", "xfrm", "policy", "add", *selector, "action", "block")
-        assert has_policies()
+        assert has_xfrm_policies()
         node.run("ip", "xfrm", "policy", "delete", *selector)
-        assert not has_policies()
+        assert not has_xfrm_policies()

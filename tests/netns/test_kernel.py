@@ -13,11 +13,9 @@ from msgspec.structs import replace
 
 from flanneld.network.rtnetlink import devices
 from flanneld.network.rtnetlink import messages as rtnl
-from flanneld.network.rtnetlink.domain import Domain
-from flanneld.network.rtnetlink.kernel import Kernel
+from flanneld.network.rtnetlink.domain import Behind, Domain
+from flanneld.network.rtnetlink.kernel import Kernel, Monitor, Notification, ResourceChanged, ResourceRemoved
 from flanneld.network.rtnetlink.links import PORT_REMEDY, at_port_of
-from flanneld.network.rtnetlink.monitor import Monitor, Notification, ResourceChanged, ResourceRemoved
-from flanneld.network.rtnetlink.routes import Behind
 from flanneld.network.rtnetlink.tables import tables
 from flanneld.reconcile.reconciler import desired_by_table
 from flanneld.state.desired import difference

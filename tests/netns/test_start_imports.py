@@ -19,6 +19,7 @@ NOT_NEEDED = {
     "flanneld.diagnostics.status",
     "flanneld.network.firewall.rules",
     "flanneld.network.xfrm",
+    "flanneld.network.xfrm_table",
     "grpc",
     "http.server",
     "importlib.metadata",

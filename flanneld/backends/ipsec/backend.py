@@ -29,7 +29,7 @@ from flanneld.backends.ipsec.resources import Charon, IkeConnection, SharedKey
 from flanneld.config import Config
 from flanneld.errors import Fatal
 from flanneld.model import Lease, LeaseAttrs, Secret
-from flanneld.network.xfrm.policy import guards, tunnel_policies
+from flanneld.network.xfrm import guards, tunnel_policies
 from flanneld.state.resources import Address, Blackhole, Dummy, Resource, Route
 from flanneld.state.table import Table
 
@@ -122,7 +122,7 @@ class Ipsec(Backend):
         """Return the tables of the kernel's policies, of charon, and of its keys and connections."""
         from flanneld.backends.ipsec.table_charon import CharonTable  # imported only by users of this backend
         from flanneld.backends.ipsec.table_connections import ConnectionTable
-        from flanneld.network.xfrm.table import XfrmPolicyTable
+        from flanneld.network.xfrm_table import XfrmPolicyTable
 
         connections = ConnectionTable(self._network, self._call)
         charon = CharonTable(connections.note, self._settings.digest, self._call)

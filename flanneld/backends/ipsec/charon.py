@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Self
 from flanneld.backends.ipsec import vici
 from flanneld.backends.ipsec.vici import PacketType, ReadSection, Section, ViciPacket
 from flanneld.errors import Fatal, Retryable, cause_of
-from flanneld.network.ipsec_traces import CHARON_PID_FILE
+from flanneld.network.processes import CHARON_PID_FILE
 from flanneld.runtime import clock, waits
 
 if TYPE_CHECKING:

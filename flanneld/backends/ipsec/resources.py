@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from flanneld.backends.ipsec.vici import ReadSection, Section, number, sections, text
 from flanneld.model import IPNetwork, Secret
-from flanneld.network.xfrm.policy import REQID
+from flanneld.network.xfrm import REQID
 from flanneld.state.resources import Key, Kind
 from flanneld.state.table import TunnelSession
 

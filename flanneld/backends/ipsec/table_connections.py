@@ -33,8 +33,8 @@ from flanneld.backends.ipsec.table_charon import WORKER
 from flanneld.backends.ipsec.vici import ReadSection, sections, text, texts
 from flanneld.compat.glog import counted
 from flanneld.model import Secret, lies_in
-from flanneld.network.xfrm.policy import POLICIES
-from flanneld.network.xfrm.table import Associations
+from flanneld.network.xfrm import POLICIES
+from flanneld.network.xfrm_table import Associations
 from flanneld.runtime import clock
 from flanneld.runtime.complaints import Once
 from flanneld.state.resources import Key, Resource

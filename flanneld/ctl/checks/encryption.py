@@ -59,7 +59,7 @@ def _associations() -> Mapping[str, ConnectionSas]:
     from flanneld.backends.ipsec import charon
     from flanneld.backends.ipsec.resources import by_connection, connection_of
     from flanneld.errors import Retryable
-    from flanneld.network.xfrm.table import Associations
+    from flanneld.network.xfrm_table import Associations
 
     kernel = Associations()
     try:

@@ -16,6 +16,7 @@ from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
 from msgspec import Struct
 
 from flanneld.model import Family, IPAddress, IPNetwork
+from flanneld.network.rtnetlink.domain import SeenRoute
 from flanneld.network.rtnetlink.netlink import (
     HEADER,
     NLM_F_CREATE,
@@ -57,7 +58,6 @@ NUD_PERMANENT, NTF_SELF = 0x80, 0x02
 RTN_UNICAST, RTN_BLACKHOLE, RTN_UNREACHABLE = 1, 6, 7
 RT_TABLE_MAIN, RTNH_F_ONLINK = 254, 4
 RT_SCOPE_UNIVERSE, RT_SCOPE_NOWHERE = 0, 255
-RTPROT_KERNEL = 2
 #: Lowest priority: any other route is preferred, above all the connected one of the containers' bridge.
 BLACKHOLE_METRIC = 65535
 _RTM_F_CLONED = 0x200
@@ -257,13 +257,6 @@ def fdb_request(device: int) -> bytes:
 def addresses_request(family: Family, device: int) -> bytes:
     """Return the body of a dump of a device's addresses."""
     return _IFADDRMSG.pack(AF[family], 0, 0, 0, device)
-
-
-class SeenRoute(Struct, frozen=True, gc=False):
-    """A route in the kernel, with the RTPROT_* number of its creator."""
-
-    route: Route
-    protocol: int
 
 
 def decode_route(data: bytes, offset: int, end: int, name_of: NameOf) -> SeenRoute | None:

@@ -13,9 +13,16 @@ from flanneld.model import Family, IPAddress
 from flanneld.network.interfaces import index_of, name_of
 from flanneld.network.rtnetlink import devices, links
 from flanneld.network.rtnetlink import messages as rtnl
+from flanneld.network.rtnetlink.domain import (
+    MANY,
+    ON_OUR_DEVICES,
+    RTPROT_KERNEL,
+    Behind,
+    in_order,
+    is_connected,
+)
 from flanneld.network.rtnetlink.kernel import Kernel
 from flanneld.network.rtnetlink.messages import CreateMode
-from flanneld.network.rtnetlink.routes import MANY, ON_OUR_DEVICES, Behind, in_order, is_connected
 from flanneld.state.resources import (
     ADDRESSES,
     FDB,
@@ -362,7 +369,7 @@ class RouteTable(_KernelTable):
             int(want.gateway),
             want.onlink,
         )
-        is_ours = want.device in self._kernel.domain.links and plain.protocol != rtnl.RTPROT_KERNEL
+        is_ours = want.device in self._kernel.domain.links and plain.protocol != RTPROT_KERNEL
         return want if is_right and is_ours else None
 
     def _withhold(self, puts: Iterable[Put], report: Report) -> Iterator[Put]:

@@ -13,8 +13,8 @@ from flanneld.backends.ipsec.resources import Charon, IkeConnection, SharedKey
 from flanneld.backends.ipsec.table_charon import CharonTable
 from flanneld.backends.ipsec.table_connections import ConnectionTable
 from flanneld.model import Secret
-from flanneld.network.xfrm.policy import guards, tunnel_policies
-from flanneld.network.xfrm.table import XfrmPolicyTable
+from flanneld.network.xfrm import guards, tunnel_policies
+from flanneld.network.xfrm_table import XfrmPolicyTable
 from flanneld.state.resources import Resource
 from flanneld.state.table import Put, Table
 from tests.calls import at_once

@@ -22,7 +22,7 @@ from flanneld.backends.wireguard import keys
 from flanneld.backends.wireguard.resources import AllowedIp
 from flanneld.config import parse
 from flanneld.model import Lease, LeaseAttrs, Uplink
-from flanneld.network.xfrm.policy import Direction, XfrmPolicy, guards, tunnel_policies
+from flanneld.network.xfrm import Direction, XfrmPolicy, guards, tunnel_policies
 from flanneld.state.resources import Blackhole, Dummy, Resource, Route
 from flanneld.subnet.codec import format_attrs, parse_attrs
 

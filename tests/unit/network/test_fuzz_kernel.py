@@ -19,7 +19,7 @@ from flanneld.network.firewall import netlink
 from flanneld.network.firewall.nft_json import read_chains, read_listing, rule_json
 from flanneld.network.firewall.rules import Purpose, desired_rules
 from flanneld.network.firewall.xtables import TableDump
-from flanneld.network.rtnetlink import links, monitor
+from flanneld.network.rtnetlink import kernel, links
 from flanneld.network.rtnetlink import messages as rtnl
 from flanneld.network.rtnetlink.netlink import MalformedNetlink, attribute, message, messages
 from tests.unit.mutations import tampered_bytes, tampered_json
@@ -52,11 +52,13 @@ DECODERS: tuple[Callable[[bytes, int, int], object], ...] = (
 
 def test_what_a_real_kernel_sent_is_understood() -> None:
     told = [
-        monitor.decode(kind, data, at, end, str) for data in DUMPS for kind, *_, at, end in messages(data)
+        kernel.decode_notification(kind, data, at, end, str)
+        for data in DUMPS
+        for kind, *_, at, end in messages(data)
     ]
     assert len(told) >= len(DUMPS)
-    assert monitor.Overrun() not in told
-    names = [str(item.resource) for item in told if isinstance(item, monitor.ResourceChanged)]
+    assert kernel.Overrun() not in told
+    names = [str(item.resource) for item in told if isinstance(item, kernel.ResourceChanged)]
     assert any(name.startswith("route 10.5.3.0/24 via 10.5.3.0") for name in names)
     assert any(name.startswith("fdb 02:00:00:00:00:11 dst 198.18.0.101") for name in names)
 
@@ -64,7 +66,7 @@ def test_what_a_real_kernel_sent_is_understood() -> None:
 @given(tampered_bytes(DUMPS))
 def test_a_tampered_dump_is_read_or_malformed(data: bytes) -> None:
     for kind, *_, offset, end in messages(data):
-        monitor.decode(kind, data, offset, end, str)
+        kernel.decode_notification(kind, data, offset, end, str)
         for decode in DECODERS:
             with suppress(MalformedNetlink):
                 decode(data, offset, end)

@@ -22,6 +22,7 @@ from pyroute2.netlink.rtnl.rtmsg import rtmsg
 from flanneld.model import Family, IPAddress, IPNetwork
 from flanneld.network import lookups
 from flanneld.network.rtnetlink import messages as rtnl
+from flanneld.network.rtnetlink.domain import SeenRoute
 from flanneld.network.rtnetlink.netlink import (
     HEADER,
     MalformedNetlink,
@@ -238,7 +239,7 @@ def routes(draw: st.DrawFn) -> Route:
 
 @given(routes())
 def test_a_route_is_read_back_as_it_was_written(desired: Route) -> None:
-    assert rtnl.decode_route(*told(desired), name_of) == rtnl.SeenRoute(desired, PROTO_BOOT)
+    assert rtnl.decode_route(*told(desired), name_of) == SeenRoute(desired, PROTO_BOOT)
 
 
 def as_dumped_route(route: Route) -> tuple[bytes, int, int]:

@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flanneld.network.rtnetlink import messages as rtnl
-from flanneld.network.rtnetlink.monitor import (
+from flanneld.network.rtnetlink.kernel import (
     HostRouteChanged,
     InterfaceChanged,
     Notification,
     Overrun,
     ResourceChanged,
     ResourceRemoved,
-    decode,
+    decode_notification,
 )
 from flanneld.network.rtnetlink.netlink import HEADER, attribute, message, messages, u32
 from flanneld.state.resources import Address, FdbEntry, Neighbor, Resource, Route
@@ -40,7 +40,7 @@ def notification(resource: Resource, *, index: int = INDEX, gone: bool = False) 
 
 def heard(data: bytes | bytearray) -> Notification | None:
     kind = int.from_bytes(data[4:6], "little")
-    return decode(kind, bytes(data), HEADER.size, len(data), {INDEX: DEVICE}.get)
+    return decode_notification(kind, bytes(data), HEADER.size, len(data), {INDEX: DEVICE}.get)
 
 
 @pytest.mark.parametrize("resource", [ROUTE, NEIGHBOR, FDB], ids=["route", "neighbour", "forwarding"])
@@ -105,7 +105,7 @@ def test_gateway_of_a_route_that_is_gone_is_told() -> None:
 def test_what_is_not_understood_means_that_anything_may_have_happened(resource: Resource, cut: int) -> None:
     whole = bytes(notification(resource))
     ((kind, _, _, _, offset, _),) = messages(whole)
-    assert decode(kind, whole, offset, offset + min(cut, 7), {INDEX: DEVICE}.get) == Overrun()
+    assert decode_notification(kind, whole, offset, offset + min(cut, 7), {INDEX: DEVICE}.get) == Overrun()
 
 
 def test_interface_that_moved_away_is_told_with_its_new_place() -> None:

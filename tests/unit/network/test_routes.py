@@ -7,9 +7,7 @@ from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_add
 import pytest
 from msgspec.structs import replace
 
-from flanneld.network.rtnetlink.domain import Domain
-from flanneld.network.rtnetlink.messages import SeenRoute
-from flanneld.network.rtnetlink.routes import SPREAD, Behind, in_order, protocol_for
+from flanneld.network.rtnetlink.domain import SPREAD, Behind, Domain, SeenRoute, in_order, protocol_for
 from flanneld.state.resources import PROTO_BOOT, PROTO_FLANNEL, Blackhole, Key, Resource, RivalRoute, Route
 from flanneld.state.table import Claim, Seen
 

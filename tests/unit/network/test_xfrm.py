@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flanneld.network import xfrm_table
 from flanneld.network.rtnetlink.netlink import MalformedNetlink, attribute
-from flanneld.network.xfrm import messages
-from flanneld.network.xfrm.policy import (
+from flanneld.network.xfrm import (
     ALLOW_PRIORITY,
     BLOCK_PRIORITY,
     Action,
@@ -30,7 +30,7 @@ NETWORK, OWN, PEER = IPv4Network("10.5.0.0/16"), IPv4Network("10.5.1.0/24"), IPv
 HERE, THERE = IPv4Address("192.0.2.1"), IPv4Address("192.0.2.2")
 TUNNELS = tunnel_policies(OWN, PEER, HERE, THERE)
 GUARDS = guards(NETWORK, OWN)
-PACKED = [messages.pack(each) for each in (*TUNNELS, *GUARDS)]
+PACKED = [xfrm_table.pack_policy(each) for each in (*TUNNELS, *GUARDS)]
 
 addresses = st.integers(0, 2**32 - 1).map(IPv4Address)
 networks = st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 32)).map(
@@ -48,26 +48,26 @@ policies = st.builds(
 
 
 def decode(data: bytes) -> XfrmPolicy | None:
-    return messages.decode(data, 0, len(data))
+    return xfrm_table.decode_policy(data, 0, len(data))
 
 
 @given(policies)
 def test_packed_value_is_read_back(policy: XfrmPolicy) -> None:
-    assert decode(messages.pack(policy)) == policy
+    assert decode(xfrm_table.pack_policy(policy)) == policy
 
 
 @pytest.mark.parametrize("policy", GUARDS)
 def test_removal_names_a_policy_by_its_selector(policy: XfrmPolicy) -> None:
     """In struct xfrm_userpolicy_id an index that is not 0 precedes the selector."""
-    selector, index, direction = struct.unpack("=56sIB3x", messages.pack_id(policy))
-    assert (selector, index, direction) == (messages.pack(policy)[:56], 0, policy.direction)
+    selector, index, direction = struct.unpack("=56sIB3x", xfrm_table.pack_policy_id(policy))
+    assert (selector, index, direction) == (xfrm_table.pack_policy(policy)[:56], 0, policy.direction)
 
 
 def test_sizes_are_the_kernels() -> None:
     """struct xfrm_userpolicy_info, xfrm_userpolicy_id and xfrm_user_tmpl of linux/xfrm.h."""
-    assert len(messages.pack(GUARDS[0])) == 168
-    assert len(messages.pack_id(GUARDS[0])) == 64
-    assert len(messages.pack(TUNNELS[0])) == 168 + 4 + 64
+    assert len(xfrm_table.pack_policy(GUARDS[0])) == 168
+    assert len(xfrm_table.pack_policy_id(GUARDS[0])) == 64
+    assert len(xfrm_table.pack_policy(TUNNELS[0])) == 168 + 4 + 64
 
 
 @given(tampered_bytes(PACKED))
@@ -86,9 +86,9 @@ def test_policies_that_stand_beside_ours_are_not_read(kind: int) -> None:
 def test_spi_of_an_sa_is_read_as_charon_writes_it() -> None:
     """struct xfrm_usersa_info: a selector of 56 bytes, the destination, and the SPI."""
     data = bytes(56) + HERE.packed + bytes(12) + bytes.fromhex("c00a0b01") + b"\x32" + bytes(143)
-    assert messages.spi(data, 0, len(data)) == "c00a0b01"
+    assert xfrm_table.decode_spi(data, 0, len(data)) == "c00a0b01"
     with pytest.raises(MalformedNetlink):
-        messages.spi(data, 0, 75)
+        xfrm_table.decode_spi(data, 0, 75)
 
 
 def test_a_socket_policy_is_not_read() -> None:
@@ -185,7 +185,7 @@ def test_a_policy_to_own_containers_is_no_bypass() -> None:
 def test_a_policy_for_one_protocol_stands_beside_ours_and_may_be_a_bypass() -> None:
     bypass = XfrmPolicy(Direction.OUT, OWN, PEER, 100)
     for whole in (bypass, TUNNELS[0], GUARDS[1]):
-        data = bytearray(messages.pack(whole))
+        data = bytearray(xfrm_table.pack_policy(whole))
         data[44], data[156] = 1, 9  # the protocol of the selector, and the index
         found = decode(bytes(data))
         assert found is not None

@@ -16,7 +16,7 @@ from flanneld.backends.contract import Factory
 from flanneld.backends.host_gw import HostGw
 from flanneld.errors import Retryable
 from flanneld.model import Cached, Lease, LeaseAttrs, Snapshot
-from flanneld.network.rtnetlink.monitor import InterfaceChanged, ResourceRemoved
+from flanneld.network.rtnetlink.kernel import InterfaceChanged, ResourceRemoved
 from flanneld.network.uplink_election import InterfaceChoice
 from flanneld.reconcile.controller import Controller
 from flanneld.reconcile.last_run import Device, device_of

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from flanneld.network.rtnetlink.monitor import InterfaceChanged, Notification, Overrun, ResourceRemoved
+from flanneld.network.rtnetlink.kernel import InterfaceChanged, Notification, Overrun, ResourceRemoved
 from flanneld.state.resources import Key, Vxlan
 from tests.unit.simulation import etcd, kube
 from tests.unit.simulation.cluster import Cluster

@@ -16,10 +16,10 @@ from msgspec.structs import replace
 
 from flanneld.model import Family, IPAddress, IPNetwork, network_around, single
 from flanneld.network.lookups import RTN_BROADCAST, RTN_LOCAL, LookupResult, SeenHostRoute
-from flanneld.network.rtnetlink.domain import NOTHING, Domain
+from flanneld.network.rtnetlink.domain import NOTHING, Domain, SeenRoute
+from flanneld.network.rtnetlink.kernel import Notification
 from flanneld.network.rtnetlink.links import SeenLink
-from flanneld.network.rtnetlink.messages import RTN_UNICAST, SeenAddress, SeenRoute
-from flanneld.network.rtnetlink.monitor import Notification
+from flanneld.network.rtnetlink.messages import RTN_UNICAST, SeenAddress
 from flanneld.state.resources import (
     PROTO_BOOT,
     PROTO_FLANNEL,

@@ -21,7 +21,7 @@ from flanneld.effects import Effects
 from flanneld.errors import Cancelled, Fatal, Retryable
 from flanneld.model import Event, IPAddress, Lease, LeaseKey, network_around
 from flanneld.network.host_settings import KernelForwardingTable
-from flanneld.network.rtnetlink.monitor import InterfaceChanged, Notification
+from flanneld.network.rtnetlink.kernel import InterfaceChanged, Notification
 from flanneld.node import Node
 from flanneld.options import Options
 from flanneld.reconcile import controller, last_run

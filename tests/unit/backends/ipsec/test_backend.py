@@ -31,7 +31,7 @@ from flanneld.backends.ipsec.vici import sections
 from flanneld.config import parse
 from flanneld.errors import Fatal, Refused
 from flanneld.model import Lease, LeaseAttrs, Secret, Uplink
-from flanneld.network.xfrm.policy import guards, tunnel_policies
+from flanneld.network.xfrm import guards, tunnel_policies
 from flanneld.state.resources import Address, Blackhole, Dummy, Resource, Route
 from flanneld.state.table import TunnelSession
 from flanneld.subnet.codec import format_attrs

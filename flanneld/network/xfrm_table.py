@@ -1,6 +1,6 @@
 """Reconciler table of the kernel's XFRM policies: guards, and the tunnels of the ipsec backend.
 
-Also the kernel's SAs as another program may have left them.
+Also their messages (linux/xfrm.h), and the kernel's SAs as another program may have left them.
 """
 
 from __future__ import annotations
@@ -8,23 +8,156 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import struct
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
-from ipaddress import IPv4Network
+from ipaddress import IPv4Address, IPv4Network
 
 from flanneld.compat.glog import V
 from flanneld.model import IPNetwork
-from flanneld.network.ipsec_traces import GET_POLICY, NETLINK_XFRM, has_policies
+from flanneld.network.processes import GET_POLICY, NETLINK_XFRM, has_xfrm_policies
 from flanneld.network.rtnetlink.netlink import (
     NLM_F_REQUEST,
+    MalformedNetlink,
     NetlinkSocket,
+    attribute,
+    attributes,
     message,
+    unpack,
 )
 from flanneld.network.rtnetlink.netlink import messages as split
-from flanneld.network.xfrm import messages
-from flanneld.network.xfrm.policy import POLICIES, XfrmPolicy, is_flannels, passes_by
+from flanneld.network.xfrm import POLICIES, Action, Direction, Tunnel, XfrmPolicy, is_flannels, passes_by
 from flanneld.state.resources import Resource
 from flanneld.state.table import Bypass, Changes, Claim, Failure, Put, Report, Scope, Seen
+
+# linux/xfrm.h, XFRM_MSG_*
+NEW_POLICY, DELETE_POLICY, UPDATE_POLICY = 0x13, 0x14, 0x19
+GET_SA, FLUSH_SA = 0x12, 0x1C
+#: Not of the kernel: notifications were lost.
+LOST = -1
+#: Multicast groups of changes to SAs and policies, XFRMNLGRP_*.
+GROUP_SA, GROUP_POLICY = 3, 4
+_TEMPLATE, _POLICY_TYPE, _MARK, _IF_ID = 5, 16, 21, 31
+
+_AF_INET, _ESP, _MODE_TUNNEL = 2, 50, 1
+_NO_LIMIT, _ALL_ALGORITHMS = (1 << 64) - 1, (1 << 32) - 1
+
+#: struct xfrm_selector: addresses, ports, family, lengths, protocol, interface, user.
+_SELECTOR = struct.Struct("=16s16sHHHHHBBB3xiI")
+#: struct xfrm_usersa_info up to the SPI: selector, destination, SPI.
+_SA = struct.Struct(f"={_SELECTOR.size}x16x4s")
+#: struct xfrm_userpolicy_info after the selector: limits, their current use, and the rest.
+_INFO = struct.Struct("=8Q4QIIBBBB4x")
+_WHOLE = struct.Struct(f"={_SELECTOR.size}s{_INFO.size}s")
+#: struct xfrm_userpolicy_id
+_ID = struct.Struct(f"={_SELECTOR.size}sIB3x")
+#: struct xfrm_user_tmpl
+_TMPL = struct.Struct("=16s4sB3xH2x16sIBBBxIII")
+
+
+def pack_policy(policy: XfrmPolicy) -> bytes:
+    """Return the body of a message that creates a policy or replaces the one with its selector."""
+    limits = (_NO_LIMIT,) * 4 + (0,) * 4
+    info = _INFO.pack(*limits, 0, 0, 0, 0, policy.priority, 0, policy.direction, policy.action, 0, 0)
+    return _pack_selector(policy) + info + (_template(policy.tunnel) if policy.tunnel else b"")
+
+
+def pack_policy_id(policy: XfrmPolicy) -> bytes:
+    """Return the body of a message that deletes the policy with this selector."""
+    return _ID.pack(_pack_selector(policy), 0, policy.direction)
+
+
+def decode_policy(data: bytes, offset: int, end: int) -> XfrmPolicy | None:
+    """Parse a policy in a dump; None if it is not for packets like ours. Raises ``MalformedNetlink``."""
+    selector, info = unpack(_WHOLE, data, offset, end)
+    return _decode(bytes(selector), bytes(info), attributes(data, offset + _WHOLE.size, end))
+
+
+def decode_spi(data: bytes, offset: int, end: int) -> str:
+    """Return the SPI of an SA in a dump, as charon writes it. Raises ``MalformedNetlink``."""
+    (found,) = unpack(_SA, data, offset, end)
+    return bytes(found).hex()
+
+
+def _decode(selector: bytes, info: bytes, found: dict[int, bytes]) -> XfrmPolicy | None:
+    to, source, *ports, family, to_bits, source_bits, protocol, interface, _ = _SELECTOR.unpack(selector)
+    *limits, priority, index, direction, action, _, _ = _INFO.unpack(info)
+    is_ours = family == _AF_INET and direction in tuple(Direction)
+    if not is_ours or _is_apart(found):
+        return None
+    is_whole = not (any(ports) or protocol or interface)
+    if action not in tuple(Action):
+        raise MalformedNetlink
+    tunnel, odd = _read_templates(found.get(_TEMPLATE, b""))
+    if any(limits[6:8]):
+        odd = "with an end of its life"
+    return XfrmPolicy(
+        Direction(direction),
+        _network(source, source_bits),
+        _network(to, to_bits),
+        priority,
+        tunnel,
+        Action(action),
+        odd,
+        0 if is_whole else index,
+    )
+
+
+def _is_apart(found: dict[int, bytes]) -> bool:
+    """Return True for a policy of another type, or for packets with a mark or through an XFRM interface."""
+    return any(any(found.get(kind, b"")) for kind in (_POLICY_TYPE, _MARK, _IF_ID))
+
+
+def _pack_selector(policy: XfrmPolicy) -> bytes:
+    source, to = policy.source, policy.destination
+    return _SELECTOR.pack(
+        to.network_address.packed,
+        source.network_address.packed,
+        *(0, 0, 0, 0),
+        _AF_INET,
+        to.prefixlen,
+        source.prefixlen,
+        0,
+        0,
+        0,
+    )
+
+
+def _template(tunnel: Tunnel) -> bytes:
+    packed = _TMPL.pack(
+        tunnel.destination.packed,
+        bytes(4),
+        _ESP,
+        _AF_INET,
+        tunnel.source.packed,
+        tunnel.reqid,
+        _MODE_TUNNEL,
+        0,
+        tunnel.optional,
+        *(_ALL_ALGORITHMS,) * 3,
+    )
+    return attribute(_TEMPLATE, packed)
+
+
+def _read_templates(data: bytes) -> tuple[Tunnel | None, str]:
+    """Return the first template, and a description of anything that flannel's templates never have."""
+    if not data:
+        return None, ""
+    if len(data) < _TMPL.size:
+        raise MalformedNetlink
+    to, decode_spi, protocol, family, source, reqid, mode, _, optional, *algorithms = _TMPL.unpack_from(data)
+    is_usual = (len(data), protocol, family, mode) == (_TMPL.size, _ESP, _AF_INET, _MODE_TUNNEL)
+    tunnel = Tunnel(IPv4Address(source[:4]), IPv4Address(to[:4]), reqid, bool(optional))
+    if not is_usual or any(decode_spi) or set(algorithms) != {_ALL_ALGORITHMS}:
+        return tunnel, "with other templates"
+    return tunnel, ""
+
+
+def _network(address: bytes, bits: int) -> IPv4Network:
+    if bits > 32:
+        raise MalformedNetlink
+    return IPv4Network((address[:4], bits), strict=False)
+
 
 log = logging.getLogger(__name__)
 
@@ -73,11 +206,9 @@ class XfrmPolicyTable:
 
     def put(self, puts: Sequence[Put]) -> Report:
         report = Report()
-        kinds = [messages.NEW_POLICY if put.was is None else messages.UPDATE_POLICY for put in puts]
+        kinds = [NEW_POLICY if put.was is None else UPDATE_POLICY for put in puts]
         may = [place for place, put in enumerate(puts) if put.claim is not Claim.FOREIGN]
-        refused = self._write(
-            (kinds[place], messages.pack(_policy(puts[place].want)), place) for place in may
-        )
+        refused = self._write((kinds[place], pack_policy(_policy(puts[place].want)), place) for place in may)
         for place, put in enumerate(puts):
             if put.claim is Claim.FOREIGN:
                 report.failed.append(_stands_in_the_way(put))
@@ -91,8 +222,7 @@ class XfrmPolicyTable:
     def drop(self, found: Sequence[Resource]) -> Report:
         report = Report()
         refused = self._write(
-            (messages.DELETE_POLICY, messages.pack_id(_policy(each)), place)
-            for place, each in enumerate(found)
+            (DELETE_POLICY, pack_policy_id(_policy(each)), place) for place, each in enumerate(found)
         )
         for place, each in enumerate(found):
             code = refused.get(place, 0)
@@ -126,7 +256,7 @@ class XfrmPolicyTable:
     def _open(self) -> NetlinkSocket:
         """Return the socket. Notifications are enabled before the first read."""
         if self._kernel is None:
-            self._news = self._news or open_xfrm((messages.GROUP_POLICY,), RECEIVE_BUFFER)
+            self._news = self._news or open_xfrm((GROUP_POLICY,), RECEIVE_BUFFER)
             self._kernel = open_xfrm()
         return self._kernel
 
@@ -141,7 +271,7 @@ def stale_tables(networks: Iterable[IPNetwork]) -> Iterator[XfrmPolicyTable]:
 
     They would block the packets of any other backend. This does not load the kernel module of NETLINK_XFRM.
     """
-    if not has_policies():
+    if not has_xfrm_policies():
         return
     try:
         with closing(open_xfrm()) as kernel:
@@ -175,7 +305,7 @@ def notifications(news: NetlinkSocket) -> Iterator[tuple[int, int]]:
         except OSError as failure:
             if failure.errno != errno.ENOBUFS:
                 raise
-            yield messages.LOST, messages.LOST
+            yield LOST, LOST
         else:
             yield from ((kind, port) for kind, _, _, port, _, _ in split(data))
 
@@ -183,7 +313,7 @@ def notifications(news: NetlinkSocket) -> Iterator[tuple[int, int]]:
 def policies(kernel: NetlinkSocket) -> Iterator[XfrmPolicy]:
     """Yield the policies that could be ours. Raises ``OSError``."""
     for data, offset, end in kernel.dump(GET_POLICY, b""):
-        policy = messages.decode(data, offset, end)
+        policy = decode_policy(data, offset, end)
         if policy is not None:
             yield policy
 
@@ -217,9 +347,9 @@ class Associations:
 
     def spis(self) -> frozenset[str]:
         """Return the SPIs of all SAs. Raises ``OSError``."""
-        self._news = self._news or open_xfrm((messages.GROUP_SA,), RECEIVE_BUFFER)
+        self._news = self._news or open_xfrm((GROUP_SA,), RECEIVE_BUFFER)
         self._kernel = self._kernel or open_xfrm()
-        return frozenset(messages.spi(*each) for each in self._kernel.dump(messages.GET_SA, b""))
+        return frozenset(decode_spi(*each) for each in self._kernel.dump(GET_SA, b""))
 
     def fileno(self) -> int:
         return self._news.fileno() if self._news else -1
@@ -227,7 +357,7 @@ class Associations:
     def were_flushed(self) -> bool:
         """Return True after a flush, and after lost notifications. charon itself removes single SAs."""
         found = [kind for kind, _ in notifications(self._news)] if self._news else []
-        return messages.FLUSH_SA in found or messages.LOST in found
+        return FLUSH_SA in found or LOST in found
 
     def close(self) -> None:
         for each in filter(None, (self._kernel, self._news)):
