@@ -208,8 +208,8 @@ def test_another_data_plane_takes_over_in_an_instant(lab: Lab) -> None:
     connect(node, peer)
     with node.container().ping(peer.container()) as ping:
         ping.wait_for_replies()
-        # One or two packets are lost. While a pump starts, a third of all would be. A busy machine may take as
-        # much of one change, not of each.
+        # One or two packets are lost. While a pump starts, a third of all would be. A busy machine may take
+        # as much of one change, not of each.
         shares = []
         for plane in ("native", "python") * 3:
             answered = ping.replies()

@@ -186,7 +186,7 @@ def in_namespace(namespace: int, index: int) -> bytes:
 
 
 def moved_to(data: bytes, offset: int, end: int) -> tuple[int, int] | None:
-    """Return the number of the namespace to which an interface moved and its index there, None if it ended."""
+    """Return the number of the namespace to which an interface moved, with its index there; else None."""
     found = attributes(data, offset + _IFINFOMSG.size, end)
     if _IFLA_NEW_NETNSID not in found or _IFLA_NEW_IFINDEX not in found:
         return None

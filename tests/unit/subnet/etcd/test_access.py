@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import re
 import subprocess
 from base64 import b64encode
 from collections.abc import Iterator
+from contextlib import closing
+from ipaddress import IPv4Address
 from pathlib import Path
 from urllib.parse import quote
 
@@ -14,14 +18,15 @@ import pytest
 from msgspec.structs import replace
 
 from flanneld.errors import Fatal, Retryable
-from flanneld.subnet.etcd.api_choice import open_client
+from flanneld.model import LeaseAttrs
+from flanneld.subnet.etcd.api_choice import open_client, open_etcd
 from flanneld.subnet.etcd.endpoints import EtcdOptions, Servers
 from flanneld.subnet.etcd.http import NoSuchApi
 from flanneld.subnet.etcd.keys import KeyChanges, KeyClient, Position
 from flanneld.subnet.etcd.transport import EtcdTimeouts
 from tests.etcd_clients import transport_of
 from tests.lab.etcd_v3 import V3Keys
-from tests.local_etcd import LocalEtcd, Relay, free_port, make_certificates, running_etcd, server
+from tests.local_etcd import NEWER, LocalEtcd, Relay, free_port, make_certificates, running_etcd, server
 
 PASSWORD = "hünter/2 secret"
 
@@ -146,6 +151,33 @@ def test_a_user_with_a_password_is_let_in(api: str, guarded_etcd: LocalEtcd) -> 
     with_url = guarded_etcd.url.replace("//", f"//fl%C3%A4nnel:{quote(PASSWORD, safe='')}@")
     assert client(api, with_url).fetch("/open/door").node
     asker.remove("/open/door")
+
+
+def test_roles_of_the_guide_separate_nodes_from_operators(tmp_path: Path) -> None:
+    guide = (Path(__file__).parents[4] / "docs" / "security.md").read_text()
+    commands = re.findall(r"^    (etcdctl .*)$", guide, re.MULTILINE)
+    assert len(commands) == 11
+    for name in ("root", "node", "operator"):
+        (tmp_path / f"{name}.password").write_text(f"hünter-{name}\n")
+    root, network = "/coreos.com/network", '{"Network":"10.5.0.0/16"}'
+    with running_etcd("--bcrypt-cost=4") as etcd:
+        tools = {"PATH": f"{Path(NEWER).parent}:{os.environ['PATH']}", "ETCDCTL_ENDPOINTS": etcd.url}
+        for command in commands:
+            subprocess.run(["bash", "-c", command], cwd=tmp_path, env=tools, check=True, timeout=60)
+        operator = client("v3", etcd.url, username="operator", password="hünter-operator")
+        operator.create(f"{root}/config", network, None)
+        with pytest.raises(Retryable, match="refuses access"):
+            operator.create(f"{root}/subnets/10.5.1.0-24", "{}", None)
+        node = open_etcd(EtcdOptions((etcd.url,), username="flannel", password="hünter-node"), "v3")
+        with closing(node):
+            attrs = LeaseAttrs(IPv4Address("192.0.2.1"), backend_type="host-gw")
+            lease = node.acquire(node.network_config(), attrs, (None, None))
+            assert node.renew(lease).key == lease.key
+        as_node = client("v3", etcd.url, username="flannel", password="hünter-node")
+        with pytest.raises(Retryable, match="refuses access"):
+            as_node.create(f"{root}/blue/config", network, None)
+        with pytest.raises(Retryable, match="refuses access"):
+            as_node.remove(f"{root}/config")
 
 
 def test_without_a_user_there_is_no_way_in(api: str, guarded_etcd: LocalEtcd) -> None:
