@@ -54,7 +54,9 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         glog.setup(wanted.v, wanted.vmodule, wanted.log_backtrace_at, wanted.logging_format)
         ensure_descriptors()
     except options.HelpWanted as help_wanted:
-        return _print(help_wanted.usage, status=0)
+        sys.stdout.write(help_wanted.usage)
+        sys.stdout.flush()
+        return 0
     except options.VersionWanted:
         return _print(f"{__version__}\n", status=0)
     except options.UsageError as wrong:

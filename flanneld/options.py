@@ -46,7 +46,7 @@ class UsageError(FlannelError):
 
 
 class HelpWanted(Exception):
-    """Request for ``-help``: print ``usage`` on standard error, exit with status 0."""
+    """Request for ``-help``: print ``usage`` on standard output, exit with status 0."""
 
     def __init__(self, usage: str) -> None:
         super().__init__(usage)

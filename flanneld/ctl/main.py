@@ -60,6 +60,7 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
 
 
 def _attempt(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    argv = [*_in_long_form(argv)]
     as_json = "--output=json" in argv or ("--output", "json") in pairwise(argv)
     if argv[:1] == ["help"]:
         argv = [*argv[1:], "--help"]
@@ -72,10 +73,14 @@ def _attempt(argv: Sequence[str], environ: Mapping[str, str]) -> int:
             return FINE
         arguments.command = ALIASES.get(arguments.command, arguments.command)
         if arguments.command not in COMMANDS:
-            wanted = options.read(flags, environ, program="flannelctl COMMAND")
-            return _act(arguments, wanted, as_json=as_json)
+            chosen = options.read(flags, environ, program="flannelctl COMMAND")
+            return _act(arguments, chosen, as_json=as_json)
         return _run(arguments, lambda: _ask(arguments, flags, environ), as_json=as_json)
-    except (options.HelpWanted, options.VersionWanted):
+    except (options.HelpWanted, options.VersionWanted) as wanted:
+        text = wanted.usage if isinstance(wanted, options.HelpWanted) else __version__
+        _say(
+            [TextTable((), [(line,) for line in text.splitlines()])], lambda: {"said": text}, as_json=as_json
+        )
         return FINE
     except Exception as error:
         return _complain(*_problem_of(error), as_json=as_json)
@@ -159,22 +164,38 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = command_line()
     # Not set_defaults: it changes the actions that the commands' parsers share, which then reset the values.
     defaults = argparse.Namespace(socket="", watch=None)
-    arguments, flags = parser.parse_known_args([*_with_values(argv)], defaults)
+    arguments, flags = parser.parse_known_args([*_in_long_form(argv)], defaults)
     # Go's flags end at the first word that is no flag; all words after it would be ignored.
     if flags and not flags[0].startswith("-"):
         parser.error(f"unrecognized argument: {quoted(flags[0])}")
     return arguments, flags
 
 
-def _with_values(argv: Sequence[str]) -> Iterator[str]:
-    """Yield the words, a bare ``--watch`` with its value: argparse would take a command behind it."""
+def _in_long_form(argv: Sequence[str]) -> Iterator[str]:
+    """Yield the words as argparse takes them apart rightly.
+
+    Go's flags have one dash or two; of ``-healthz-port`` argparse would take the first letter for an option.
+    A bare ``--watch`` gets its value: argparse would take a command behind it.
+    """
     for word, following in zip_longest(argv, argv[1:], fillvalue=""):
-        is_bare = word == "--watch" and not re.match(r"\d", following)
-        yield f"--watch={_WATCH_EVERY:g}" if is_bare else word
+        if word == "--watch" and not re.match(r"\d", following):
+            yield f"--watch={_WATCH_EVERY:g}"
+        elif word == "-o" or word.startswith("-o="):
+            yield f"--output{word[2:]}"
+        else:
+            yield re.sub(r"^-(?=[a-z][\w-])", "--", word)
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
+        unknown = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
+        if unknown:
+            from difflib import get_close_matches  # rarely needed
+
+            known = re.findall(r"[\w-]+", unknown[2])
+            close = get_close_matches(unknown[1], known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"choose from {', '.join(known)}"
+            message = f"{quoted(unknown[1])} is unknown, {hint}"
         raise options.UsageError(f"{message}; see {self.prog} --help", self.format_usage())
 
 
@@ -183,7 +204,9 @@ def command_line() -> argparse.ArgumentParser:
     about = "Status and diagnosis of this node. Takes flanneld's flags, such as -etcd-endpoints."
     # Accepted before and after the command; a default must not overwrite a value given at the other place.
     shared = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    shared.add_argument("--output", choices=("table", "json"), help="output format (default: table)")
+    shared.add_argument(
+        "--output", choices=("table", "json", "wide"), help="output format, also -o (default: table)"
+    )
     shared.add_argument("--socket", help="the daemon's status socket (default: beside the subnet file)")
     shared.add_argument(
         "--watch",
@@ -285,9 +308,14 @@ def _status(source: DataSource, _arguments: argparse.Namespace) -> CommandAnswer
     )
 
 
-def _peers(source: DataSource, _arguments: argparse.Namespace) -> CommandAnswer:
+def _peers(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
     wrong = any(peer.state not in ("in the kernel", "pending") for peer in source.status.each_peer)
-    return _noted(source, [views.peers(source)], partial(_part, source, "peers"), wrong=wrong)
+    return _noted(
+        source,
+        [views.peers(source, is_wide=_is_wide(arguments))],
+        partial(_part, source, "peers"),
+        wrong=wrong,
+    )
 
 
 def _routes(source: DataSource, _arguments: argparse.Namespace) -> CommandAnswer:
@@ -339,14 +367,20 @@ def _doctor(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
     return report(findings, unknown, more), plain, has_problem(findings)
 
 
-def _nodes(source: DataSource, _arguments: argparse.Namespace) -> CommandAnswer:
+def _nodes(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
     from flanneld.ctl import nodes
 
     cluster, found = nodes.examine(source)
     plain = nodes.plain(cluster, found)
     wrong = any(each["state"] == "PROBLEM" for each in plain)
     unanswered = nodes.unanswered(cluster, source)
-    return _noted(source, [nodes.table(cluster, found)], lambda: {"nodes": plain}, unanswered, wrong=wrong)
+    return _noted(
+        source,
+        [nodes.table(cluster, found, is_wide=_is_wide(arguments))],
+        lambda: {"nodes": plain},
+        unanswered,
+        wrong=wrong,
+    )
 
 
 def _graph(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
@@ -389,6 +423,17 @@ def _bundle(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
     )
 
 
+def _version(source: DataSource, _arguments: argparse.Namespace) -> CommandAnswer:
+    daemon = known(source.status.version)
+    rows = [("flannelctl", __version__), ("flanneld", daemon or "no answer")]
+    plain = {"flannelctl": __version__, "flanneld": daemon}
+    return _noted(source, [TextTable((), rows)], lambda: plain, wrong=False)
+
+
+def _is_wide(arguments: argparse.Namespace) -> bool:
+    return getattr(arguments, "output", "table") == "wide"
+
+
 def _noted(
     source: DataSource,
     shown: list[TextTable],
@@ -418,6 +463,7 @@ _HELP: dict[str, tuple[Callable[[DataSource, argparse.Namespace], CommandAnswer]
     "nodes": (_nodes, "all nodes of the cluster, one a line; sends queries"),
     "graph": (_graph, "this node and its paths to all others, as text, for Graphviz, or as a page"),
     "netcheck": (_netcheck, "the paths to peers: where packets stop, and what spoils them; sends probes"),
+    "version": (_version, "versions of flannelctl and of the daemon"),
     "doctor": (_doctor, "problems of this node, and the commands that solve them"),
 }
 #: Former names of commands, which are accepted, too.

@@ -266,6 +266,7 @@ def _with_replies(
 #: Seconds until a host counts as silent; each is asked twice.
 _WITHIN = 0.6
 _COLUMNS = ("node", "public ip", "state", "rtt", "backend", "vni", "port", "mtu", "version", "store", "note")
+_MORE = ("uplink mtu", "mac", "lease ends", "conditions")
 _MUTE = "does not answer queries"
 #: States in the order of urgency.
 WORST_FIRST = ("PROBLEM", "hint", "ok")
@@ -284,7 +285,7 @@ def _echo(targets: Iterable[IPAddress]) -> dict[IPAddress, Reply]:
     return replies | dict.fromkeys(survey.reached(silent, _WITHIN), Reply(error=errno.ECONNREFUSED))
 
 
-def table(cluster: Cluster, found: list[Remark]) -> TextTable:
+def table(cluster: Cluster, found: list[Remark], *, is_wide: bool = False) -> TextTable:
     """Return one line for each node: this one, then the others, worst first."""
     by_node = _by_node(found)
     rows = []
@@ -306,10 +307,21 @@ def table(cluster: Cluster, found: list[Remark]) -> TextTable:
                         *((told.port, told.mtu, told.version, told.store) if told else (None,) * 4),
                     )
                 ),
+                *(_wide(node) if is_wide else ()),
                 "; ".join([*(each.text for each in by_node[node.name]), *_more(node)]),
             )
         )
-    return TextTable(_COLUMNS, rows)
+    return TextTable((*_COLUMNS[:-1], *(_MORE if is_wide else ()), _COLUMNS[-1]), rows)
+
+
+def _wide(node: ClusterNode) -> tuple[str, ...]:
+    """Return the columns of ``_MORE``."""
+    told = node.told or Told()
+    ends = clock.utc_text(node.expires) if node.expires else ""
+    return tuple(
+        each or "-"
+        for each in (str(told.uplink_mtu or ""), ",".join(node.macs), ends, ", ".join(told.conditions))
+    )
 
 
 def state(found: list[Remark]) -> str:

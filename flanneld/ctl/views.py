@@ -66,7 +66,7 @@ def status(source: DataSource) -> TextTable:
     return TextTable((), rows)
 
 
-def peers(source: DataSource) -> TextTable:
+def peers(source: DataSource, *, is_wide: bool = False) -> TextTable:
     told = known(source.status.peers) or ()
     probed = any(peer.probe is not UNSET for peer in told)
     encrypted = any(peer.sessions is not UNSET for peer in told)
@@ -79,6 +79,7 @@ def peers(source: DataSource) -> TextTable:
             peer.state,
             *([_probe(known(peer.probe))] if probed else []),
             *(_sessions(known(peer.sessions) or (), now) if encrypted else ()),
+            *((",".join(peer.macs) or "-", _when(peer.expires) if peer.expires else "-") if is_wide else ()),
             peer.reason or (f"with {', '.join(peer.conflicts)}" if peer.conflicts else ""),
         )
         for peer in told
@@ -87,6 +88,7 @@ def peers(source: DataSource) -> TextTable:
         *("subnet", "public ip", "backend", "state"),
         *(["probe"] if probed else []),
         *(["handshake", "received", "sent", "endpoint"] if encrypted else []),
+        *(["mac", "lease ends"] if is_wide else []),
         "reason",
     )
     return TextTable(columns, rows)

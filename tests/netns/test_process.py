@@ -55,11 +55,11 @@ def test_the_version_is_told_on_standard_error(host: Node, word: str) -> None:
 
 
 @pytest.mark.parametrize("word", ["-help", "--help", "-h"])
-def test_help_is_given_on_standard_error(host: Node, word: str) -> None:
+def test_help_is_given_on_standard_output(host: Node, word: str) -> None:
     done = run(host, word)
-    assert (done.returncode, done.stdout) == (0, "")
-    assert done.stderr.startswith("Usage: ")
-    assert "\n  -etcd-endpoints " in done.stderr
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("Usage: ")
+    assert "\n  -etcd-endpoints " in done.stdout
 
 
 @pytest.mark.parametrize(

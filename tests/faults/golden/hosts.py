@@ -99,7 +99,7 @@ def programs(_worlds: Kept[Kind, World]) -> Iterator[Pages]:
             return node.run("env", "COLUMNS=110", *command).stdout
 
         yield {
-            "flanneld.txt": lambda: node.run(*own_command(), "-help").stderr,
+            "flanneld.txt": lambda: node.run(*own_command(), "-help").stdout,
             "flannelctl.txt": lambda: ctl("--help"),
             **{f"flannelctl-{name}.txt": partial(ctl, name, "--help") for name in sorted(COMMANDS)},
         }

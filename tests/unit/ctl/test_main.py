@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from flanneld.ctl.main import COMMANDS, FINE, NO_DAEMON, PROBLEMS, USAGE, _problem_of, run
+from flanneld import __version__
+from flanneld.ctl.main import COMMANDS, FINE, NO_DAEMON, PROBLEMS, USAGE, _problem_of, parse, run
 from flanneld.ctl.source import last_words
 from flanneld.diagnostics.serving import StatusSocket
 from flanneld.diagnostics.status import Status
@@ -94,6 +95,58 @@ def test_help_is_a_command_too(words: list[str], shown: str, capsys: pytest.Capt
     with pytest.raises(SystemExit, match=r"^0$"):
         run(words, {})
     assert shown in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["stauts"], '"stauts" is unknown, did you mean status?'),
+        (["netchek"], "did you mean netcheck?"),
+        (["token", "crate"], "did you mean create?"),
+        (["status", "--output=jsn"], "did you mean json?"),
+        (["qqq"], "is unknown, choose from status, "),
+    ],
+)
+def test_unknown_word_names_the_most_similar_one(
+    words: list[str], hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(words, {}) == USAGE
+    assert hint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["-healthz-port=1", "-v=2", "--subnet-dir=/x", "-ip-masq"])
+def test_flag_of_the_daemon_is_taken_whatever_its_first_letter(flag: str) -> None:
+    for words in ([flag, "events"], ["events", flag]):
+        arguments, flags = parse(words)
+        assert (arguments.command, [each.lstrip("-") for each in flags]) == ("events", [flag.lstrip("-")])
+
+
+def test_version_is_of_both_ends(
+    where: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["version", *where, "-o", "json"], {}) == NO_DAEMON
+    alone = told(capsys)
+    assert (alone["flannelctl"], alone["flanneld"]) == (__version__, None)
+    with daemon(tmp_path, b'{"version": "99"}'):
+        assert run(["version", *where], {}) == FINE
+    assert capsys.readouterr().out.splitlines() == [f"flannelctl  {__version__}", "flanneld    99"]
+    assert run(["events", "-version"], {}) == FINE
+    assert capsys.readouterr().out == f"{__version__}\n"
+
+
+def test_wide_output_has_more_columns(
+    where: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peer = {"subnets": ["10.5.2.0/24"], "state": "pending", "macs": ["02:00:00:00:00:02"], "expires": 1e9}
+    with daemon(tmp_path, json.dumps({"version": "1", "peers": [peer]}).encode()):
+        shown = {}
+        for words in (["peers"], ["peers", "-o", "wide"], ["nodes", "-o=wide"]):
+            run([*words, *where], {})
+            shown[" ".join(words)] = capsys.readouterr().out
+    assert "02:00:00:00:00:02" not in shown["peers"]
+    assert "02:00:00:00:00:02" in shown["peers -o wide"]
+    assert "LEASE ENDS" in shown["peers -o wide"].splitlines()[0]
+    assert "02:00:00:00:00:02  2001-09-09T01:46:40Z" in shown["nodes -o=wide"]
 
 
 @pytest.mark.parametrize("words", [["--output", "json", "events"], ["events", "--output", "json"]])
