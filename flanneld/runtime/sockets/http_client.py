@@ -11,6 +11,7 @@ from urllib.parse import SplitResult, urlsplit
 from msgspec import Struct, field
 
 from flanneld.errors import Cancelled, Fatal, Retryable, cause_of
+from flanneld.runtime.sockets.http_connection import ResponseTooLarge
 from flanneld.runtime.sockets.interruptible import InterruptibleSocket, Unreachable
 
 #: Seconds between checks of the stop event.
@@ -120,8 +121,6 @@ def _exchange(
 
 def _reason(error: Exception) -> str:
     """Return the reason without any text of the server's."""
-    from flanneld.runtime.sockets.connection_pools import ResponseTooLarge
-
     if isinstance(error, RemoteDisconnected | IncompleteRead):
         return "it broke the connection"
     if isinstance(error, HTTPException) and not isinstance(error, ResponseTooLarge):

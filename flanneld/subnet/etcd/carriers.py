@@ -8,27 +8,15 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
-from http.client import HTTPException
 from importlib.util import find_spec
 from typing import Protocol, TypeVar
 
-from urllib3 import Timeout
-from urllib3.exceptions import HTTPError
-
 from flanneld.errors import Cancelled, Fatal, Retryable, install_command
-from flanneld.runtime.sockets.connection_pools import LineStream, LiveBody
-from flanneld.runtime.sockets.interruptible import InterruptibleSocket, Unreachable
+from flanneld.runtime.sockets.http_connection import LineStream, LiveBody
 from flanneld.subnet.etcd import v3_messages
 from flanneld.subnet.etcd.endpoints import Server, Servers
 from flanneld.subnet.etcd.http import NoSuchApi, Request, ServerFailed
-from flanneld.subnet.etcd.transport import (
-    EtcdTimeouts,
-    Send,
-    Transport,
-    pool_to,
-    server_failed,
-    unreachable,
-)
+from flanneld.subnet.etcd.transport import EtcdConnection, EtcdTimeouts, Send, Transport, failing_after
 from flanneld.subnet.etcd.v3_messages import CallServer, GatewayMessage, GatewayRefused
 
 log = logging.getLogger(__name__)
@@ -204,36 +192,23 @@ class GatewayStream:
     """``Stream`` over JSON."""
 
     def __init__(self, servers: Servers, timeouts: EtcdTimeouts, roots: Mapping[str, str]) -> None:
-        self._tls = servers.tls
-        self._timeouts = timeouts
         self._roots = roots
-        self._socket = InterruptibleSocket()
+        self._connection = EtcdConnection(servers, timeouts)
         self._stream: LineStream | None = None
         #: Lines read and not returned yet.
         self._lines: deque[bytes] = deque()
         self._server: Server | None = None
+        self.cancel = self._connection.cancel
 
     def open(self, server: Server, body: Mapping[str, object], token: str) -> None:
         self._server = server
+        target = self._roots.get(server.name, _ROOTS[0]) + "/watch"
+        request = Request("POST", target, json.dumps(body), _headers(token) | _REQUIRE_LEADER)
         try:
-            response = pool_to(server, self._tls, self._socket).urlopen(
-                "POST",
-                server.path + self._roots.get(server.name, _ROOTS[0]) + "/watch",
-                body=json.dumps(body),
-                headers=_headers(token) | _REQUIRE_LEADER,
-                retries=False,
-                redirect=False,
-                preload_content=False,
-                timeout=Timeout(connect=self._timeouts.connect, read=self._timeouts.read),
-            )
-        except Unreachable as error:
-            raise unreachable(error) from None
-        except (HTTPError, HTTPException, OSError) as error:
-            raise server_failed(error, self._timeouts.read, server) from None
+            response = self._connection.begin(server, request)
         except Cancelled:
             raise ServerFailed("the connection was given up") from None
         if response.status != 200:
-            response.close()
             raise ServerFailed(f"HTTP {response.status} to a watch")
         self._stream = LineStream(LiveBody(response))
 
@@ -241,19 +216,13 @@ class GatewayStream:
         assert self._stream
         assert self._server
         if not self._lines:
-            try:
+            with failing_after(timeout, self._server):
                 self._lines.extend(self._stream.read(timeout) or ())
-            except (HTTPError, HTTPException, OSError) as error:
-                raise server_failed(error, timeout, self._server) from None
         return v3_messages.stream_object(self._lines.popleft(), self._server.name) if self._lines else None
-
-    def cancel(self) -> None:
-        self._socket.cancel()
 
     def close(self) -> None:
         self.cancel()
-        if self._stream is not None:
-            self._stream.close()
+        self._connection.reset()
 
 
 def _headers(token: str) -> dict[str, str]:

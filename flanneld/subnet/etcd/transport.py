@@ -6,28 +6,25 @@ import logging
 import math
 import ssl
 import threading
-from collections.abc import Callable
-from http.client import HTTPException
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.client import BadStatusLine, HTTPException
 from typing import Generic, Protocol, TypeVar
 
 from msgspec import Struct
 from msgspec.structs import replace
-from urllib3 import HTTPConnectionPool, Timeout
-from urllib3.exceptions import HTTPError, ReadTimeoutError, SSLError
-from urllib3.response import BaseHTTPResponse
 
 from flanneld.compat.glog import V
 from flanneld.errors import NoAnswer, Retryable
 from flanneld.runtime import clock
-from flanneld.runtime.sockets.connection_pools import (
+from flanneld.runtime.sockets.http_connection import (
+    HttpConnection,
     LineStream,
     LiveBody,
-    Pool,
+    Response,
     ResponseTooLarge,
-    TlsPool,
-    body_of,
 )
-from flanneld.runtime.sockets.interruptible import InterruptibleSocket, TooSlow, Unreachable
+from flanneld.runtime.sockets.interruptible import TooSlow, Unreachable
 from flanneld.subnet.etcd.endpoints import Server, Servers, ssl_text
 from flanneld.subnet.etcd.http import Answer, Request, ServerFailed
 from flanneld.subnet.etcd.keys import Position
@@ -171,85 +168,60 @@ class Transport(Failover[Request, Answer]):
     """Failover between servers over HTTP."""
 
     def __init__(self, servers: Servers, timeouts: EtcdTimeouts) -> None:
-        super().__init__(servers, timeouts, HttpConnection(servers, timeouts))
+        super().__init__(servers, timeouts, EtcdConnection(servers, timeouts))
 
 
-class HttpConnection:
-    """``ServerConnection`` through urllib3."""
+class EtcdConnection:
+    """``ServerConnection`` over HTTP."""
 
     def __init__(self, servers: Servers, timeouts: EtcdTimeouts) -> None:
-        self._tls = servers.tls
         self._timeouts = timeouts
-        self._socket = InterruptibleSocket()
-        self._pool: HTTPConnectionPool | None = None
+        self._connection = HttpConnection(servers.tls)
         #: Response without end, and its head.
         self._stream: tuple[Answer, LineStream] | None = None
+        self.disconnect = self._connection.disconnect
+        self.cancel = self._connection.cancel
+        self.check = self._connection.check
 
     def exchange(self, server: Server, request: Request) -> Answer:
         if self._stream is not None and not request.is_stream:
             self.reset()
-        limits = Timeout(connect=self._timeouts.connect, read=self._timeouts.read)
-        began = clock.now()
         try:
-            if self._stream is not None:
+            if self._stream is None:
+                return self._receive(self.begin(server, request), server, request)
+            with failing_after(self._timeouts.read, server):
                 return self._next_lines(*self._stream, request)
-            if self._pool is None:
-                self._pool = pool_to(server, self._tls, self._socket)
-            response = self._pool.urlopen(
-                request.method,
-                server.path + request.target,
-                body=request.body,
-                headers=request.headers,
-                retries=False,
-                redirect=False,
-                preload_content=False,
-                timeout=limits,
-            )
-            try:
-                return self._receive(response, server, request)
-            finally:
-                if self._stream is None:
-                    response.close()
-        except Unreachable as error:
-            raise unreachable(error) from None
-        except (HTTPError, HTTPException, OSError) as error:
-            # The connect timeout also covers the TLS handshake.
-            waited = clock.now() - began
-            limit = self._timeouts.read if waited >= self._timeouts.read else self._timeouts.connect
-            raise server_failed(error, limit, server) from None
         except Retryable:
             self.reset()
             raise
 
+    def begin(self, server: Server, request: Request) -> Response:
+        """Send a request, and return its response with the body unread. Raises ``ServerFailed``."""
+        if not self._connection.is_open:
+            with failing_after(self._timeouts.connect, server):
+                self._connection.connect(server.host, server.port, self._timeouts.connect)
+        with failing_after(self._timeouts.read, server):
+            target = server.path + request.target
+            return self._connection.request(
+                request.method, target, request.body, request.headers, self._timeouts.read
+            )
+
     def reset(self) -> None:
-        if self._stream is not None:
-            self._stream[1].close()
         self._stream = None
-        if self._pool is not None:
-            self._pool.close()
-        self._pool = None
-        self._socket.disconnect()
+        self._connection.reset()
 
-    def disconnect(self) -> None:
-        self._socket.disconnect()
-
-    def cancel(self) -> None:
-        self._socket.cancel()
-
-    def check(self) -> None:
-        self._socket.check()
-
-    def _receive(self, response: BaseHTTPResponse, server: Server, request: Request) -> Answer:
+    def _receive(self, response: Response, server: Server, request: Request) -> Answer:
         answer = _head(response, server)
         request.on_head(answer)
-        if request.poll_timeout is None or answer.status != 200:
-            return replace(answer, body=body_of(response))
-        body = LiveBody(response)
-        if request.is_stream:
-            self._stream = answer, LineStream(body)
-            return self._next_lines(*self._stream, request)
-        if body.more_within(request.poll_timeout):
-            return replace(answer, body=body_of(response))
+        with failing_after(self._timeouts.read, server):
+            if request.poll_timeout is None or answer.status != 200:
+                return replace(answer, body=response.whole())
+            body = LiveBody(response)
+            if request.is_stream:
+                self._stream = answer, LineStream(body)
+                return self._next_lines(*self._stream, request)
+            if body.more_within(request.poll_timeout):
+                return replace(answer, body=response.whole())
         self.reset()
         return answer
 
@@ -262,13 +234,15 @@ class HttpConnection:
         return replace(head, body=b"\n".join(lines))
 
 
-def pool_to(
-    server: Server, tls: ssl.SSLContext | None, interruptible_socket: InterruptibleSocket
-) -> HTTPConnectionPool:
-    """Return urllib3's pool for a server, on a socket that another thread can shut down."""
-    if tls:
-        return TlsPool(server.host, server.port, interruptible_socket=interruptible_socket, ssl_context=tls)
-    return Pool(server.host, server.port, interruptible_socket=interruptible_socket)
+@contextmanager
+def failing_after(timeout: float, server: Server) -> Iterator[None]:
+    """Turn errors of the connection into ``ServerFailed``. ``timeout`` is the limit in seconds to name."""
+    try:
+        yield
+    except Unreachable as error:
+        raise ServerFailed(str(error), NO_SERVER, sent=False) from None
+    except (HTTPException, OSError) as error:
+        raise server_failed(error, timeout, server) from None
 
 
 def no_answer(failures: dict[str, ServerFailed]) -> Retryable:
@@ -281,10 +255,6 @@ def no_answer(failures: dict[str, ServerFailed]) -> Retryable:
     return kind(f"{said} ({problems})", told[-1][1].remedy)
 
 
-def unreachable(error: Unreachable) -> ServerFailed:
-    return ServerFailed(str(error), NO_SERVER, sent=False)
-
-
 def server_failed(error: Exception, timeout: float, server: Server) -> ServerFailed:
     """Return the failure for a connection error, with the same text each time it fails the same way."""
     log.log(V(2), "etcd at %s: %s: %s", server.name, type(error).__name__, error)
@@ -292,21 +262,20 @@ def server_failed(error: Exception, timeout: float, server: Server) -> ServerFai
         return ServerFailed(str(error))
     if isinstance(error, TooSlow):
         return ServerFailed(str(error), "see whether etcd there is overloaded, and the network to it")
-    if isinstance(error, ReadTimeoutError | TimeoutError):
+    if isinstance(error, TimeoutError):
         return ServerFailed(
             f"no answer within {timeout:g} s", "see whether etcd there is overloaded or cut off"
         )
-    cause = error.args[0] if isinstance(error, SSLError) and error.args else error
-    if isinstance(cause, ssl.SSLError) and "ALERT" not in (cause.reason or "ALERT"):
-        return ServerFailed(ssl_text(cause), NO_TLS)
+    if isinstance(error, ssl.SSLError) and "ALERT" not in (error.reason or "ALERT"):
+        return ServerFailed(ssl_text(error), NO_TLS)
     if server.scheme == "https":
         # The alert about our certificate may get lost when the connection ends, so both cases share a text.
         return ServerFailed("it broke the TLS connection", _NO_CERTIFICATE)
-    problem = "it does not speak HTTP" if "BadStatusLine" in repr(error) else "it broke the connection"
+    problem = "it does not speak HTTP" if type(error) is BadStatusLine else "it broke the connection"
     return ServerFailed(problem, NO_SERVER)
 
 
-def _head(response: BaseHTTPResponse, server: Server) -> Answer:
+def _head(response: Response, server: Server) -> Answer:
     headers = response.headers
     index = headers.get("X-Etcd-Index", "")
     number = int(index) if index.isdecimal() and len(index) < 20 else 0

@@ -25,7 +25,8 @@ from flanneld import __version__
 from flanneld.compat.glog import V
 from flanneld.errors import NoAnswer, Retryable
 from flanneld.runtime import clock
-from flanneld.runtime.sockets.connection_pools import LiveBody, ResponseTooLarge, body_of
+from flanneld.runtime.sockets.connection_pools import beneath, body_of
+from flanneld.runtime.sockets.http_connection import LiveBody, ResponseTooLarge
 from flanneld.runtime.sockets.interruptible import InterruptibleSocket, TooSlow, Unreachable, no_heartbeat
 from flanneld.subnet.kube.access import Access, ApiSession
 from flanneld.subnet.kube.nodes import decoded
@@ -139,9 +140,9 @@ class Api:
             response = self._send("GET", _target(path, query))
             end.callback(self._reset)
             end.callback(response.close)
-            if response.connection and response.connection.sock:
-                response.connection.sock.settimeout(self._timeouts.silence)
-            return ApiStream(partial(self._read_piece, LiveBody(response)), end.pop_all().close)
+            body = beneath(response)
+            body.sock.settimeout(self._timeouts.silence)
+            return ApiStream(partial(self._read_piece, LiveBody(body)), end.pop_all().close)
 
     def _read_piece(self, body: LiveBody, runs: bool = False) -> bytes:
         try:

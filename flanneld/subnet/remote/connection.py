@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import io
-import socket
 import ssl
 import threading
 from collections.abc import Callable
 from email.utils import parsedate_to_datetime
-from http.client import HTTPConnection, HTTPException, HTTPResponse
-from typing import Any
+from http.client import HTTPException, HTTPResponse
 
 from msgspec import Struct
 
 from flanneld.errors import NoAnswer, Retryable, cause_of, printable
 from flanneld.option_values import RemoteServer
 from flanneld.runtime.sockets.host_addresses import HostAddresses
-from flanneld.runtime.sockets.interruptible import InterruptibleSocket, PacedReader, TooSlow, Unreachable
+from flanneld.runtime.sockets.http_connection import HttpConnection
+from flanneld.runtime.sockets.interruptible import TooSlow, Unreachable
 from flanneld.subnet.remote.token import JoinToken, fingerprint_of
 from flanneld.subnet.remote.wire import INDEX, SECRET
 
@@ -24,8 +22,6 @@ from flanneld.subnet.remote.wire import INDEX, SECRET
 CONNECT_TIME = 5.0
 #: Seconds for an answer's head: a server asks each of its etcd members in turn.
 ANSWER_TIME = 30.0
-#: Bytes of an answer, at most: the leases of a large cluster take a few MB.
-_LONGEST = 64 << 20
 _CHECK = "see whether flanneld -listen runs there, and whether both sides use TLS"
 
 
@@ -74,9 +70,8 @@ class RemoteConnection:
 
     def __init__(self, servers: RemoteServers) -> None:
         self._servers = servers
-        self._socket = InterruptibleSocket()
+        self._connection = HttpConnection(servers.tls)
         self._turn = threading.Lock()
-        self._http: HTTPConnection | None = None
         self._server: RemoteServer | None = None
         self._token: JoinToken | None = None
 
@@ -93,12 +88,12 @@ class RemoteConnection:
             problems = []
             for _ in self._servers.servers:
                 server = self._servers.servers[self._servers.good]
-                self._socket.check()
+                self._connection.check()
                 try:
                     return self._ask_again(server, method, target, body, alive)
                 except (OSError, HTTPException, Unreachable) as error:
                     self.reset()
-                    self._socket.check()
+                    self._connection.check()
                     problems.append(f"{server}: {_reason(error)}")
                     if alive is None or isinstance(error, TimeoutError):
                         self._servers.skip(server)
@@ -108,18 +103,15 @@ class RemoteConnection:
 
     def disconnect(self) -> None:
         """End the connection; the next request makes another. From any thread."""
-        self._socket.disconnect()
+        self._connection.disconnect()
 
     def cancel(self) -> None:
         """End the connection and refuse another. From any thread, repeatedly."""
-        self._socket.cancel()
+        self._connection.cancel()
 
     def reset(self) -> None:
         """End the connection; for the thread that uses it."""
-        if self._http is not None:
-            self._http.close()
-        self._http = None
-        self._socket.disconnect()
+        self._connection.reset()
 
     def _ask_again(
         self,
@@ -130,11 +122,11 @@ class RemoteConnection:
         alive: Callable[[], None] | None,
     ) -> RemoteAnswer:
         """Send a request, again over a new connection if the server has closed an idle one."""
-        if self._http is not None and self._server is server:
+        if self._connection.is_open and self._server is server:
             try:
                 return self._exchange(server, method, target, body, alive)
             except (OSError, HTTPException) as error:
-                self._socket.check()
+                self._connection.check()
                 if alive is not None or isinstance(error, TimeoutError):
                     raise
         self.reset()
@@ -148,62 +140,23 @@ class RemoteConnection:
         body: str | None,
         alive: Callable[[], None] | None,
     ) -> RemoteAnswer:
-        if self._http is None:
+        if not self._connection.is_open or self._server is not server:
             self._connect(server)
-        assert self._http is not None
-        assert isinstance(self._http.sock, _PacedSocket)
-        paced = self._http.sock
-        paced.waiting = alive
         headers = {INDEX: "yes"} | ({"Content-Type": "application/json"} if body is not None else {})
         if self._token is not None:
             headers["Authorization"] = self._token.bearer
             if self._servers.secret:
                 headers[SECRET] = self._servers.secret
-        self._http.request(method, target, body, headers)
-        with self._http.getresponse() as response:
-            assert paced.reader is not None
-            paced.reader.expect_body()
-            text = response.read(_LONGEST + 1)
-            if len(text) > _LONGEST:
-                raise HTTPException("its answer is longer than 64 MiB")
-            answer = RemoteAnswer(response.status, text, _date_ns(response), server)
-        if response.will_close:
-            self.reset()
-        return answer
+        response = self._connection.request(method, target, body, headers, ANSWER_TIME, alive)
+        return RemoteAnswer(response.status, response.whole(), _date_ns(response), server)
 
     def _connect(self, server: RemoteServer) -> None:
-        self._token = self._servers.token()
-        sock = self._socket.connect(server.host, server.port, CONNECT_TIME)
-        if self._servers.tls is not None:
-            tls = self._servers.tls.wrap_socket(sock, server_hostname=server.host)
-            # The token is sent only to the server with this certificate.
-            if self._token and fingerprint_of(tls.getpeercert(True) or b"") != self._token.fingerprint:
-                raise WrongCertificate
-            sock = tls
-        http = HTTPConnection(server.host, server.port)
-        http.sock = _PacedSocket(sock)
-        self._http, self._server = http, server
-
-
-class _PacedSocket:
-    """Socket for ``http.client``, whose answers are read by a ``PacedReader``."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-        self.waiting: Callable[[], None] | None = None
-        self.reader: PacedReader | None = None
-
-    def sendall(self, data: Any) -> None:
-        self._sock.settimeout(ANSWER_TIME)
-        self._sock.sendall(data)
-
-    def makefile(self, _mode: str) -> io.BufferedReader:
-        file = self._sock.makefile("rb", buffering=0)
-        self.reader = PacedReader(self._sock, file, ANSWER_TIME, self.waiting)
-        return io.BufferedReader(self.reader)
-
-    def close(self) -> None:
-        self._sock.close()
+        self._token, self._server = self._servers.token(), server
+        sock = self._connection.connect(server.host, server.port, CONNECT_TIME)
+        # The token is sent only to the server with this certificate.
+        found = sock.getpeercert(True) if isinstance(sock, ssl.SSLSocket) else None
+        if self._token is not None and fingerprint_of(found or b"") != self._token.fingerprint:
+            raise WrongCertificate
 
 
 def _date_ns(response: HTTPResponse) -> int | None:

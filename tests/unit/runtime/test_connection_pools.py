@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from flanneld.errors import Retryable
-from flanneld.runtime.sockets import connection_pools
+from flanneld.runtime.sockets import http_connection
 from flanneld.subnet.etcd import api_choice
 from flanneld.subnet.etcd.endpoints import EtcdOptions, Servers
 from flanneld.subnet.etcd.transport import EtcdTimeouts, Transport
@@ -31,7 +31,7 @@ def endless(connection: socket.socket) -> None:
 
 @pytest.fixture
 def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setattr(connection_pools, "LONGEST_ANSWER", LIMIT)
+    monkeypatch.setattr(http_connection, "LONGEST_ANSWER", LIMIT)
     with server(endless) as url:
         yield url
 

@@ -102,8 +102,14 @@ def test_etcd_without_grpc_does_not_load_its_library() -> None:
     assert not {"grpc", "flanneld.subnet.etcd.grpc"} & loaded
 
 
+def test_etcds_v3_api_and_lease_servers_need_no_urllib3() -> None:
+    loaded = loaded_after("import flanneld.subnet.etcd.v3, flanneld.subnet.remote.store")
+    assert "flanneld.subnet.etcd.carriers" in loaded
+    assert not {"urllib3", "requests", "etcd"} & loaded
+
+
 def test_neither_a_backend_of_ours_nor_http_looks_through_installed_packages() -> None:
-    program = "import flanneld.subnet.etcd.v3\nfrom flanneld.backends.registry import load\nload('vxlan')"
+    program = "import flanneld.subnet.etcd.v2\nfrom flanneld.backends.registry import load\nload('vxlan')"
     loaded = loaded_after(program)
     assert {"flanneld.backends.vxlan", "urllib3.connectionpool"} <= loaded
     assert not {"importlib.metadata", "zipfile"} & loaded

@@ -180,7 +180,7 @@ def test_tampered_stream_gives_objects_until_it_ends(data: bytes) -> None:
 def test_line_without_end_is_refused_before_it_fills_the_memory(
     etcd: Etcd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flanneld.runtime.sockets.connection_pools.LONGEST_LINE", 1000)
+    monkeypatch.setattr("flanneld.runtime.sockets.http_connection.LONGEST_LINE", 1000)
     etcd.say(CHUNKED + b"1000\r\n" + b"x" * 2000)
     with etcd.watched() as stream, pytest.raises(Retryable, match="without end"):
         stream.next(60)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flanneld.errors import Retryable
-from flanneld.runtime.sockets.connection_pools import Lines
+from flanneld.runtime.sockets.http_connection import Lines
 from flanneld.subnet.kube.api import Expired
 from flanneld.subnet.kube.nodes import NodeReader
 from flanneld.subnet.kube.watch import InvalidWatchData, decode
