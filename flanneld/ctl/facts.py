@@ -14,7 +14,7 @@ from flanneld.ctl import compare, lookups
 from flanneld.ctl.checks import containers, encryption, packets, stale_objects
 from flanneld.ctl.checks.containers import Container
 from flanneld.ctl.checks.encryption import CharonState
-from flanneld.ctl.checks.packets import Drop
+from flanneld.ctl.checks.packets import Drop, Translation
 from flanneld.ctl.checks.stale_objects import CniFile, LeftRules
 from flanneld.ctl.compare import ActualState, Comparison, ShadowingRoute
 from flanneld.ctl.lookups import Lost
@@ -91,6 +91,8 @@ class Facts(Struct, frozen=True, gc=False):
     paths: tuple[PathToPeer, ...] = ()
     #: Rules and policies that drop packets of the network.
     filtered: tuple[Drop, ...] = ()
+    #: Rules that masquerade packets between containers.
+    translated: tuple[Translation, ...] = ()
     #: Packets that the kernel drops or misroutes.
     lost: tuple[Lost, ...] = ()
     containers: tuple[Container, ...] = ()
@@ -186,6 +188,7 @@ def gather(source: DataSource) -> Facts:
         clock_is_synchronised=_clock_is_synchronised(),
         paths=paths,
         filtered=tuple(packets.read_drops(told, ways)),
+        translated=tuple(packets.read_translations(told, ways)),
         lost=tuple(lookups.lost_packets(told, {link.index: link.name for link in found.links}, ways)),
         containers=tuple(
             containers.read_containers(told, found.links, {address for _, address in addresses})

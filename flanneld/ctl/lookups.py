@@ -244,6 +244,7 @@ class Lost(Struct, frozen=True, gc=False):
     commands: tuple[Command, ...] = ()
     number: int = 1
     asked: int = 1
+    family: Family = 4
     #: Route of a kind that leads nowhere, as ip-route(8) deletes it; empty if there is none.
     removal: str = ""
 
@@ -274,7 +275,8 @@ def lost_packets(
             lost = host.explain(question, wrong, told)
             alike = found.get((lost.cause, lost.about))
             number = alike.number + 1 if alike else 1
-            found[lost.cause, lost.about] = replace(alike or lost, number=number)
+            family = question.target.version
+            found[lost.cause, lost.about] = replace(alike or lost, number=number, family=family)
     total = Counter(each.packets for each in asked)
     return [replace(lost, asked=total[lost.packets]) for lost in found.values()]
 

@@ -35,6 +35,7 @@ BRIDGED: Mapping[Family, str] = {
     4: "net/bridge/bridge-nf-call-iptables",
     6: "net/bridge/bridge-nf-call-ip6tables",
 }
+_IPV6_OFF = "net/ipv6/conf/{}/disable_ipv6"
 _STRICT, _LOOSE = 1, 2
 #: Values of accept_ra: only without forwarding, or always.
 _AS_A_HOST, _ALWAYS = 1, 2
@@ -65,6 +66,7 @@ class Topic(StrEnum):
     """Setting of this host that a finding is about."""
 
     FORWARDING = "forwarding"
+    IPV6 = "disable_ipv6"
     BRIDGES = "br_netfilter"
     REVERSE_PATH = "rp_filter"
 
@@ -177,6 +179,7 @@ def findings(facts: HostSettings) -> tuple[WrongSetting, ...]:
     """Return the wrong settings of this host (pure)."""
     return (
         *_no_forwarding(facts),
+        *_no_ipv6(facts),
         *_bridge_without_firewall(facts),
         *_strict_uplink(facts),
         *_strict_switch(facts),
@@ -194,6 +197,13 @@ def _no_forwarding(facts: HostSettings) -> Iterator[WrongSetting]:
                 _sysctl(*settings),
                 settings,
             )
+
+
+def _no_ipv6(facts: HostSettings) -> Iterator[WrongSetting]:
+    setting = _IPV6_OFF.format(facts.uplink)
+    if 6 in facts.families and facts.settings.get(setting) == 1:
+        why = f"{facts.uplink} has no IPv6 address, and takes none"
+        yield WrongSetting(Topic.IPV6, f"{_shown(setting)} is 1", why, _sysctl((setting, 0)))
 
 
 def _kept_advertisements(facts: HostSettings) -> Iterator[tuple[str, int]]:
@@ -273,7 +283,7 @@ def read_facts(
 ) -> HostSettings:
     """Read the facts of this network namespace. Routes are read only if needed: there may be many."""
     paths = [table[family] for table in (FORWARDING, BRIDGED) for family in families]
-    paths += [f"net/ipv4/conf/{name}/rp_filter" for name in ("all", uplink)]
+    paths += [_IPV6_OFF.format(uplink), *(f"net/ipv4/conf/{name}/rp_filter" for name in ("all", uplink))]
     settings = _read(*paths)
     advertised: tuple[str, ...] = ()
     if settings.get(FORWARDING[6]) == 0:

@@ -34,6 +34,11 @@ IN_CONTAINERS = {
         "no interface leads to the containers on cni0",
         ("ip address flush dev cni0",),
     ),
+    "container off its bridge": Fault(
+        "attachment",
+        "veth1 is no port of cni0",
+        ("ip link set veth1 nomaster",),
+    ),
     "bridge down": Fault(
         "bridge down",
         "cni0 is down",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tests.faults.fault import BEHIND, Fault, on_peer
-from tests.faults.world import DUAL, HOST_GW, LEGACY, NATIVE, NO_RULES, NO_RULES_DUAL, UDP
+from tests.faults.fault import BEHIND, HINT, Fault, on_peer
+from tests.faults.world import DUAL, HOST_GW, LEGACY, MASQUERADE, NATIVE, NO_RULES, NO_RULES_DUAL, UDP
 from tests.unit.network.firewall.test_rules import GOLDEN
 
 #: Rules of an earlier run.
@@ -268,6 +268,30 @@ FAULTS = {
         cuts=False,
     ),
     "rules left in nftables": Fault("left rules", LEFT, (f"nft -f {GOLDEN}/native-ipv4.nft",), cuts=False),
+    "another program masquerades the containers": Fault(
+        "translation",
+        "-A POSTROUTING -s {own} ! -o cni0 -j MASQUERADE",
+        ("iptables-nft -t nat -A POSTROUTING -s {own} ! -o cni0 -j MASQUERADE",),
+        MASQUERADE,
+        cuts=False,
+        severity=HINT,
+        heal=("iptables-nft -t nat -D POSTROUTING -s {own} ! -o cni0 -j MASQUERADE",),
+        advice="iptables-nft -t nat -I POSTROUTING -s 10.5.0.0/16 -d 10.5.0.0/16 -j RETURN",
+    ),
+    "another program masquerades the containers, nftables": Fault(
+        "translation",
+        'oifname != "lo" masquerade',
+        (
+            WALL,
+            "nft 'add chain inet wall c {{ type nat hook postrouting priority 90; }}'",
+            "nft 'add rule inet wall c oifname != \"lo\" masquerade'",
+        ),
+        DUAL,
+        cuts=False,
+        severity=HINT,
+        heal=NO_WALL,
+        advice="nft insert rule inet wall c ip saddr 10.5.0.0/16 ip daddr 10.5.0.0/16 return",
+    ),
     "INPUT of the peer drops the port": Fault(
         "tunnel",
         "no packet comes back through the tunnel to {peer}",

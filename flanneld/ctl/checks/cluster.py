@@ -16,7 +16,7 @@ from flanneld.ctl.lookups import carriers
 from flanneld.ctl.path_mtu import PathToPeer
 from flanneld.diagnostics.status import PeerStatus, known, networks
 from flanneld.errors import LEASES_END
-from flanneld.model import overlap
+from flanneld.model import FAMILIES, Family, overlap
 from flanneld.state.resources import Route
 
 if TYPE_CHECKING:
@@ -358,10 +358,18 @@ def off_link(facts: Facts) -> Iterator[Finding]:
 
 @check("K", "tunnel", "peers answer through the tunnel")
 def tunnel(facts: Facts) -> Iterator[Finding]:
-    if facts.filtered or facts.lost:
-        return  # a cause on this host is known, and the silence is its effect
-    answered = {each.peer for each in facts.paths if each.name == "underlay" and each.carried is not None}
-    silent = list(_silent(facts))
+    # The silence of these families is the effect of a cause on this host that is known.
+    explained = {drop.family for drop in facts.filtered} | {lost.family for lost in facts.lost}
+    if explained and facts.status.backend == "wireguard":
+        return  # one tunnel may carry both families
+    answered = {
+        (each.peer, each.target.version)
+        for each in facts.paths
+        if each.name == "underlay" and each.carried is not None
+    }
+    if facts.status.backend == "wireguard":
+        answered |= {(peer, family) for peer, _ in answered for family in FAMILIES}
+    silent = [each for each in _silent(facts) if each.target.version not in explained]
     peers = {peer.subnets[0]: peer for peer in (facts.peers if silent else ())}
     # No handshake is a finding of its own.
     keyless = {
@@ -369,11 +377,19 @@ def tunnel(facts: Facts) -> Iterator[Finding]:
         for name, peer in peers.items()
         if any(session.state == "silent" for session in known(peer.sessions) or ())
     }
-    there = [each for each in silent if each.name == "tunnel" and each.peer in answered - keyless]
+    there = [
+        each
+        for each in silent
+        if each.name == "tunnel" and _end(each) in answered and each.peer not in keyless
+    ]
     for each in there[:_FEW]:
         peer = peers.get(each.peer, PeerStatus((each.peer,)))
         used = dict.fromkeys(each.name for each in carriers(facts.status, peer))
-        public = next((p.target for p in facts.paths if p.name == "underlay" and p.peer == each.peer), None)
+        ends = [
+            p for p in facts.paths if p.name == "underlay" and p.peer == each.peer and p.carried is not None
+        ]
+        ends.sort(key=lambda end: end.target.version != each.target.version)
+        public = next((end.target for end in ends), None)
         refused = public is not None and str(public) in facts.refusing
         yield Finding(
             f"no packet comes back through the tunnel to {public}",
@@ -388,15 +404,19 @@ def tunnel(facts: Facts) -> Iterator[Finding]:
             ),
             about=each.peer,
         )
-    gone = [each for each in silent if each.name == "underlay" or each.peer not in answered]
+    gone = [each for each in silent if each.name == "underlay" or _end(each) not in answered]
     if gone:
         ways = ", neither from the node nor through the tunnel" if gone[0].name == "tunnel" else ""
         yield Finding(
-            f"no answer from {counted(len(gone), 'peer')}{ways}",
+            f"no answer from {counted(len({each.peer for each in gone}), 'peer')}{ways}",
             few([str(each.target) for each in gone]),
             "neither ICMP nor TCP comes back: the nodes are off, or a firewall drops all packets",
             Advice(f"run flannelctl doctor there; {LEASES_END}"),
         )
+
+
+def _end(path: PathToPeer) -> tuple[str, Family]:
+    return path.peer, path.target.version
 
 
 def _where_refused(peer: PeerStatus) -> str:
@@ -415,7 +435,7 @@ def _silent(facts: Facts) -> Iterator[PathToPeer]:
     routes = (entry.value for entry in (facts.entries if silent else ()))
     gateways = {route.gateway for route in routes if isinstance(route, Route)}
     for each in silent:
-        end = (each.peer, each.target.version)
+        end = _end(each)
         if end not in facts.passing and (
             each.name == "tunnel" or (end not in tunnels and each.target in gateways)
         ):

@@ -227,6 +227,35 @@ def bridge_address(facts: Facts) -> Iterator[Finding]:
         )
 
 
+@check("G", "attachment", "each container is attached to the bridge that leads to it")
+def attachment(facts: Facts) -> Iterator[Finding]:
+    loose = [
+        each
+        for each in facts.containers
+        if facts.is_bridge(each.reached_by)
+        and facts.link(each.attached_to)
+        and not facts.is_bridge(each.attached_to)
+    ]
+    if loose:
+        yield Finding(
+            f"{counted(len(loose), 'container')} off the bridge",
+            few(
+                [
+                    f"{each.address} in {each.path}: {each.attached_to} is no port of {each.reached_by}"
+                    for each in loose
+                ],
+                "; ",
+            ),
+            "no packet gets to such a container or from it",
+            Fix(
+                tuple(
+                    command("ip", "link", "set", "dev", name, "master", bridge)
+                    for name, bridge in dict.fromkeys((each.attached_to, each.reached_by) for each in loose)
+                )
+            ),
+        )
+
+
 def _is_cut_off(facts: Facts, container: Container) -> bool:
     """Return True if packets of this host for a container of our subnet leave for another host."""
     away = {facts.status.uplink_name, "", *facts.devices}

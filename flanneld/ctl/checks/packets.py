@@ -17,6 +17,7 @@ from flanneld.ctl.checks.containers import container_devices
 from flanneld.ctl.checks.host import let_in
 from flanneld.ctl.findings import Advice, Finding, Fix, Severity, check
 from flanneld.ctl.lookups import (
+    FROM_CONTAINERS,
     THROUGH,
     TO_CONTAINERS,
     Flow,
@@ -31,10 +32,10 @@ from flanneld.ctl.lookups import (
 from flanneld.diagnostics.status import Status, known
 from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork
 from flanneld.network.firewall import foreign
-from flanneld.network.firewall.fate import DROP, Fate
+from flanneld.network.firewall.fate import DROP, MASQUERADE, Fate
 from flanneld.network.firewall.foreign import BaseChain, Opening
 from flanneld.network.host_settings import Topic
-from flanneld.runtime.shell import Command, command
+from flanneld.runtime.shell import Command, command, line
 from flanneld.state.resources import Route
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class Drop(Struct, frozen=True, gc=False):
     is_firewalld: bool = False
     doubt: str = ""
     drops_the_rest: bool = False
+    family: Family = 4
 
     @property
     def state(self) -> str:
@@ -95,6 +97,32 @@ def read_drops(told: Status, devices: Mapping[Family, str]) -> list[Drop]:
     bases = _bases(told)
     around = [network for network, _ in told.ranges]
     return _drops(told, bases, devices, some(reached_peers(told), _mentioned(bases, around))) if bases else []
+
+
+class Translation(Struct, frozen=True, gc=False):
+    """Rule that gives packets between containers another sender, and the command that spares them."""
+
+    chain: str
+    rule: str
+    command: Command
+
+
+def read_translations(told: Status, devices: Mapping[Family, str]) -> Iterator[Translation]:
+    """Yield each rule of this host that translates the sender of packets of containers to other nodes."""
+    found = set[tuple[str, str]]()
+    packets = [
+        flow.packet
+        for flow in flows(told, some(reached_peers(told)), devices)
+        if flow.name == FROM_CONTAINERS
+    ]
+    for network, _ in told.ranges if packets else ():
+        bases = list(foreign.read(network.version, "postrouting", kind="nat"))
+        for base, decided in (
+            each for packet in packets for each in foreign.fates(bases, packet, ("postrouting",))
+        ):
+            if decided.act == MASQUERADE and decided.certain and (str(base), decided.by) not in found:
+                found.add((str(base), decided.by))
+                yield Translation(str(base), foreign.text_of(base, decided.by), base.spare(network))
 
 
 def _bases(told: Status) -> list[BaseChain]:
@@ -157,6 +185,7 @@ def _described(base: BaseChain, flow: Flow, decided: Fate) -> Drop:
         base.is_firewalld,
         foreign.text_of(base, decided.doubt),
         foreign.drops_the_rest(base, decided),
+        base.family,
     )
 
 
@@ -175,6 +204,19 @@ def filters(facts: Facts) -> Iterator[Finding]:
             Advice(let_in("firewalld", facts)) if each.is_firewalld else Fix(each.commands),
             about=each.chain,
             severity=Severity.HINT if doubt else Severity.PROBLEM,
+        )
+
+
+@check("E", "translation", "no other program masquerades packets between containers")
+def translation(facts: Facts) -> Iterator[Finding]:
+    for each in facts.translated:
+        yield Finding(
+            f"packets of containers to other nodes are masqueraded: {each.chain}",
+            each.rule,
+            "containers there see an address of this node as the sender, and so do policies and logs",
+            Advice(f"have that program spare the network, as this rule does: {line((each.command,))}"),
+            about=each.chain,
+            severity=Severity.HINT,
         )
 
 

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from flanneld.model import IPAddress, IPNetwork
 
 ACCEPT, RETURN, MASQUERADE, DROP, REJECT = "ACCEPT", "RETURN", "MASQUERADE", "DROP", "REJECT"
+SNAT = "SNAT"
 #: Verdicts after which a packet goes on: with a new mark, without a connection, or as only a program knows.
 MARK, NOTRACK, UNKNOWN_VERDICT = "MARK", "NOTRACK", "unknown"
 #: iptables' targets after which a packet goes on as it is.
@@ -25,7 +26,7 @@ _PASSES_ON = frozenset(
     | {"IDLETIMER", "LED"}
 )
 #: Ends of a packet's walk through a table by the verdict.
-_ENDS = {ACCEPT: ACCEPT, MASQUERADE: ACCEPT, DROP: DROP, REJECT: DROP}
+_ENDS = {ACCEPT: ACCEPT, MASQUERADE: MASQUERADE, SNAT: MASQUERADE, DROP: DROP, REJECT: DROP}
 #: Verdicts that lead to no chain. Only nftables may have chains of these names.
 TARGETS = frozenset({*_PASSES_ON, *_ENDS, RETURN, MARK, NOTRACK, UNKNOWN_VERDICT} - {""})
 ALL_BITS = 0xFFFF_FFFF

@@ -25,8 +25,8 @@ from flanneld.network.firewall.placing import RulePlace
 from flanneld.network.firewall.rules import NATIVE_TABLE, NFT_FAMILY, Chain
 from flanneld.runtime.shell import Command, command
 
-#: Tables of iptables in which rules drop packets, with their priorities; in nat none do.
-_TABLES = {"raw": -300, "mangle": -150, "filter": 0, "security": 50}
+#: Tables of iptables with their priorities, by nft's type of their chains. In those of nat no rule drops.
+_TABLES = {"filter": {"raw": -300, "mangle": -150, "filter": 0, "security": 50}, "nat": {"nat": 100}}
 _FIREWALLD = "inet firewalld"
 _FIREWALLDS_CHAIN: Chain = ("filter", "INPUT_ZONES")
 #: Ports that senders use: those below are of services. A port of a container that rules hardly name.
@@ -65,6 +65,16 @@ class BaseChain(Struct, frozen=True, gc=False):
     def is_firewalld(self) -> bool:
         """Return True for firewalld's chains: rules that others add there are lost at a reload."""
         return self.table == _FIREWALLD
+
+    def spare(self, network: IPNetwork) -> Command:
+        """Return the command that has packets inside a network pass this chain by (pure)."""
+        inside = of_network(network)
+        if self.place == "native":
+            tests = (word for each in inside for word in each.nft(self.family))
+            return command("nft", "insert", "rule", *self.table.split(), self.chain, *tests, "return")
+        tests = (word for each in inside for word in each.iptables())
+        table = _unless_filter(self.table.split()[1])
+        return command(program(self.place, self.family), *table, "-I", self.chain, *tests, "-j", "RETURN")
 
     def accept(self, *openings: Opening) -> tuple[Command, ...]:
         """Return the commands that make the chain accept packets before its first rule drops them (pure)."""
@@ -160,34 +170,40 @@ def fates(
         yield base, decided
 
 
-def read(family: Family, hook: str = "", commands: IptablesRunner | None = None) -> Iterator[BaseChain]:
+def read(
+    family: Family, hook: str = "", commands: IptablesRunner | None = None, kind: str = "filter"
+) -> Iterator[BaseChain]:
     """Yield the base chains that may drop packets of a family, as far as rights and programs allow.
 
-    With ``hook`` only those there: no table without such a chain is listed.
+    With ``hook`` only those there: no table without such a chain is listed. Those of the ``kind`` "nat" do
+    not drop: they change the sender or the destination.
     """
     commands = commands or IptablesRunner(threading.Event())
-    yield from (each for each in _read(family, hook, commands) if hook in ("", each.hook))
+    yield from (each for each in _read(family, hook, commands, kind) if hook in ("", each.hook))
 
 
-def _read(family: Family, hook: str, commands: IptablesRunner) -> Iterator[BaseChain]:
+def _read(family: Family, hook: str, commands: IptablesRunner, kind: str) -> Iterator[BaseChain]:
+    tables = _TABLES[kind]
     with suppress(OSError):  # only root can read the legacy tables
-        for table in sorted(xtables.tables(family) & _TABLES.keys()):
-            yield from _of_iptables("legacy", family, table, commands)
+        for table in sorted(xtables.tables(family) & tables.keys()):
+            yield from _of_iptables("legacy", family, table, tables[table], commands)
     hooked: list[Hooked] = []
     with suppress(OSError), Netfilter() as netfilter:  # the kernel may lack nf_tables
-        hooked = [each for each in netfilter.hooked(family) if each.type == "filter"]
+        hooked = [each for each in netfilter.hooked(family) if each.type == kind]
     for table in sorted({each.table for each in hooked if hook in ("", each.hook)}):
-        kind, _, name = table.partition(" ")
+        nft, _, name = table.partition(" ")
         if name == NATIVE_TABLE[family]:
             continue  # ours accepts only
         there = [each for each in hooked if each.table == table]
-        if kind == NFT_FAMILY[family] and name in _TABLES and all(each.chain.isupper() for each in there):
-            yield from _of_iptables("nft", family, name, commands)
+        if nft == NFT_FAMILY[family] and name in tables and all(each.chain.isupper() for each in there):
+            yield from _of_iptables("nft", family, name, tables[name], commands)
         else:
             yield from _native(family, there, commands)
 
 
-def _of_iptables(place: Flavour, family: Family, table: str, commands: IptablesRunner) -> Iterator[BaseChain]:
+def _of_iptables(
+    place: Flavour, family: Family, table: str, priority: int, commands: IptablesRunner
+) -> Iterator[BaseChain]:
     try:
         text = commands.run((f"{program(place, family)}-save", "-t", table))
     except FlannelError:
@@ -196,7 +212,7 @@ def _of_iptables(place: Flavour, family: Family, table: str, commands: IptablesR
     for name, policy in policies.items():
         if policy != "-":
             qualified = f"{NFT_FAMILY[family]} {table}"
-            drops, priority = policy == "DROP", _TABLES[table]
+            drops = policy == "DROP"
             yield BaseChain(place, family, qualified, name, name.lower(), drops, chains, priority=priority)
 
 

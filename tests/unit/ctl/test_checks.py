@@ -21,7 +21,7 @@ from flanneld.ctl.checks import cluster
 from flanneld.ctl.checks.containers import Container
 from flanneld.ctl.checks.encryption import CharonState
 from flanneld.ctl.checks.kernel import NEW_MAC
-from flanneld.ctl.checks.packets import Drop
+from flanneld.ctl.checks.packets import Drop, Translation
 from flanneld.ctl.checks.stale_objects import CniFile, LeftRules
 from flanneld.ctl.compare import Comparison, Difference, Outside, ShadowingRoute
 from flanneld.ctl.doctor import CHECKS, as_json, examine, report, verdict
@@ -349,6 +349,14 @@ CASES: dict[str, list[Facts]] = {
     ],
     "container addresses": [replace(WELL, containers=(replace(CONTAINER, address=ip_address("10.5.7.2")),))],
     "former subnet": [FORMER],
+    "attachment": [
+        replace(container(attached_to="veth1"), links=(*WELL.links, replace(link("veth1"), index=9)))
+    ],
+    "translation": [
+        replace(
+            WELL, translated=(Translation("chain POSTROUTING of table ip nat", "-j MASQUERADE", ACCEPT[0]),)
+        )
+    ],
     "bridge address": [
         replace(WELL, containers=(replace(CONTAINER, reached_by=way),)) for way in ("", "eth0")
     ],
