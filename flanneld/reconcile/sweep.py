@@ -74,7 +74,7 @@ class LeftBehind:
                 log.warning("Removed %s in the network namespace to which it was moved", ours[0].name)
         except OSError as failure:
             log.warning(
-                "Cannot remove %s in the network namespace to which it was moved: %s; move it back, or delete"
+                "Cannot remove %s in the network namespace to which it was moved: %s; move it back, or remove"
                 " it there",
                 ours[0].name,
                 cause_of(failure),
