@@ -84,6 +84,14 @@ class Config(Struct, frozen=True, eq=False):
         return next((each for each in self.ranges if each.family == family), None)
 
 
+def unread_keys(config: Config) -> Iterator[str]:
+    """Yield a sentence for each key that the backend did not read. Call it after the backend was built."""
+    for place, each in (("Backend", config), ("Backend.Also", config.also)):
+        for key, nearest in each.backend.unread() if each else ():
+            hint = f"; did you mean {nearest}?" if nearest else ""
+            yield f"Unknown key {key} in {place} of the network config{hint}"
+
+
 def say_the_same(one: str, other: str) -> bool:
     """Return True if two texts are the same network config apart from their layout."""
     try:

@@ -18,7 +18,7 @@ from msgspec import Struct, structs
 
 from flanneld.backends import registry
 from flanneld.backends.contract import Backend, Factory, HostServices
-from flanneld.config import Config
+from flanneld.config import Config, unread_keys
 from flanneld.effects import Effects
 from flanneld.errors import Fatal, NoAnswer, Retryable, prefixed, shown
 from flanneld.model import Family, IPAddress, Lease, LeaseAttrs, LeaseKey, Uplink, overlap, single
@@ -206,7 +206,8 @@ def join(
             structs.replace(loaded.services, is_others=is_others),
         ),
     )
-    _warn_of_unread_keys(config)
+    for unread in unread_keys(config):
+        log.warning("%s", unread)
     waiting.patiently("claims on this host", lambda: admit(config, uplink_manager.backend))
     avoided = (*connected_networks(kernel, config.families), *map(single, sorted(manager.addresses, key=int)))
     local = LocalFacts(written, avoided, uplink_manager.is_self)
@@ -302,11 +303,3 @@ def _is_others(
     found = [lease for lease in manager.read_leases() if announces(lease.attrs)]
     ours = [each for each in found if each.attrs.public(family) == public_ip or is_as_written(each, written)]
     return bool(found) and not ours
-
-
-def _warn_of_unread_keys(config: Config) -> None:
-    """Warn about keys that the backend did not read. Call it after the backend was built."""
-    for place, each in (("Backend", config), ("Backend.Also", config.also)):
-        for key, nearest in each.backend.unread() if each else ():
-            hint = f"; did you mean {nearest}?" if nearest else ""
-            log.warning("Unknown key %s in %s of the network config%s", key, place, hint)

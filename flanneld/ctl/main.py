@@ -73,8 +73,7 @@ def _attempt(argv: Sequence[str], environ: Mapping[str, str]) -> int:
             return FINE
         arguments.command = ALIASES.get(arguments.command, arguments.command)
         if arguments.command not in COMMANDS:
-            chosen = options.read(flags, environ, program="flannelctl COMMAND")
-            return _act(arguments, chosen, as_json=as_json)
+            return _act(arguments, store_commands.read_options(flags, environ), as_json=as_json)
         return _run(arguments, lambda: _ask(arguments, flags, environ), as_json=as_json)
     except (options.HelpWanted, options.VersionWanted) as wanted:
         text = wanted.usage if isinstance(wanted, options.HelpWanted) else __version__

@@ -275,10 +275,10 @@ WORST_FIRST = ("PROBLEM", "hint", "ok")
 def read(source: DataSource) -> Cluster:
     """Ask all nodes. Raises ``OSError`` if this process may not send ICMP."""
     query = partial(survey.queries, port=port_of(source), within=_WITHIN)
-    return gather(source.status, Probes(query, _echo), clock.wall())
+    return gather(source.status, Probes(query, echo), clock.wall())
 
 
-def _echo(targets: Iterable[IPAddress]) -> dict[IPAddress, Reply]:
+def echo(targets: Iterable[IPAddress]) -> dict[IPAddress, Reply]:
     """Return the replies to ICMP echoes. Silent hosts are asked by TCP: filters may drop ICMP."""
     replies = survey.echoes(targets, _WITHIN)
     silent = [target for target, reply in replies.items() if reply == survey.SILENCE]

@@ -1,24 +1,35 @@
-"""Commands for the store of leases: reservations, tokens, backups and moves. They need no daemon."""
+"""Commands for the store of leases: network config, leases, tokens, backups. They need no daemon."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
-from collections.abc import Callable, Iterator
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from ipaddress import IPv4Address, IPv4Network
+from ipaddress import IPv4Address, IPv4Network, ip_network
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from flanneld import config, options
+from flanneld.config import Config
 from flanneld.ctl.output import TextTable
-from flanneld.errors import Fatal
-from flanneld.model import LeaseKey
+from flanneld.errors import Fatal, Retryable
+from flanneld.model import LeaseKey, name_of
 from flanneld.options import Options
+from flanneld.runtime import clock
 from flanneld.subnet.remote.wire import Reservation
+
+if TYPE_CHECKING:
+    from flanneld.subnet.remote.leases import LeaseStore
 
 #: Tables for people, a value for programs, and True if something is wrong.
 CommandAnswer = tuple[list[TextTable], Any, bool]
 Act = Callable[[Options, argparse.Namespace], CommandAnswer]
+#: Files with the variables of the daemon: those that its unit for systemd names.
+OPTIONS_FILES = (Path("/etc/default/flanneld"), Path("/etc/sysconfig/flanneld"))
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -32,6 +43,216 @@ def add_commands(add: Callable[..., argparse.ArgumentParser], parents: list[argp
             sub.set_defaults(run=does)
             for argument, settings in arguments.items():
                 sub.add_argument(argument, **settings)
+
+
+def read_options(
+    flags: Sequence[str], environ: Mapping[str, str], files: Sequence[Path] = OPTIONS_FILES
+) -> Options:
+    """Return the options, with those of the daemon's own files if none of them names a store.
+
+    Raises the errors of ``options.read``, and ``Fatal`` for a file that this user may not read.
+    """
+    program = "flannelctl COMMAND"
+    given = options.read(flags, environ, program=program)
+    if given.names_a_store:
+        return given
+    left: dict[str, str] = {}
+    for file in files:
+        try:
+            lines = file.read_text(errors="replace").splitlines()
+        except FileNotFoundError:
+            continue
+        except PermissionError:
+            raise Fatal(
+                f"{file} says which store the daemon has, and cannot be read", "run as root"
+            ) from None
+        pairs = (line.strip().partition("=") for line in lines)
+        left |= {
+            name: value.strip("\"'") for name, _, value in pairs if name.startswith(f"{options.PREFIX}_")
+        }
+    return options.read(flags, left | dict(environ), program=program)
+
+
+@contextmanager
+def _leases(chosen: Options) -> Iterator[LeaseStore]:
+    """Open the leases in a file or in etcd. Raises ``Fatal`` for another store."""
+    from flanneld.subnet.opening import etcd_options
+    from flanneld.subnet.remote import leases
+
+    if chosen.kube_subnet_mgr:
+        raise Fatal(
+            "with Kubernetes a node has a lease, and a reservation, by its podCIDR", "see kubectl get nodes"
+        )
+    if chosen.remote:
+        raise Fatal(
+            "a flannel server does not do this for others", "run it there, with -store or -etcd-endpoints"
+        )
+    if chosen.etcd_api == "both":
+        raise Fatal("both APIs of etcd have keys of their own", "give -etcd-api=v2 or v3")
+    if chosen.store:
+        store = leases.over_file(_opened(chosen))
+    else:
+        store = leases.over_etcd(etcd_options(chosen), chosen.etcd_api)
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def ask(question: str, arguments: argparse.Namespace, number: int = 1) -> None:
+    """Ask on the terminal, unless ``--yes`` is given ``number`` times. Raises ``Fatal`` for a no."""
+    if arguments.yes >= number:
+        return
+    if not sys.stdin.isatty():
+        raise Fatal(question.rstrip("?"), f"if so, give {' '.join(['--yes'] * number)}")
+    sys.stderr.write(f"{question} [y/N] ")
+    sys.stderr.flush()
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise Fatal("nothing was changed")
+
+
+# ---- the network config -------------------------------------------------------------------------
+
+
+def _get_config(chosen: Options, arguments: argparse.Namespace) -> CommandAnswer:
+    if chosen.kube_subnet_mgr:
+        text = Path(chosen.net_config_path).read_text()
+    else:
+        with _leases(chosen) as store:
+            text, _ = store.config_text(arguments.name)
+    if not text:
+        raise Fatal("there is no network config", "write one: flannelctl config set FILE")
+    return [TextTable((), [(line,) for line in text.splitlines()])], {"config": text}, False
+
+
+def _set_config(chosen: Options, arguments: argparse.Namespace) -> CommandAnswer:
+    from flanneld.subnet.etcd.keys import Conflict
+
+    file = arguments.file
+    text = sys.stdin.read() if str(file) == "-" else file.read_text()
+    wanted = checked(text)
+    if chosen.kube_subnet_mgr:
+        patch, namespace = json.dumps({"data": {"net-conf.json": text}}), "kubectl -n kube-flannel"
+        change = f"{namespace} patch configmap kube-flannel-cfg --patch {shlex.quote(patch)}"
+        return _done(change, f"{namespace} rollout restart daemonset kube-flannel-ds")
+    with _leases(chosen) as store:
+        former, index = store.config_text(arguments.name)
+        if former and config.say_the_same(former, text):
+            return _done("the network config is this one already")
+        todo = list(consequences(former, wanted))
+        if commands := commands_in(wanted):
+            ask(f"each node runs these commands of the config as root: {'; '.join(commands)}", arguments)
+        try:
+            store.write_config(arguments.name, text, index)
+        except Conflict:
+            raise Fatal(
+                "another writer changed the network config meanwhile", "look at it: flannelctl config get"
+            ) from None
+    return _done("wrote the network config", *todo)
+
+
+def checked(text: str) -> Config:
+    """Parse a network config. Raises ``FlannelError`` also for a key of which a daemon only warns."""
+    from flanneld.backends.contract import Backend, read_options
+    from flanneld.backends.registry import described, factory_for
+
+    wanted = config.parse(text)
+    factory_for(wanted)  # a backend that there is
+    wrong = [*wanted.warnings]
+    backends = [described(each.backend_type) for each in (wanted, wanted.also) if each]
+    for each, backend in zip((wanted, wanted.also), backends, strict=False):
+        if each is not None and backend is not Backend:
+            read_options(each, backend.options)
+    if Backend not in backends:  # the clouds, and other packages, read their options in ways of their own
+        wrong += config.unread_keys(wanted)
+    if wrong:
+        raise Fatal(wrong[0], "correct it, or leave the key out")
+    return wanted
+
+
+def consequences(former: str, wanted: Config) -> Iterator[str]:
+    """Yield what is to be done on the nodes after a change of the network config (pure)."""
+    try:
+        old = config.parse(former)
+    except Retryable:
+        yield "flanneld takes it at its next try: nothing is to be restarted"
+        return
+    yield "restart flanneld on each node: it reads the network config when it starts"
+    if old.ranges != wanted.ranges:
+        yield "a node whose subnet does not fit takes another: make its containers anew"
+    one, other = (_backend(each) for each in (old, wanted))
+    if old.backend_type != wanted.backend_type:
+        yield "until then nodes of both backends do not reach each other: Backend.Also avoids that"
+    elif {**one, "MTU": 0} != {**other, "MTU": 0}:
+        yield "until then nodes with the former settings may not reach those with the new ones"
+    if old.backend_type != wanted.backend_type or one.get("MTU") != other.get("MTU"):
+        yield "containers keep their MTU: make them anew"
+
+
+def _backend(one: Config) -> dict[str, Any]:
+    found = json.loads(one.source)
+    return next((value for key, value in found.items() if key.lower() == "backend"), None) or {}
+
+
+def commands_in(wanted: Config) -> list[str]:
+    """Return the commands that a config has nodes run as root (pure)."""
+    from flanneld.backends.extension import backend
+
+    return [
+        str(value)
+        for each in (wanted, wanted.also)
+        if each and each.backend_type == backend.TYPE
+        for option in backend.Extension.options
+        if option.name.endswith("Command") and (value := each.backend.raw(option.name))
+    ]
+
+
+# ---- leases -------------------------------------------------------------------------------------
+
+
+def _list_leases(chosen: Options, arguments: argparse.Namespace) -> CommandAnswer:
+    with _leases(chosen) as store:
+        found, _ = store.leases(arguments.name)
+    rows = [
+        (
+            name_of(each.key),
+            ",".join(str(ip) for ip in (each.attrs.public_ip, each.attrs.public_ipv6) if ip) or "-",
+            each.attrs.backend_type or "-",
+            clock.utc_text(each.expires_ns / 1e9) if each.expires_ns else "reserved",
+        )
+        for each in found
+    ]
+    names = ("subnet", "public ip", "backend", "ends")
+    plain = [dict(zip(names, row, strict=True)) for row in rows]
+    return [TextTable(names, rows)], {"leases": plain}, False
+
+
+def _delete_lease(chosen: Options, arguments: argparse.Namespace) -> CommandAnswer:
+    from flanneld.ctl import nodes
+
+    with _leases(chosen) as store:
+        key = _key_of(store, arguments)
+        lease, _ = store.lease(arguments.name, key)
+        public = [ip for ip in (lease.attrs.public_ip, lease.attrs.public_ipv6) if ip]
+        owner = ", ".join(map(str, public)) or "an unknown node"
+        ask(f"delete the lease {name_of(key)} of {owner}?", arguments)
+        if any(reply.arrived for reply in nodes.echo(public).values()):
+            ask(
+                f"{owner} answers: its containers lose the network. Delete the lease nevertheless?",
+                arguments,
+                2,
+            )
+        store.revoke(arguments.name, key)
+    return _done(f"deleted the lease {name_of(key)} of {owner}")
+
+
+def _key_of(store: LeaseStore, arguments: argparse.Namespace) -> LeaseKey:
+    """Return the key of the lease with a subnet, one of two with dual stack. Raises ``Fatal``."""
+    keys = (each.key for each in store.leases(arguments.name)[0])
+    key = next((each for each in keys if arguments.subnet in each), None)
+    if key is None:
+        raise Fatal(f"there is no lease of {arguments.subnet}", "flannelctl lease list shows them")
+    return key
 
 
 # ---- reservations -------------------------------------------------------------------------------
@@ -62,50 +283,38 @@ class _InStore:
 
 
 @contextmanager
-def _reservations_in(options: Options, network: str) -> Iterator[_Reservations]:
+def _reservations_in(chosen: Options, network: str) -> Iterator[_Reservations]:
     """Open the store that the flags name: -store, -remote, else etcd."""
-    from flanneld.subnet.opening import etcd_options, remote_options
-    from flanneld.subnet.remote import leases
-
-    if options.remote:
+    if chosen.remote:
+        from flanneld.subnet.opening import remote_options
         from flanneld.subnet.remote.store import RemoteStore
 
-        manager = RemoteStore(remote_options(options, network))
+        manager = RemoteStore(remote_options(chosen, network))
         try:
             yield manager
         finally:
             manager.close()
         return
-    if options.kube_subnet_mgr:
-        raise Fatal("with Kubernetes a node's podCIDR is its reservation", "see kubectl get nodes")
-    if options.etcd_api == "both":
-        raise Fatal("a reservation is in one API of etcd", "give -etcd-api=v2 or v3")
-    if options.store:
-        store = leases.over_file(_opened(options))
-    else:
-        store = leases.over_etcd(etcd_options(options), options.etcd_api)
-    try:
-        yield _InStore(store, network or leases.UNNAMED)
-    finally:
-        store.close()
+    with _leases(chosen) as store:
+        yield _InStore(store, network or "_")
 
 
-def _list_reservations(options: Options, arguments: argparse.Namespace) -> CommandAnswer:
-    with _reservations_in(options, arguments.name) as place:
+def _list_reservations(chosen: Options, arguments: argparse.Namespace) -> CommandAnswer:
+    with _reservations_in(chosen, arguments.name) as place:
         rows = [(str(each.subnet), str(each.public_ip)) for each in place.reservations()]
     plain = {"reservations": [{"subnet": subnet, "public_ip": ip} for subnet, ip in rows]}
     return [TextTable(("subnet", "public IP"), rows)], plain, False
 
 
-def _add_reservation(options: Options, arguments: argparse.Namespace) -> CommandAnswer:
+def _add_reservation(chosen: Options, arguments: argparse.Namespace) -> CommandAnswer:
     wanted = Reservation(arguments.subnet, arguments.public_ip)
-    with _reservations_in(options, arguments.name) as place:
+    with _reservations_in(chosen, arguments.name) as place:
         place.reserve(wanted)
     return _done(f"reserved {wanted.subnet} for {wanted.public_ip}")
 
 
-def _remove_reservation(options: Options, arguments: argparse.Namespace) -> CommandAnswer:
-    with _reservations_in(options, arguments.name) as place:
+def _remove_reservation(chosen: Options, arguments: argparse.Namespace) -> CommandAnswer:
+    with _reservations_in(chosen, arguments.name) as place:
         place.release((arguments.subnet, None))
     return _done(f"{arguments.subnet} is a lease of 24 hours now")
 
@@ -113,20 +322,20 @@ def _remove_reservation(options: Options, arguments: argparse.Namespace) -> Comm
 # ---- tokens -------------------------------------------------------------------------------------
 
 
-def _create_token(options: Options, arguments: argparse.Namespace) -> CommandAnswer:
+def _create_token(chosen: Options, arguments: argparse.Namespace) -> CommandAnswer:
     from flanneld.subnet.embedded.tokens import Tokens, fingerprint_of_pem
 
     fingerprint = ""
-    if options.remote_certfile:
-        fingerprint = fingerprint_of_pem(Path(options.remote_certfile).read_text(errors="replace"))
-    token = Tokens(_opened(options).database).create(arguments.lasts, fingerprint)
+    if chosen.remote_certfile:
+        fingerprint = fingerprint_of_pem(Path(chosen.remote_certfile).read_text(errors="replace"))
+    token = Tokens(_opened(chosen).database).create(arguments.lasts, fingerprint)
     return [TextTable((), [(token.text,)])], {"id": token.id, "ends": token.ends, "token": token.text}, False
 
 
-def _list_tokens(options: Options, _arguments: argparse.Namespace) -> CommandAnswer:
+def _list_tokens(chosen: Options, _arguments: argparse.Namespace) -> CommandAnswer:
     from flanneld.subnet.embedded.tokens import Tokens
 
-    found = Tokens(_opened(options).database).listed()
+    found = Tokens(_opened(chosen).database).listed()
     plain = {"tokens": [{"id": each.id, "ends": each.ends, "state": each.state} for each in found]}
     return (
         [TextTable(("id", "ends", "state"), [(each.id, each.ends, each.state) for each in found])],
@@ -135,48 +344,48 @@ def _list_tokens(options: Options, _arguments: argparse.Namespace) -> CommandAns
     )
 
 
-def _revoke_token(options: Options, arguments: argparse.Namespace) -> CommandAnswer:
+def _revoke_token(chosen: Options, arguments: argparse.Namespace) -> CommandAnswer:
     from flanneld.subnet.embedded.tokens import Tokens
 
-    Tokens(_opened(options).database).revoke(arguments.id)
+    Tokens(_opened(chosen).database).revoke(arguments.id)
     return _done(f"revoked {arguments.id}: its nodes are refused from now on")
 
 
 # ---- the file -----------------------------------------------------------------------------------
 
 
-def _backup(options: Options, arguments: argparse.Namespace) -> CommandAnswer:
-    _opened(options).database.backup(arguments.file)
-    return _done(f"backed up {options.store} to {arguments.file}")
+def _backup(chosen: Options, arguments: argparse.Namespace) -> CommandAnswer:
+    _opened(chosen).database.backup(arguments.file)
+    return _done(f"backed up {chosen.store} to {arguments.file}")
 
 
-def _restore(options: Options, arguments: argparse.Namespace) -> CommandAnswer:
+def _restore(chosen: Options, arguments: argparse.Namespace) -> CommandAnswer:
     from flanneld.subnet.embedded.database import restore
 
-    restore(arguments.file, _path(options))
-    return _done(f"restored {options.store} from {arguments.file}")
+    restore(arguments.file, _path(chosen))
+    return _done(f"restored {chosen.store} from {arguments.file}")
 
 
-def _export(options: Options, arguments: argparse.Namespace) -> CommandAnswer:
-    return _move(options, arguments, into_file=False)
+def _export(chosen: Options, arguments: argparse.Namespace) -> CommandAnswer:
+    return _move(chosen, arguments, into_file=False)
 
 
-def _import(options: Options, arguments: argparse.Namespace) -> CommandAnswer:
-    return _move(options, arguments, into_file=True)
+def _import(chosen: Options, arguments: argparse.Namespace) -> CommandAnswer:
+    return _move(chosen, arguments, into_file=True)
 
 
-def _move(options: Options, arguments: argparse.Namespace, *, into_file: bool) -> CommandAnswer:
+def _move(chosen: Options, arguments: argparse.Namespace, *, into_file: bool) -> CommandAnswer:
     """Copy every network between the file and etcd. Nothing is overwritten."""
     from flanneld.subnet.embedded.store import open_file
     from flanneld.subnet.etcd.copy import move
     from flanneld.subnet.opening import etcd_options
 
-    store = open_file(str(_path(options)), create=into_file and not arguments.dry_run)
+    store = open_file(str(_path(chosen)), create=into_file and not arguments.dry_run)
     said: list[str] = []
     is_complete = move(
         store,
-        etcd_options(options),
-        options.etcd_api,
+        etcd_options(chosen),
+        chosen.etcd_api,
         said.append,
         into_file=into_file,
         dry_run=arguments.dry_run,
@@ -188,20 +397,21 @@ def _move(options: Options, arguments: argparse.Namespace, *, into_file: bool) -
     )
 
 
-def _path(options: Options) -> Path:
-    if not options.store:
+def _path(chosen: Options) -> Path:
+    if not chosen.store:
         raise Fatal("no store is named", "give -store=/var/lib/flannel/leases.db")
-    return Path(options.store).absolute()
+    return Path(chosen.store).absolute()
 
 
-def _opened(options: Options) -> Any:
+def _opened(chosen: Options) -> Any:
     from flanneld.subnet.embedded.store import open_file
 
-    return open_file(str(_path(options)))
+    return open_file(str(_path(chosen)))
 
 
-def _done(text: str) -> CommandAnswer:
-    return [TextTable((), [(text,)])], {"done": text}, False
+def _done(text: str, *todo: str) -> CommandAnswer:
+    more = {"todo": list(todo)} if todo else {}
+    return [TextTable((), [(line,) for line in (text, *todo)])], {"done": text, **more}, False
 
 
 # ---- arguments ----------------------------------------------------------------------------------
@@ -215,12 +425,35 @@ def _duration(text: str) -> int:
 
 
 _NAME = {"--name": {"default": "", "metavar": "NETWORK", "help": "the network's name, if it has one"}}
+_KEY = {"--name": _NAME["--name"] | {"default": "_"}}
 _SUBNET = {"subnet": {"type": IPv4Network, "metavar": "SUBNET"}}
+_ANY_SUBNET = {"subnet": {"type": ip_network, "metavar": "SUBNET"}}
+_YES = {"--yes": {"action": "count", "default": 0, "help": "do not ask; twice to delete a live node's lease"}}
 _FILE = {"file": {"type": Path, "metavar": "FILE"}}
 _DRY = {"--dry-run": {"action": "store_true", "help": "only list what would be copied"}}
 
 _Acts = dict[str, tuple[Act, str, dict[str, dict[str, Any]]]]
 _COMMANDS: dict[str, tuple[str, _Acts]] = {
+    "config": (
+        "the network config of the cluster",
+        {
+            "get": (_get_config, "print it", _KEY),
+            "set": (
+                _set_config,
+                "check and write it, and say what the nodes must do",
+                {"file": {"type": Path, "metavar": "FILE", "help": "its text as JSON; - for standard input"}}
+                | _YES
+                | _KEY,
+            ),
+        },
+    ),
+    "lease": (
+        "the subnets that nodes have",
+        {
+            "list": (_list_leases, "list them", _KEY),
+            "delete": (_delete_lease, "end one", _ANY_SUBNET | _YES | _KEY),
+        },
+    ),
     "reservation": (
         "subnets that stay a node's",
         {

@@ -119,6 +119,25 @@ class LeaseStore:
         with self._asking():
             return self._config(network)
 
+    def config_text(self, network: str) -> tuple[str, int]:
+        """Return a network's config as it is stored, and the index of its last change; 0 without one."""
+        with self._asking() as client:
+            try:
+                node = client.fetch(self._path(network, "config")).node
+            except NotFound:
+                return "", 0
+            assert node is not None
+            return node.value, node.modified
+
+    def write_config(self, network: str, text: str, index: int) -> None:
+        """Write a config whose last change is at ``index``, 0 for a new one. Raises ``Conflict``."""
+        with self._asking() as client:
+            path = self._path(network, "config")
+            if index:
+                client.replace(path, text, None, index)
+            else:
+                client.create(path, text, None)
+
     def networks(self) -> tuple[list[str], int]:
         """Return the names of the networks with a config, and the index of the read."""
         with self._asking() as client:

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from flanneld.config import parse
 from flanneld.ctl.main import FINE, PROBLEMS, USAGE, run
+from flanneld.ctl.store_commands import consequences, read_options
 from flanneld.subnet.embedded.store import open_file
+from flanneld.subnet.etcd.keys import Conflict
+from flanneld.subnet.remote.leases import over_file
 from flanneld.subnet.remote.token import parse_token
 from tests.local_etcd import LocalEtcd, running_etcd
 from tests.unit.subnet.remote.servers import CONFIG, ROOT, LocalFile, running_server
@@ -77,6 +86,171 @@ def test_reservation_of_a_named_network(file: LocalFile, capsys: pytest.CaptureF
     ctl("reservation", "add", "10.5.9.0/24", "198.18.0.9", "--name=blue")
     assert ctl("reservation", "list", "--name=blue") == {"reservations": RESERVED}
     assert ctl("reservation", "list") == {"reservations": []}
+
+
+# ---- the network config, and leases ---------------------------------------------------------------
+
+BACKEND = '{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan","MTU":1400}}'
+
+
+@pytest.mark.parametrize("place", ["file", "v2", "v3"])
+def test_config_is_written_checked_and_read(
+    place: str, file: LocalFile, etcd: LocalEtcd, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [f"-store={file.keystore.database.path}"]
+    if place != "file":
+        flags = [f"-etcd-endpoints={etcd.url}", f"-etcd-api={place}", f"-etcd-prefix=/config-{place}"]
+    ctl, new = Ctl(capsys, *flags), tmp_path / "config.json"
+    if place != "file":
+        assert "no network config" in ctl("config", "get", status=PROBLEMS)["error"]
+        new.write_text(CONFIG)
+        assert ctl("config", "set", str(new))["todo"] == [
+            "flanneld takes it at its next try: nothing is to be restarted"
+        ]
+    assert ctl("config", "get") == {"config": CONFIG}
+    new.write_text(BACKEND)
+    assert ctl("config", "set", str(new))["done"] == "wrote the network config"
+    assert ctl("config", "get") == {"config": BACKEND}
+    new.write_text(BACKEND.replace(":{", ": {"))
+    assert ctl("config", "set", str(new)) == {"done": "the network config is this one already"}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "this is no JSON"),
+        ('{"Network":"10.5.0.0/16","SubnetLan":24}', 'did you mean "SubnetLen"?'),
+        (
+            BACKEND.replace("MTU", "MTV"),
+            "Unknown key MTV in Backend of the network config; did you mean MTU?",
+        ),
+        (BACKEND.replace("1400", '"1400"'), "MTU must be a whole number"),
+        (BACKEND.replace("vxlan", "vxlam"), "unknown backend type"),
+    ],
+)
+def test_config_that_no_daemon_would_take_is_not_written(
+    text: str, said: str, file: LocalFile, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ctl, new = Ctl(capsys, f"-store={file.keystore.database.path}"), tmp_path / "config.json"
+    new.write_text(text)
+    assert said in ctl("config", "set", str(new), status=PROBLEMS)["error"]
+    assert ctl("config", "get") == {"config": CONFIG}
+
+
+@pytest.mark.parametrize(
+    ("new", "words"),
+    [
+        (CONFIG.replace("10.5", "10.6"), ["restart", "takes another"]),
+        (BACKEND, ["restart", "Backend.Also", "containers keep their MTU"]),
+        (CONFIG.replace('"}}', '","Learning":true}}'), ["restart", "former settings"]),
+        (CONFIG.replace('"}}', '","MTU":1300}}'), ["restart", "containers keep their MTU"]),
+    ],
+)
+def test_change_of_config_says_what_is_to_be_done(new: str, words: list[str]) -> None:
+    todo = list(consequences(CONFIG, parse(new)))
+    assert len(todo) == len(words)
+    assert all(word in line for word, line in zip(words, todo, strict=True))
+
+
+def test_commands_of_a_config_are_asked_for(
+    file: LocalFile, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ctl, new = Ctl(capsys, f"-store={file.keystore.database.path}"), tmp_path / "config.json"
+    new.write_text(
+        '{"Network":"10.5.0.0/16","Backend":{"Type":"extension","SubnetAddCommand":"ip route add"}}'
+    )
+    said = ctl("config", "set", str(new), status=PROBLEMS)["error"]
+    assert said == "each node runs these commands of the config as root: ip route add; if so, give --yes"
+    assert ctl("config", "get") == {"config": CONFIG}
+    ctl("config", "set", str(new), "--yes")
+    assert ctl("config", "get") == {"config": new.read_text()}
+
+
+def test_config_of_another_writer_is_not_overwritten(file: LocalFile) -> None:
+    store = over_file(file.keystore)
+    text, index = store.config_text("_")
+    file.put(f"{ROOT}/config", BACKEND)
+    with pytest.raises(Conflict):
+        store.write_config("_", text, index)
+    assert store.config_text("_")[0] == BACKEND
+
+
+def test_config_in_kubernetes_is_printed_as_commands(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new = tmp_path / "config.json"
+    new.write_text(BACKEND)
+    ctl = Ctl(capsys, "-kube-subnet-mgr", f"-net-config-path={new}")
+    assert ctl("config", "get") == {"config": BACKEND}
+    done = ctl("config", "set", str(new))
+    patch = shlex.split(done["done"])
+    assert patch[:5] == ["kubectl", "-n", "kube-flannel", "patch", "configmap"]
+    assert json.loads(json.loads(patch[-1])["data"]["net-conf.json"]) == json.loads(BACKEND)
+    assert done["todo"] == ["kubectl -n kube-flannel rollout restart daemonset kube-flannel-ds"]
+
+
+#: An address of this host, which answers, and one of RFC 5737, which does not.
+HERE, SILENT = "127.0.0.2", "192.0.2.99"
+
+
+@pytest.mark.parametrize("place", ["file", "v2", "v3"])
+def test_lease_is_listed_and_deleted(
+    place: str, file: LocalFile, etcd: LocalEtcd, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [f"-store={file.keystore.database.path}"]
+    there: LocalFile | Any = file
+    root = ROOT if place == "file" else f"/leases-{place}"
+    if place != "file":
+        flags = [f"-etcd-endpoints={etcd.url}", f"-etcd-api={place}", f"-etcd-prefix={root}"]
+        there = etcd.keys(place)
+        there.put(f"{root}/config", CONFIG)
+    for number, address in (("7", SILENT), ("8", HERE)):
+        there.put(f"{root}/subnets/10.5.{number}.0-24", f'{{"PublicIP":"{address}"}}', 3600)
+    ctl = Ctl(capsys, *flags)
+    assert {(each["subnet"], each["public ip"]) for each in ctl("lease", "list")["leases"]} == {
+        ("10.5.7.0/24", SILENT),
+        ("10.5.8.0/24", HERE),
+    }
+    asked = ctl("lease", "delete", "10.5.7.0/24", status=PROBLEMS)["error"]
+    assert asked == f"delete the lease 10.5.7.0/24 of {SILENT}; if so, give --yes"
+    ctl("lease", "delete", "10.5.7.0/24", "--yes")
+    asked = ctl("lease", "delete", "10.5.8.0/24", "--yes", status=PROBLEMS)["error"]
+    assert asked.startswith(f"{HERE} answers: its containers lose the network.")
+    assert asked.endswith("give --yes --yes")
+    assert [each["subnet"] for each in ctl("lease", "list")["leases"]] == ["10.5.8.0/24"]
+    ctl("lease", "delete", "10.5.8.0/24", "--yes", "--yes")
+    assert ctl("lease", "list") == {"leases": []}
+    assert (
+        "there is no lease of 10.5.8.0/24" in ctl("lease", "delete", "10.5.8.0/24", status=PROBLEMS)["error"]
+    )
+
+
+@pytest.mark.parametrize(("typed", "is_deleted"), [("y", True), ("n", False), ("", False)])
+def test_answer_on_a_terminal_decides(
+    typed: str, is_deleted: bool, file: LocalFile, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file.put(f"{ROOT}/subnets/10.5.7.0-24", f'{{"PublicIP":"{SILENT}"}}', 3600)
+    code = "import sys; from flanneld.ctl.main import main; main()"
+    flag = f"-store={file.keystore.database.path}"
+    master, slave = pty.openpty()
+    os.write(master, f"{typed}\n".encode())
+    command = [sys.executable, "-c", code, "lease", "delete", "10.5.7.0/24", flag]
+    done = subprocess.run(command, stdin=slave, capture_output=True, text=True, timeout=60, check=False)
+    os.close(slave)
+    os.close(master)
+    assert "[y/N]" in done.stderr
+    assert (done.returncode == FINE) is is_deleted
+    assert (Ctl(capsys, flag)("lease", "list")["leases"] == []) is is_deleted
+
+
+def test_store_is_found_by_the_daemons_options_file(tmp_path: Path) -> None:
+    file = tmp_path / "flanneld"
+    file.write_text(
+        f'# FLANNELD_STORE=/no\nFLANNELD_STORE="{tmp_path}/leases.db"\nPATH=/nowhere\nFLANNELD_V=1\n'
+    )
+    found = read_options([], {"FLANNELD_V": "2"}, (tmp_path / "none", file))
+    assert (found.store, found.v) == (f"{tmp_path}/leases.db", 2)
+    assert read_options(["-remote=192.0.2.1:8888"], {}, (file,)).store == ""
 
 
 def test_token_is_created_listed_and_revoked(file: LocalFile, capsys: pytest.CaptureFixture[str]) -> None:
