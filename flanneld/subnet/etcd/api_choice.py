@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from urllib.parse import quote
 
 from flanneld.config import Config
 from flanneld.errors import Retryable
-from flanneld.model import IPAddress, Lease, LeaseAttrs, LeaseKey
 from flanneld.runtime import randomness
 from flanneld.subnet.etcd import v2_messages
 from flanneld.subnet.etcd.endpoints import EtcdOptions, Server, Servers
-from flanneld.subnet.etcd.http import NoSuchApi, Request, ServerFailed
-from flanneld.subnet.etcd.keys import KeyClient, NoConfig, NotFound
-from flanneld.subnet.etcd.store import EtcdStore
+from flanneld.subnet.etcd.http import Request, ServerFailed
+from flanneld.subnet.etcd.keys import KeyClient, NoConfig, NoSuchApi, NotFound
+from flanneld.subnet.etcd.store import Choose, EtcdStore, config_key, read_config
 from flanneld.subnet.etcd.transport import EtcdTimeouts, Send, Transport
-from flanneld.subnet.store import NO_FACTS, Deliver, LocalFacts, Store
+from flanneld.subnet.store import Store
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +34,10 @@ def open_etcd(
     transport = Transport(Servers(options), timeouts or EtcdTimeouts())
 
     def open_api(
-        name: str, is_elsewhere: Callable[[str], bool] = lambda _: False, transport: Transport = transport
+        name: str,
+        is_elsewhere: Callable[[str], bool] = lambda _: False,
+        choose: Choose | None = None,
+        transport: Transport = transport,
     ) -> EtcdStore:
         return EtcdStore(
             open_client(name, transport),
@@ -45,6 +46,7 @@ def open_etcd(
             pause_time=transport.timeouts.pause,
             randrange=randrange,
             is_elsewhere=is_elsewhere,
+            choose=choose,
             addresses=transport.servers.addresses.known,
         )
 
@@ -56,7 +58,7 @@ def open_etcd(
             open_api("v3"), open_api("v2", transport=Transport(Servers(options), transport.timeouts))
         )
     if api == "auto":
-        return EitherStore(transport, options.prefix, open_api)
+        return open_api("v3", choose=partial(_choose, transport, options.prefix))
     return open_api(api, partial(_is_in_v2 if api == "v3" else _is_in_v3, transport))
 
 
@@ -100,108 +102,31 @@ def _is_in_v3(transport: Transport, key: str) -> bool:
     return True
 
 
-class EitherStore:
-    """``Store`` on the first API that has a network config: v3, then v2.
+def _choose(transport: Transport, prefix: str, client: KeyClient) -> tuple[KeyClient, Config]:
+    """Return v3's client if there is a network config, else one of v2, and the config."""
+    key = config_key(client, prefix)
+    try:
+        config = read_config(client, prefix)
+    except (NoConfig, NoSuchApi) as nothing:
+        return _choose_v2(open_client("v2", transport), prefix, nothing)
+    if _is_in_v2(transport, key):
+        log.warning(
+            "Ignoring the network config at %s in etcd's v2 API: v3 has one, too;"
+            " remove it, or set -etcd-api=v2 to use it",
+            key,
+        )
+    return client, config
 
-    ``network_config`` makes the choice, so it must be called first. ``open_api`` returns the store for an
-    API, on the same connection.
-    """
 
-    def __init__(self, transport: Transport, prefix: str, open_api: Callable[[str], EtcdStore]) -> None:
-        self._transport = transport
-        self._open_api = open_api
-        self._lock = threading.Lock()
-        self._is_closed = False
-        self._v3 = open_api("v3")
-        self._chosen: EtcdStore | None = None
-        self._name = f"etcd at {transport.servers.name} under {prefix}"
-
-    @property
-    def name(self) -> str:
-        return self._chosen.name if self._chosen else self._name
-
-    @property
-    def problem(self) -> Retryable | None:
-        """The current failure of the watch, or None."""
-        return (self._chosen or self._v3).problem
-
-    @property
-    def addresses(self) -> frozenset[IPAddress]:
-        return self._v3.addresses
-
-    def network_config(self) -> Config:
-        if self._chosen is not None:
-            return self._chosen.network_config()
-        try:
-            config = self._v3.network_config()
-        except (NoConfig, NoSuchApi) as nothing:
-            return self._from_v2(nothing)
-        if _is_in_v2(self._transport, self._v3.config_key):
-            log.warning(
-                "Ignoring the network config at %s in etcd's v2 API: v3 has one, too;"
-                " remove it, or set -etcd-api=v2 to use it",
-                self._v3.config_key,
-            )
-        self._choose(self._v3)
-        return config
-
-    def stored(self, public_ip: IPAddress | None) -> LeaseAttrs | None:
-        return self._manager().stored(public_ip)
-
-    def read_leases(self) -> Iterable[Lease]:
-        return self._manager().read_leases()
-
-    def acquire(
-        self, config: Config, attrs: LeaseAttrs, previous: LeaseKey, local: LocalFacts = NO_FACTS
-    ) -> Lease:
-        return self._manager().acquire(config, attrs, previous, local)
-
-    def renew(self, lease: Lease) -> Lease:
-        return self._manager().renew(lease)
-
-    def watch(self, deliver: Deliver, alive: Callable[[], None]) -> None:
-        self._manager().watch(deliver, alive)
-
-    def watch_own(self, lease: Lease, deliver: Deliver, alive: Callable[[], None]) -> None:
-        self._manager().watch_own(lease, deliver, alive)
-
-    def reread(self) -> None:
-        self._manager().reread()
-
-    def reconnect(self) -> None:
-        (self._chosen or self._v3).reconnect()
-
-    def close(self) -> None:
-        with self._lock:
-            self._is_closed = True
-            self._v3.close()
-            if self._chosen is not None:
-                self._chosen.close()
-
-    def _from_v2(self, nothing_in_v3: Retryable) -> Config:
-        manager = self._open_api("v2")
-        try:
-            config = manager.network_config()
-        except NoSuchApi:
-            raise nothing_in_v3 from None
-        except NoConfig:
-            if isinstance(nothing_in_v3, NoSuchApi):
-                raise
-            raise Retryable(
-                f"etcd answers, but has no network config at {manager.config_key}, in neither of its APIs",
-                nothing_in_v3.remedy,
-            ) from None
-        self._choose(manager)
-        return config
-
-    def _choose(self, manager: EtcdStore) -> None:
-        with self._lock:
-            self._chosen = manager
-            if self._is_closed:
-                manager.close()
-        log.info("The network config is in %s", manager.name)
-
-    def _manager(self) -> EtcdStore:
-        if self._chosen is None:
-            raise Retryable("it is not known yet which API of etcd to use", "read the network config first")
-        return self._chosen
+def _choose_v2(client: KeyClient, prefix: str, nothing_in_v3: Retryable) -> tuple[KeyClient, Config]:
+    try:
+        return client, read_config(client, prefix)
+    except NoSuchApi:
+        raise nothing_in_v3 from None
+    except NoConfig:
+        if isinstance(nothing_in_v3, NoSuchApi):
+            raise
+        key = config_key(client, prefix)
+        raise Retryable(
+            f"etcd answers, but has no network config at {key}, in neither of its APIs", nothing_in_v3.remedy
+        ) from None

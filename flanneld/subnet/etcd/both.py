@@ -31,8 +31,7 @@ from flanneld.model import (
 from flanneld.runtime import clock, supervisor, waits
 from flanneld.runtime.complaints import Once
 from flanneld.subnet.allocation import fits
-from flanneld.subnet.etcd.http import NoSuchApi
-from flanneld.subnet.etcd.keys import NoConfig, Position
+from flanneld.subnet.etcd.keys import NoConfig, NoSuchApi, Position
 from flanneld.subnet.etcd.leases import Listing, is_as_written, node_address, say_kept
 from flanneld.subnet.etcd.store import SUBNET_TTL, TRIES, EtcdStore, LeaseTaken, say_allocated, say_found
 from flanneld.subnet.etcd.union import LeaseUnion, OwnInBoth

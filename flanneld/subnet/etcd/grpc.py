@@ -21,7 +21,8 @@ from flanneld.runtime.sockets.interruptible import WITHIN
 from flanneld.runtime.waits import StreamReader
 from flanneld.subnet.etcd import v3_messages
 from flanneld.subnet.etcd.endpoints import EtcdOptions, Server, Servers
-from flanneld.subnet.etcd.http import NoSuchApi, ServerFailed
+from flanneld.subnet.etcd.http import ServerFailed
+from flanneld.subnet.etcd.keys import NoSuchApi
 from flanneld.subnet.etcd.protobuf import METHODS, MalformedProtobuf, decode, encode
 from flanneld.subnet.etcd.transport import NO_SERVER, NO_TLS, EtcdTimeouts, Failover, server_failed
 from flanneld.subnet.etcd.v3_messages import CallServer, GatewayMessage

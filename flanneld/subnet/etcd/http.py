@@ -53,10 +53,6 @@ class Request(Struct, frozen=True):
         return f"Request({self.method} {self.target})"
 
 
-class NoSuchApi(Retryable):
-    """Error for servers that answer, but lack this API of etcd."""
-
-
 class ServerFailed(Exception):
     """Failure of one server, after which another is tried.
 

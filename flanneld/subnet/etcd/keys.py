@@ -76,6 +76,10 @@ class NoConfig(Retryable):
     """Error for a network config that the operator has not written yet."""
 
 
+class NoSuchApi(Retryable):
+    """Error for servers that answer, but lack this API of etcd."""
+
+
 class KeyClient(Protocol):
     """Client of one etcd API, for one request at a time over one connection.
 

@@ -59,12 +59,33 @@ class LeaseTaken(Retryable):
     """Error for our lease if another node has it now. It is not overwritten."""
 
 
+#: Function that returns the client to use, the given or another one, and the network config.
+Choose = Callable[[KeyClient], tuple[KeyClient, Config]]
+
+
+def read_config(
+    client: KeyClient, prefix: str, is_elsewhere: Callable[[str], bool] = lambda _: False
+) -> Config:
+    """Return the network config. Raises ``NoConfig`` without one, or other ``Retryable``."""
+    key = config_key(client, prefix)
+    try:
+        reply = client.fetch(key)
+    except NotFound:
+        raise client.missing(key, _EXAMPLE, elsewhere=is_elsewhere(key)) from None
+    return parse(reply.node.value if reply.node else "")
+
+
+def config_key(client: KeyClient, prefix: str) -> str:
+    return posixpath.join(client.root(prefix), "config")
+
+
 class EtcdStore:
     """``Store`` on one API of etcd. The constructor connects to nothing.
 
     ``store`` and ``name`` are for the log; a watch that failed goes on after ``pause_time``, in seconds;
     ``randrange`` chooses among free subnets, see ``allocation.choose``; ``is_elsewhere`` looks for a key in
-    the other API, for a better complaint; ``addresses`` returns those of all servers.
+    the other API, for a better complaint; ``addresses`` returns those of all servers. With ``choose`` the
+    API is a result of ``network_config``.
     """
 
     def __init__(
@@ -76,14 +97,15 @@ class EtcdStore:
         pause_time: float,
         randrange: Callable[[int], int] = randomness.randrange,
         is_elsewhere: Callable[[str], bool] = lambda _: False,
+        choose: Choose | None = None,
         name: str = "",
         addresses: Callable[[], frozenset[IPAddress]] = frozenset,
     ) -> None:
-        root = client.root(prefix)
-        self.api = client.api
-        self.config_key = posixpath.join(root, "config")
-        self._reader = LeaseReader(posixpath.join(root, "subnets"))
-        self._requests = client
+        self._prefix = prefix
+        self._store = store
+        self._use(client)
+        #: None once the API is known.
+        self._choose = choose
         self._pause_time = pause_time
         self._randrange = randrange
         self._is_elsewhere = is_elsewhere
@@ -102,19 +124,29 @@ class EtcdStore:
         #: for example after a restore of etcd from a backup.
         self._sent: set[str] = set()
         self.is_self: IsSelf = is_same_node
-        self.name = name or f"etcd {client.api} at {store} under {root}"
+        if name or choose:
+            self.name = name or f"etcd at {store} under {prefix}"
+
+    def _use(self, client: KeyClient) -> None:
+        root = client.root(self._prefix)
+        self.api = client.api
+        self.config_key = config_key(client, self._prefix)
+        self._reader = LeaseReader(posixpath.join(root, "subnets"))
+        self._requests = client
+        self.name = f"etcd {client.api} at {self._store} under {root}"
 
     @property
     def addresses(self) -> frozenset[IPAddress]:
         return self._addresses()
 
     def network_config(self) -> Config:
-        try:
-            reply = self._requests.fetch(self.config_key)
-        except NotFound:
-            elsewhere = self._is_elsewhere(self.config_key)
-            raise self._requests.missing(self.config_key, _EXAMPLE, elsewhere=elsewhere) from None
-        return parse(reply.node.value if reply.node else "")
+        if self._choose is None:
+            return read_config(self._requests, self._prefix, self._is_elsewhere)
+        client, config = self._choose(self._requests)
+        self._use(client)
+        self._choose = None
+        log.info("The network config is in %s", self.name)
+        return config
 
     def stored(self, public_ip: IPAddress | None) -> LeaseAttrs | None:
         return next((lease.attrs for _, lease in self._list().with_public_ip(public_ip)), None)
@@ -246,6 +278,8 @@ class EtcdStore:
     def _list(self) -> Listing:
         if self._closed:
             raise Cancelled
+        if self._choose is not None:
+            raise Retryable("it is not known yet which API of etcd to use", "read the network config first")
         listing = self._known
         if listing is None or not listing.is_fresh():
             listing = self._known = self._unwatched = self._reader.read_all(self._requests)

@@ -14,8 +14,8 @@ from msgspec.structs import replace
 
 from flanneld.errors import Retryable
 from flanneld.subnet.etcd import keys
-from flanneld.subnet.etcd.http import NO_ACCESS, Answer, NoSuchApi, ServerFailed, json_object, not_etcd
-from flanneld.subnet.etcd.keys import Conflict, KeyReply, NotFound, Position, StoredKey
+from flanneld.subnet.etcd.http import NO_ACCESS, Answer, ServerFailed, json_object, not_etcd
+from flanneld.subnet.etcd.keys import Conflict, KeyReply, NoSuchApi, NotFound, Position, StoredKey
 from flanneld.subnet.list_watch import RelistNeeded
 
 _NOT_FOUND = 100

@@ -31,8 +31,7 @@ from flanneld.subnet.codec import format_attrs, format_key, parse_attrs
 from flanneld.subnet.embedded.store import PREFIX, EmbeddedClient, KeyStore
 from flanneld.subnet.etcd.api_choice import open_client
 from flanneld.subnet.etcd.endpoints import EtcdOptions, Servers
-from flanneld.subnet.etcd.http import NoSuchApi
-from flanneld.subnet.etcd.keys import Conflict, KeyClient, KeyReply, NoConfig, NotFound
+from flanneld.subnet.etcd.keys import Conflict, KeyClient, KeyReply, NoConfig, NoSuchApi, NotFound
 from flanneld.subnet.etcd.leases import node_address
 from flanneld.subnet.etcd.store import SUBNET_TTL, TRIES, EtcdStore
 from flanneld.subnet.etcd.transport import EtcdTimeouts, Transport

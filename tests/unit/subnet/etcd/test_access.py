@@ -21,8 +21,7 @@ from flanneld.errors import Fatal, Retryable
 from flanneld.model import LeaseAttrs
 from flanneld.subnet.etcd.api_choice import open_client, open_etcd
 from flanneld.subnet.etcd.endpoints import EtcdOptions, Servers
-from flanneld.subnet.etcd.http import NoSuchApi
-from flanneld.subnet.etcd.keys import KeyChanges, KeyClient, Position
+from flanneld.subnet.etcd.keys import KeyChanges, KeyClient, NoSuchApi, Position
 from flanneld.subnet.etcd.transport import EtcdTimeouts
 from tests.etcd_clients import transport_of
 from tests.lab.etcd_v3 import V3Keys

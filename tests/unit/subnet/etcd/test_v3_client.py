@@ -16,8 +16,7 @@ import pytest
 
 from flanneld.errors import Cancelled, Retryable
 from flanneld.runtime import clock
-from flanneld.subnet.etcd.http import NoSuchApi
-from flanneld.subnet.etcd.keys import Conflict, KeyChanges, NotFound, Position
+from flanneld.subnet.etcd.keys import Conflict, KeyChanges, NoSuchApi, NotFound, Position
 from flanneld.subnet.etcd.transport import EtcdTimeouts
 from flanneld.subnet.etcd.v3 import V3Client, V3Watcher
 from flanneld.subnet.list_watch import RelistNeeded
