@@ -184,6 +184,17 @@ class OuterPackets(Struct, frozen=True):
     family: Literal[0, 4, 6] = 0
 
 
+class KernelFeature(Struct, frozen=True):
+    """Part of the kernel that a backend needs beside its kinds of devices.
+
+    It can be had if a netlink socket of the ``protocol`` can be opened; ``modules`` are those for modprobe.
+    """
+
+    name: str
+    modules: str
+    protocol: int
+
+
 class Backend(ABC):
     """Backend: declares the desired objects of the kernel, and never writes them.
 
@@ -197,6 +208,8 @@ class Backend(ABC):
     overhead: ClassVar[Overhead] = {}
     #: What firewalls between the nodes must accept.
     flows: ClassVar[tuple[OuterPackets, ...]] = ()
+    #: What the kernel must have beside the kinds of the devices in ``local``.
+    kernel_features: ClassVar[tuple[KernelFeature, ...]] = ()
     #: False without routes to peers. The daemon then watches only its own lease, and is ready without theirs.
     has_peers: bool = True
     #: True if packets must never leave unencrypted. An earlier run's routes into the network that bypass the

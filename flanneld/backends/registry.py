@@ -63,6 +63,6 @@ def described(name: str) -> type[Backend]:
     """Return the class of a backend, for what is true of all its nodes; the base if it is unknown here."""
     try:
         factory: Factory | None = load(name) if name else None
-    except Fatal:
+    except Exception:  # another package's module may raise anything
         return Backend
     return factory if isinstance(factory, type) and issubclass(factory, Backend) else Backend

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from msgspec import Struct, field
 
+from flanneld.backends.registry import described
 from flanneld.ctl import compare, lookups
 from flanneld.ctl.checks import containers, encryption, packets, stale_objects
 from flanneld.ctl.checks.containers import Container
@@ -27,7 +28,7 @@ from flanneld.network.firewall.foreign import has_firewalld
 from flanneld.network.host_settings import WrongSetting as HostFinding
 from flanneld.network.rtnetlink import devices, links
 from flanneld.network.rtnetlink.links import SeenLink, is_flannels
-from flanneld.network.xfrm_table import open_xfrm
+from flanneld.network.rtnetlink.netlink import NetlinkSocket
 from flanneld.runtime import clock
 from flanneld.state.resources import Link, Tun, Vxlan
 from flanneld.subnet import subnet_file
@@ -206,16 +207,13 @@ def lacking_features(told: Status, found: ActualState) -> Iterator[LackingFeatur
     for kind, link in missing.items():
         if kind != Tun.make and devices.lacks(kind):
             yield LackingFeature(kind, f"it cannot make a device of this kind; wanted: {link}", kind)
-    if "ipsec" in told.backends and _lacks_xfrm():
-        yield LackingFeature("XFRM", "it does not know the netlink protocol for it", "xfrm_user esp4")
-
-
-def _lacks_xfrm() -> bool:
-    try:
-        open_xfrm().close()
-    except OSError as failure:
-        return failure.errno == errno.EPROTONOSUPPORT
-    return False
+    for each in (each for kind in told.backends for each in described(kind or "").kernel_features):
+        try:
+            NetlinkSocket(protocol=each.protocol).close()
+        except OSError as failure:
+            if failure.errno == errno.EPROTONOSUPPORT:
+                reason = "it does not know the netlink protocol for it"
+                yield LackingFeature(each.name, reason, each.modules)
 
 
 def _outside(source: DataSource) -> Iterator[Comparison]:

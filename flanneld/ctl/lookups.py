@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from flanneld.backends.contract import OuterPackets
 from flanneld.backends.registry import described
 from flanneld.ctl.compare import NOWHERE, RouteTaken, follows, wanted_route
-from flanneld.diagnostics.status import PeerStatus, Status, addresses, known, resources
+from flanneld.diagnostics.status import PeerStatus, Status, addresses, known
 from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork, family_of
 from flanneld.network.firewall.fate import Packet
 from flanneld.network.firewall.foreign import SENDERS, SOME_PORT, Opening, of_network
@@ -21,7 +21,7 @@ from flanneld.network.host import HostView
 from flanneld.network.lookups import RTN_LOCAL, PolicyRule
 from flanneld.network.rtnetlink.messages import RTM_GETNEIGH, decode_neighbor, neighbors_request
 from flanneld.runtime.shell import Command, command
-from flanneld.state.resources import Ipip, Neighbor, Tun, Vxlan
+from flanneld.state.resources import Neighbor
 
 #: Hooks that a packet passes if it is for this host, from it, or through it.
 INWARDS = frozenset({"ingress", "prerouting", "input"})
@@ -133,14 +133,15 @@ class TunnelPackets(Struct, frozen=True, gc=False):
 
 def listed(packets: Iterable[OuterPackets]) -> str:
     """Return the names of packets for people, with the option that may give them another port."""
-    return " and ".join(
+    names = [
         f"the UDP port of Backend.{each.option} ({each.port})"
         if each.option not in ("", "Port")
         else f"UDP port {each.port}"
         if each.port
         else named(each.protocol, None)
         for each in packets
-    )
+    ]
+    return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
 
 
 def named(protocol: str, port: int | None) -> str:
@@ -148,12 +149,15 @@ def named(protocol: str, port: int | None) -> str:
     return f"{protocol.upper()} {port}" if port else f"IP protocol {_NUMBERS.get(protocol, protocol)}"
 
 
-def between_nodes(told: Status) -> Iterator[OuterPackets]:
-    """Yield the packets that firewalls between the nodes must accept, with the port of the network config."""
+def between_nodes(told: Status, kind: str | None = None) -> Iterator[OuterPackets]:
+    """Yield the packets of a type of backend between nodes, with the port of the network config.
+
+    By default the type is that of the network config.
+    """
     network = known(told.network)
     port = known(network.port) if network else None
-    for each in described(told.backend or "").flows:
-        yield replace(each, port=port, option="") if port and each.option == "Port" else each
+    for each in described(kind or told.backend or "").flows:
+        yield replace(each, port=port or each.port, option="") if each.option == "Port" else each
 
 
 def carriers(told: Status, peer: PeerStatus) -> Iterator[TunnelPackets]:
@@ -161,26 +165,21 @@ def carriers(told: Status, peer: PeerStatus) -> Iterator[TunnelPackets]:
 
     A backend without packets of its own has none, and neither has one whose port is not known here.
     """
-    network = known(told.network)
-    for value in resources(told.local):
-        match value:
-            case Vxlan(local=local, port=port):
-                yield TunnelPackets(local.version, "udp", port, port)
-            case Ipip():
-                yield TunnelPackets(4, "ipencap")
-            case Tun():
-                port = (known(network.port) if network else None) or described("udp").flows[0].port
-                yield TunnelPackets(4, "udp", port, port)
-    is_ipsec = peer.backend == "ipsec"
-    ports = [each.port for each in described("ipsec").flows if each.port] if is_ipsec else []
-    yield from (TunnelPackets(4, "udp", port, port) for port in ports)
-    for session in known(peer.sessions) or ():
+    kind = (peer.backend if peer.backend in told.backends else None) or told.backend
+    sessions, backend = known(peer.sessions) or (), described(kind or "")
+    is_plain = any(each.state == "established" and not each.encapsulated for each in sessions)
+    families = [net.version for net, _ in told.ranges] or FAMILIES[:1]
+    for each in between_nodes(told, kind):
+        if each.option or not (each.port or is_plain or not backend.encrypts):
+            continue  # each node has a port of its own; or no SA sends these packets
+        for family in families:
+            if family in backend.overhead:
+                yield TunnelPackets(family, each.protocol, each.port or None, each.port or None)
+    for session in sessions:
         address, _, theirs = session.endpoint.rpartition(":")
         ours = known(session.port)
         if ours and address:
             yield TunnelPackets(addresses([address.strip("[]")])[0].version, "udp", ours, int(theirs))
-        elif is_ipsec and session.state == "established" and not session.encapsulated:
-            yield TunnelPackets(4, "esp")
 
 
 def _between_nodes(told: Status, peer: ParsedPeer) -> Iterator[Flow]:

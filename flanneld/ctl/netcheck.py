@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from flanneld.ctl.checks.packets import Drop, drops_towards
 from flanneld.ctl.compare import wanted_route
+from flanneld.ctl.lookups import carriers
 from flanneld.ctl.nodes import answer_remedy, our_addresses, port_of, target_of, told, vxlan_of
 from flanneld.ctl.output import TextTable
 from flanneld.ctl.path_mtu import PathToPeer, paths, peer_named
@@ -53,7 +54,8 @@ class Stage(StrEnum):
 class Series(Struct, frozen=True, gc=False):
     """Messages of one size to one address. ``size`` is in bytes with the IP header, ``rtts`` are in seconds.
 
-    ``error`` is the errno of the last ICMP error, ``facts`` are those of the last answer to a query.
+    ``error`` is the errno of the last ICMP error, ``facts`` are those of the last answer to a query. ``port``
+    is the backend's at the stage ``PORT``.
     """
 
     stage: Stage
@@ -63,6 +65,7 @@ class Series(Struct, frozen=True, gc=False):
     rtts: tuple[float, ...] = ()
     error: int = 0
     facts: Mapping[str, Any] = field(default_factory=dict)
+    port: int = 0
 
     @property
     def lost(self) -> int:
@@ -235,11 +238,12 @@ class Walk(Struct, frozen=True, gc=False):
             yield self._echo(Stage.CONTAINER, container)
 
     def _tunnel_port(self, public: IPAddress) -> Iterator[Series]:
-        """Yield a datagram to the VXLAN port, which an open one drops without an answer."""
-        device = vxlan_of(self.status)
-        if device is not None and device.local.version == public.version:
-            self.tell(f"{self.peer.name}: {Stage.PORT}")
-            yield series(Stage.PORT, QueryChannel(family_of(public), device.port), public, ORDINARY, 1)
+        """Yield a datagram to each UDP port of the backend, which an open one drops without an answer."""
+        for each in carriers(self.status, self.peer):
+            if each.peer_port and each.family == public.version:
+                self.tell(f"{self.peer.name}: {Stage.PORT}")
+                channel = QueryChannel(each.family, each.peer_port)
+                yield replace(series(Stage.PORT, channel, public, ORDINARY, 1), port=each.peer_port)
 
     def _node(self, target: IPAddress, in_overlay: bool) -> Iterator[Series]:
         """Yield queries: small ones, then large ones with a small answer, then with a large one."""
@@ -385,18 +389,18 @@ def judge(
     told: Status,
 ) -> Iterator[Result]:
     """Yield a result for each stage, each size, and each rule of this node that drops the peer's packets."""
-    about, device = peer.name, vxlan_of(told)
-    open_through = {
-        device.name
+    about, devices = peer.name, known(told.devices) or ()
+    is_open = any(
+        each.rtts
+        and each.stage is Stage.TUNNEL
+        and (route := wanted_route(ip_network(each.to).network_address, peer, told)) is not None
+        and route.device in devices
         for each in found
-        if device is not None and each.stage is Stage.TUNNEL and each.rtts
-        for route in [wanted_route(ip_network(each.to).network_address, peer, told)]
-        if route is not None and route.device == device.name
-    }
+    )
     for each in found:
         if each.stage is Stage.PORT:
-            port = f"UDP port {device.port if device else 0} of {each.to}"
-            yield port_state(about, port, Reply(error=each.error), is_open=bool(open_through))
+            port = f"UDP port {each.port} of {each.to}"
+            yield port_state(about, port, Reply(error=each.error), is_open=is_open)
         else:
             yield _of_stage(about, each)
     for path in sizes:
@@ -438,7 +442,7 @@ def translated(uplink: UplinkStatus | None) -> Iterator[Result]:
 
 
 def port_state(about: str, found: str, reply: Reply, *, is_open: bool) -> Result:
-    """Judge the reply to a datagram at a peer's VXLAN port; an open one is known by answers through it."""
+    """Judge the reply to a datagram at a peer's port; an open one is known by answers through it."""
     if reply.is_refusal:
         return Result(
             "port", about, "PROBLEM", f"{found} is closed", "no device listens: is flanneld started there?"

@@ -14,6 +14,8 @@ from flanneld.state.resources import Key, Kind, Resource
 
 #: Name of the table of policies.
 POLICIES = "xfrm-policies"
+#: Kernel modules of policies and SAs, for modprobe.
+MODULES = "xfrm_user esp4"
 #: reqid of upstream's tunnels, in their SAs and policies.
 REQID = 11
 #: Priority of tunnels, upstream's 0. A lower number comes first, so tunnels precede the guards.

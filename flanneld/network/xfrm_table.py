@@ -26,7 +26,16 @@ from flanneld.network.rtnetlink.netlink import (
     unpack,
 )
 from flanneld.network.rtnetlink.netlink import messages as split
-from flanneld.network.xfrm import POLICIES, Action, Direction, Tunnel, XfrmPolicy, is_flannels, passes_by
+from flanneld.network.xfrm import (
+    MODULES,
+    POLICIES,
+    Action,
+    Direction,
+    Tunnel,
+    XfrmPolicy,
+    is_flannels,
+    passes_by,
+)
 from flanneld.state.resources import Resource
 from flanneld.state.table import Bypass, Changes, Claim, Failure, Put, Report, Scope, Seen
 
@@ -290,7 +299,7 @@ def open_xfrm(groups: Sequence[int] = (), receive_buffer: int = 1 << 20) -> Netl
         return NetlinkSocket(groups, receive_buffer, protocol=NETLINK_XFRM)
     except OSError as failure:
         if failure.errno == errno.EPROTONOSUPPORT:
-            text = f"{os.strerror(failure.errno)}; load it: modprobe -a xfrm_user esp4"
+            text = f"{os.strerror(failure.errno)}; load it: modprobe -a {MODULES}"
             raise OSError(failure.errno, text) from None
         raise
 
@@ -335,7 +344,7 @@ def _stands_in_the_way(put: Put) -> Failure:
 
 
 def _remedy(code: int) -> str:
-    return "load what is missing: modprobe -a esp4 xfrm_user" if code == errno.EPROTONOSUPPORT else ""
+    return f"load what is missing: modprobe -a {MODULES}" if code == errno.EPROTONOSUPPORT else ""
 
 
 class Associations:

@@ -244,6 +244,14 @@ def checks(node: Node) -> dict[str, tuple[str, str]]:
     return {each["check"]: (each["state"], each["found"]) for each in answer(node, "netcheck")["checks"]}
 
 
+def test_netcheck_tries_the_port_that_the_backend_names(lab: Lab) -> None:
+    node, peer = settled(lab, {"Type": "udp", "Port": 8299})
+    port = f"UDP port 8299 of {peer.address}"
+    wait_for(lambda: checks(node)["port"] == ("ok", f"{port} is open"), PATIENCE, "an answer")
+    drop(peer, "input", "udp dport 8299 reject")
+    assert checks(node)["port"] == ("PROBLEM", f"{port} is closed")
+
+
 def test_netcheck_tells_checksums_from_a_firewall(lab: Lab) -> None:
     node, peer = settled(lab, {"Type": "vxlan"})
     wait_for(lambda: seen(node)[peer.subnet()]["answers"] == "daemon", PATIENCE, "an answer")

@@ -17,6 +17,7 @@ from msgspec import Struct
 from flanneld.backends.contract import (
     Backend,
     Host,
+    KernelFeature,
     Option,
     OuterPackets,
     Overhead,
@@ -29,7 +30,8 @@ from flanneld.backends.ipsec.resources import Charon, IkeConnection, SharedKey
 from flanneld.config import Config
 from flanneld.errors import Fatal
 from flanneld.model import Lease, LeaseAttrs, Secret
-from flanneld.network.xfrm import guards, tunnel_policies
+from flanneld.network.processes import NETLINK_XFRM
+from flanneld.network.xfrm import MODULES, guards, tunnel_policies
 from flanneld.state.resources import Address, Blackhole, Dummy, Resource, Route
 from flanneld.state.table import Table
 
@@ -92,6 +94,7 @@ class Ipsec(Backend):
     #: ICV of 16. UDPEncap adds the UDP header.
     overhead: ClassVar[Overhead] = {4: 77}
     flows = (*(OuterPackets("udp", port) for port in IKE_PORTS), OuterPackets("esp"))
+    kernel_features = (KernelFeature("XFRM", MODULES, NETLINK_XFRM),)
     encrypts = True
 
     def __init__(self, config: Config, host: Host) -> None:

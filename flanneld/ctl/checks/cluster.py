@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, TypeVar
 
 from msgspec import Struct
 
+from flanneld.backends.registry import described
 from flanneld.compat.glog import counted
 from flanneld.ctl.checks.kernel import NEW_MAC
 from flanneld.ctl.findings import Advice, Check, Finding, Severity, check, few
-from flanneld.ctl.lookups import carriers
+from flanneld.ctl.lookups import carriers, listed
 from flanneld.ctl.path_mtu import PathToPeer
 from flanneld.diagnostics.status import PeerStatus, known, networks
 from flanneld.errors import LEASES_END
@@ -421,7 +422,8 @@ def _end(path: PathToPeer) -> tuple[str, Family]:
 
 def _where_refused(peer: PeerStatus) -> str:
     if peer.backend == "ipsec":
-        return "see that flanneld and charon run there, and no firewall rejects UDP 500 and UDP 4500"
+        ports = listed(each for each in described(peer.backend).flows if each.port)
+        return f"see that flanneld and charon run there, and no firewall rejects {ports}"
     return "see that flannel runs there with the same Backend.Port, and no firewall rejects it"
 
 

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from flanneld.backends.registry import described
 from flanneld.ctl.findings import Advice, Finding, check
+from flanneld.ctl.lookups import listed
 from flanneld.ctl.path_mtu import PathToPeer
 from flanneld.diagnostics.status import PeerStatus, SessionStatus, Status, known
 
@@ -201,7 +203,7 @@ def _of_silence(session: SessionStatus, *, is_refused: bool) -> tuple[str, str]:
     if is_ipsec:
         return (
             f"charon gets no answer from {where}",
-            "see whether flanneld and charon run there, and let in UDP 500, UDP 4500 and IP protocol 50"
+            f"see whether flanneld and charon run there, and let in {listed(described('ipsec').flows)}"
             " on both nodes and on the way",
         )
     if session.rx_bytes and session.handshake is None:
@@ -227,7 +229,7 @@ _CHARON = {
         "charon does not run",
         "nothing listens at its control socket",
         "start flanneld, which starts charon; if it runs, its log says why charon does not start,"
-        " often another process that uses UDP 500 or 4500",
+        " often another process that has its UDP ports",
     ),
     CharonState.HANGS: (
         "charon does not answer",

@@ -75,6 +75,28 @@ def test_backend_that_is_complete_stays_as_it_is() -> None:
     assert isinstance(backend, Backend)
 
 
+def test_package_that_does_not_load_tells_nothing_of_its_backend(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_pond.py").write_text("raise RuntimeError")
+    info = tmp_path / "broken_pond-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken-pond\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(f"[{registry.GROUP}]\npond = broken_pond:Pond\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(RuntimeError):
+        registry.load("pond")
+    assert registry.described("pond") is Backend
+
+
+def test_kernel_features_beside_devices_are_named_by_the_backend_alone() -> None:
+    features = {name: registry.described(name).kernel_features for name in BUILT_IN}
+    assert [(each.name, each.modules, each.protocol) for each in features.pop("ipsec")] == [
+        ("XFRM", "xfrm_user esp4", 6)  # linux/netlink.h, NETLINK_XFRM
+    ]
+    assert not any(features.values())
+
+
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_guide_names_each_option_of_a_backend(name: str) -> None:
     docs = Path(__file__).parents[3] / "docs"

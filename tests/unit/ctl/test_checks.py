@@ -424,7 +424,7 @@ def test_a_node_that_is_well_is_told_so() -> None:
         ({"rx_bytes": 148}, "PSK is the same on both nodes, and its UDP port"),
         ({"rx_bytes": 148, "handshake": NOW - 900}, "its device has the key of its lease"),
         ({"endpoint": "", "problem": "flannel-wg has no peer with it; start the daemon"}, "start the daemon"),
-        ({"protocol": "ipsec"}, "UDP 500, UDP 4500 and IP protocol 50"),
+        ({"protocol": "ipsec"}, "UDP port 500, UDP port 4500 and IP protocol 50"),
         ({"endpoint": "192.0.2.2:4500", "protocol": "wireguard"}, "its UDP port is open"),
         (
             {"protocol": "ipsec", "problem": "AUTHENTICATION_FAILED; give all nodes one PSK"},
@@ -495,7 +495,7 @@ def test_a_silent_tunnel_is_explained_once(session: dict[str, Any], told: list[s
     assert [check.name for check, _ in found] == told
     remedy = found[0][1].remedy
     assert isinstance(remedy, Advice)
-    assert ("pass UDP 51820" in remedy.text) == (told == ["tunnel"])
+    assert ("pass UDP 8472, UDP 51820" in remedy.text) == (told == ["tunnel"])
 
 
 def test_what_the_kernel_lacks_of_an_encrypted_network_is_named() -> None:

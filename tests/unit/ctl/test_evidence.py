@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from ipaddress import ip_address, ip_network
 from typing import Any
 
@@ -11,6 +12,8 @@ from flanneld.backends.ipsec.resources import ConnectionSas
 from flanneld.ctl import lookups
 from flanneld.ctl.checks.encryption import sessions_of, with_associations
 from flanneld.ctl.checks.packets import dropped
+from flanneld.ctl.compare import ActualState
+from flanneld.ctl.facts import lacking_features
 from flanneld.ctl.lookups import Question, _before, chosen_of, questions
 from flanneld.ctl.path_mtu import sample
 from flanneld.diagnostics.status import PeerStatus, Status, known
@@ -18,7 +21,7 @@ from flanneld.network.firewall.fate import DROP, Rule, Test
 from flanneld.network.firewall.foreign import BaseChain
 from flanneld.network.genetlink import SeenDevice, SeenPeer
 from flanneld.network.lookups import PolicyRule
-from flanneld.state.resources import Address, Ipip, Route, Tun, Vxlan
+from flanneld.state.resources import Address, Route, Vxlan
 from tests.unit.ctl.documents import object_of, status_of
 
 VXLAN = Vxlan("flannel.1", 1, 2, ip_address("192.0.2.1"), 8472, "02:00:00:00:00:01", 1450)
@@ -141,19 +144,44 @@ def test_carriers_are_the_packets_that_encrypting_backends_send(
     assert [(each.protocol, each.port, each.peer_port) for each in found] == carriers
 
 
+OF_VXLAN, OF_IPIP = lookups.TunnelPackets(4, "udp", 8472, 8472), lookups.TunnelPackets(4, "ipencap")
+
+
 @pytest.mark.parametrize(
-    ("device", "port", "carriers"),
+    ("network", "of_peer", "carriers"),
     [
-        (Tun("flannel0", 1472), None, [lookups.TunnelPackets(4, "udp", 8285, 8285)]),
-        (Tun("flannel0", 1472), 8286, [lookups.TunnelPackets(4, "udp", 8286, 8286)]),
-        (Ipip("flannel.ipip", ip_address("198.18.0.1"), 1480), None, [lookups.TunnelPackets(4, "ipencap")]),
+        ({"backend": "udp"}, "", [lookups.TunnelPackets(4, "udp", 8285, 8285)]),
+        ({"backend": "udp", "port": 8286}, "", [lookups.TunnelPackets(4, "udp", 8286, 8286)]),
+        ({"backend": "ipip", "also": "vxlan"}, "ipip", [OF_IPIP]),
+        ({"backend": "ipip", "also": "vxlan"}, "vxlan", [OF_VXLAN]),
+        ({"backend": "vxlan"}, "vxlan", [OF_VXLAN]),
+        ({"backend": "host-gw"}, "host-gw", []),
+        ({"backend": "a plug-in's"}, "a plug-in's", []),
+        ({"backend": None}, "vxlan", []),
     ],
 )
-def test_carriers_are_the_packets_that_tunnels_send(
-    device: Tun | Ipip, port: int | None, carriers: list[lookups.TunnelPackets]
+def test_carriers_are_the_packets_that_the_backend_names(
+    network: dict[str, Any], of_peer: str, carriers: list[lookups.TunnelPackets]
 ) -> None:
-    told = status_of({"local": [object_of(device)], "network": {"port": port}})
-    assert list(lookups.carriers(told, PeerStatus(()))) == carriers
+    told = status_of({"network": network})
+    assert list(lookups.carriers(told, PeerStatus((), backend=of_peer))) == carriers
+
+
+def test_netlink_protocol_of_a_backend_is_asked_of_the_kernel() -> None:
+    try:
+        socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 6).close()  # NETLINK_XFRM
+        lacking = []
+    except OSError:
+        lacking = ["XFRM"]
+    told = status_of({"network": {"backend": "vxlan", "also": "ipsec"}})
+    assert [each.name for each in lacking_features(told, ActualState({}, ()))] == lacking
+
+
+def test_carriers_of_dual_stack_are_of_the_families_that_the_backend_carries() -> None:
+    ranges = [{"network": "10.5.0.0/16", "subnet_len": 24}, {"network": "fc00::/48", "subnet_len": 64}]
+    for backend, families in (("vxlan", [4, 6]), ("ipip", [4])):
+        told = status_of({"network": {"ranges": ranges, "backend": backend}})
+        assert [each.family for each in lookups.carriers(told, PeerStatus((), backend=backend))] == families
 
 
 def test_packets_from_a_peer_go_to_our_port_and_those_to_it_to_its_port() -> None:
