@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.order import record
-from tests.report import NOT_RUN, REPEAT, TOOK
+from tests.report import NOT_RUN, REPEAT, TOOK, TRIED
 from tests.vm.machine import lacks
 
 PYTHON = ".venv/bin/python"
@@ -44,12 +44,18 @@ EFFECTS = (
 )
 #: Tests marked ``needs_kernel`` run in the machine if this kernel lacks what they need.
 FEATURES = ("ipip", "wireguard", "esp", "own-clock")
+SEARCH = (PYTHON, "-m", "tests.unit.simulation", "search")
+#: By the word that ``--long=`` runs alone. "tests" are all others.
 LONG = {
-    "the image": (*PYTEST, "--long", "tests/image"),
+    "image": (*PYTEST, "--long", "tests/image"),
     "recipes": (*PYTEST, "--long", "tests/recipes"),
-    "mutation tests": (PYTHON, "-m", "tests.mutation"),
-    "random mutants": (PYTHON, "-m", "tests.mutation", "--random"),
+    "mutation": (PYTHON, "-m", "tests.mutation"),
+    "random-mutants": (PYTHON, "-m", "tests.mutation", "--random"),
     "benchmarks": (*PYTEST, "--long", "tests/bench"),
+    **{
+        f"clusters-{store}": (*SEARCH, f"--store={store}", "--first=0", "--seeds=10000")
+        for store in ("v2", "v3", "both", "kube")
+    },
 }
 #: Runs a command beside four processes that want a whole core each.
 BUSY = 'for _ in 1 2 3 4; do while :; do :; done & done; "$@"; status=$?; kill $(jobs -p); exit $status'
@@ -105,14 +111,17 @@ def plan(
     more: Sequence[str],
     *,
     fast: bool = False,
-    long: bool = False,
+    long: str = "",
     is_root: bool = True,
     lacking: Sequence[str] = (),
 ) -> list[list[Step]]:
     """Return the steps in lanes: those of a lane run one after the other, the lanes beside each other.
 
-    ``more`` are arguments for pytest; ``lacking`` are the features that this kernel lacks.
+    ``more`` are arguments for pytest; ``lacking`` are the features that this kernel lacks. ``long`` is a part
+    of what takes long, or "all".
     """
+    if long not in ("", "all", "tests"):
+        return [[long_step(long, more)]]
     lanes = [
         [
             Step("ruff check", (".venv/bin/ruff", "check")),
@@ -145,12 +154,19 @@ def plan(
         for number in range(1, parts + 1):
             command = (*inside, *only, "--part", f"{number}/{parts}", *more, *NAMESPACES)
             lanes.append([Step(f"tests in machine {number}", command, after=kernel)])
-    for name, command in LONG.items():
-        if long:
-            lanes[0].append(Step(name, (*command, *more) if command[:3] == PYTEST else command))
-        else:
-            lanes[0].append(Step(name, reason="takes from minutes to hours; add --long", optional=True))
+    lanes[0].append(Step("new clusters", (*SEARCH, "--seconds=30")))
+    why = "takes from minutes to hours; add --long, or --long="
+    lanes[0] += [
+        long_step(name, more) if long == "all" else Step(name, reason=f"{why}{name}", optional=True)
+        for name in LONG
+    ]
     return lanes
+
+
+def long_step(name: str, more: Sequence[str]) -> Step:
+    """Return a step that takes long; ``more`` are arguments for pytest."""
+    command = LONG[name]
+    return Step(name, (*command, *more) if command[:3] == PYTEST else command)
 
 
 class Progress:
@@ -265,10 +281,10 @@ def kill(step: Step) -> None:
 
 
 def summary(steps: Collection[Step]) -> str:
-    """Return every step's verdict, the tests that were not run, and the commands that repeat what failed."""
+    """Return each verdict, the tests that were not run, counts, and the commands that repeat what failed."""
     lines = ["", "== summary", *map(str, steps)]
     said = [line for step in steps for line in step.text.splitlines()]
-    lines += sorted({line for line in said if line.startswith(NOT_RUN)})
+    lines += sorted({line for line in said if line.startswith((NOT_RUN, TRIED))})
     for step in steps:
         if step.verdict == "FAILED":
             tests = [line for line in step.text.splitlines() if line.startswith(REPEAT)]
@@ -299,11 +315,12 @@ def shuffles(more: Sequence[str], times: int, lacking: Sequence[str]) -> list[li
 def main() -> int:
     parser = argparse.ArgumentParser(prog="tests/run", allow_abbrev=False)
     parser.add_argument("--fast", action="store_true")
-    parser.add_argument("--long", action="store_true")
+    parser.add_argument("--long", default="", choices=["all", "tests", *LONG], metavar="PART")
     parser.add_argument("--shuffles", type=int, default=0, metavar="TIMES")
     parser.add_argument("--randomly-seed", type=int, default=SEED, metavar="SEED")
-    chosen, more = parser.parse_known_args()
-    more += ["--long"] * chosen.long
+    # Without "=" it takes no value: what follows is for pytest.
+    chosen, more = parser.parse_known_args([re.sub("^--long$", "--long=all", each) for each in sys.argv[1:]])
+    more += ["--long"] * bool(chosen.long)
     is_root = os.geteuid() == 0
     lacking = [feature for feature in FEATURES if is_root and lacks(feature)]
     if chosen.shuffles:

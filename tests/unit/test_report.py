@@ -17,7 +17,7 @@ CONFTEST = "from tests.conftest import *\n"
 TESTS = """
 import pytest
 
-def test_passes(): pass
+def test_passes(record_property): record_property('points', 3)
 def test_fails(): assert False
 @pytest.mark.long
 def test_takes_long(): pass
@@ -53,6 +53,7 @@ def test_session_names_what_was_not_run_and_how_to_repeat_what_failed(tmp_path: 
         "repeat: .venv/bin/python -m pytest test_it.py::test_fails",
         "repeat: .venv/bin/python -m pytest test_it.py::test_has_a_broken_fixture",
     ]
+    assert "tried: 3 points" in lines
     assert "order: --randomly-seed=7" in lines
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.lab.daemon import ROOT
-from tests.runner import FEATURES, PYTEST, Run, Step, activity, passed, plan, shuffles, summary
+from tests.runner import FEATURES, LONG, PYTEST, Run, Step, activity, passed, plan, shuffles, summary
 
 #: Stands in for a step of tests: pytest's name is its last argument.
 TESTS = ("sh", "-c", "echo '.. [100%]'", "pytest")
@@ -60,13 +60,16 @@ def test_step_without_a_selected_test_fails_unless_arguments_select(tmp_path: Pa
 
 
 def test_summary_names_what_was_not_run_and_commands_that_repeat_failures(tmp_path: Path) -> None:
-    tests = "echo 'not run: 2 files: no Go daemon'; echo 'repeat: pytest a.py::b'; exit 1"
+    tests = (
+        "echo 'not run: 2 files: no Go daemon'; echo 'tried: 7 points'; echo 'repeat: pytest a.py::b'; exit 1"
+    )
     lint = Step("lint", ("sh", "-c", "exit 2"))
     lanes = [lint, shell("tests", tests), Step("image", reason="add --long", optional=True)]
     lines = summary(done(tmp_path, lanes)).splitlines()
     assert [re.sub(r"  .*", "", line) for line in lines[2:5]] == ["FAILED", "FAILED", "not run"]
     assert lines[5:] == [
         "not run: 2 files: no Go daemon",
+        "tried: 7 points",
         "repeat: sh -c 'exit 2'",
         "repeat: pytest a.py::b",
     ]
@@ -86,18 +89,24 @@ def test_progress_shows_what_a_step_does(text: str, shown: str) -> None:
 
 
 def test_plan_leaves_out_no_step_in_silence() -> None:
-    names = {step.name for lane in plan([], long=True, lacking=FEATURES) for step in lane}
+    names = {step.name for lane in plan([], long="all", lacking=FEATURES) for step in lane}
     short = [step for lane in plan([], lacking=FEATURES) for step in lane]
     assert {step.name for step in short} == names
-    assert {step.name for step in short if step.reason} == {
-        "the image",
-        "recipes",
-        "mutation tests",
-        "random mutants",
-        "benchmarks",
-    }
+    assert {step.name for step in short if step.reason} == {*LONG}
     reasons = {step.name: step.optional for lane in plan([], is_root=False) for step in lane if step.reason}
     assert reasons["tests in namespaces"] is False
+
+
+def test_long_run_is_the_sum_of_its_parts() -> None:
+    whole = [step.command for lane in plan(["-x"], long="all", lacking=FEATURES) for step in lane]
+    parts = [
+        step.command
+        for part in ("tests", *LONG)
+        for lane in plan(["-x"], long=part, lacking=FEATURES)
+        for step in lane
+        if not step.reason
+    ]
+    assert sorted(whole) == sorted(parts)
 
 
 def test_each_test_is_in_one_step() -> None:
@@ -112,7 +121,7 @@ def test_each_test_is_in_one_step() -> None:
     assert not rest
     assert {folder.name for folder in (ROOT / "tests").iterdir() if list(folder.rglob("test_*.py"))} == {
         Path(word).name
-        for lane in plan([], long=True)
+        for lane in plan([], long="all")
         for step in lane
         for word in step.command
         if word.startswith("tests/")

@@ -12,7 +12,7 @@ from flanneld.model import IPAddress, Lease
 from flanneld.state.resources import FdbEntry, Key, Neighbor, Resource, Route, Vxlan
 from flanneld.state.table import Claim, Scope
 from flanneld.subnet.store import Store
-from tests.unit.simulation.etcd import SimulatedEtcd
+from tests.unit.simulation.etcd import PREFIX, SimulatedEtcd
 from tests.unit.simulation.kernel import Kernel
 from tests.unit.simulation.kernel_tables import tables
 from tests.unit.simulation.kube import SimulatedApiServer
@@ -41,6 +41,7 @@ class Cluster:
         self, world: World, store: str, directory: Path, backend: str = "vxlan", families: str = "ipv4"
     ) -> None:
         self.world = world
+        self._families = families
         config = {**_FAMILIES[families], "Backend": {"Type": backend}}
         self.config = parse(json.dumps(config))
         self.hosts: dict[int, SimulatedHost] = {}
@@ -54,6 +55,14 @@ class Cluster:
         else:
             apis = ("v3", "v2") if store == "both" else (store,)
             self.etcds = tuple(SimulatedEtcd(world, api, config) for api in apis)
+
+    def set_backend(self, backend: str) -> None:
+        """Write another backend into the network config, which each daemon reads at its next start."""
+        config = json.dumps({**_FAMILIES[self._families], "Backend": {"Type": backend}})
+        if self.kube is not None:
+            self._net_config.write_text(config)
+        for etcd in self.etcds:
+            etcd.put(f"{PREFIX}/config", config, None)
 
     @property
     def stores(self) -> Sequence[SimulatedEtcd | SimulatedApiServer]:

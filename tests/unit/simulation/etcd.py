@@ -173,11 +173,20 @@ class SimulatedEtcd:
 
 
 class SimulatedClient:
-    """``KeyClient`` of one process. ``before_request`` is called first, and may raise."""
+    """``KeyClient`` of one process. ``before_request`` is called first, and may raise.
 
-    def __init__(self, etcd: SimulatedEtcd, before_request: Callable[[], None]) -> None:
+    So may ``effect``, which is called before and after each write.
+    """
+
+    def __init__(
+        self,
+        etcd: SimulatedEtcd,
+        before_request: Callable[[], None],
+        effect: Callable[[str], None] = lambda _: None,
+    ) -> None:
         self._etcd = etcd
         self._before_request = before_request
+        self._effect = effect
         self.api = etcd.api
         self.names_ipv6 = etcd.api == "v3"
         self._is_cancelled = False
@@ -225,14 +234,18 @@ class SimulatedClient:
         there = self._etcd.keys.get(key)
         if there is None or there.modified != modified or there.ttl is None:
             return None
+        self._effect(f"before {key} is prolonged")
         self._etcd.prolong(key, there.ttl)
+        self._effect(f"after {key} is prolonged")
         return there.ttl
 
     def remove(self, key: str) -> None:
         self.ask()
         if key not in self._etcd.keys:
             raise NotFound(self._etcd.position())
+        self._effect(f"before {key} is removed")
         self._etcd.delete(key)
+        self._effect(f"after {key} is removed")
 
     def watcher(self, key: str, *, recursive: bool, contact: Callable[[], object]) -> SimulatedWatcher:
         made = SimulatedWatcher(self._etcd, self, key, recursive=recursive, contact=contact)
@@ -265,9 +278,11 @@ class SimulatedClient:
             raise NoAnswer("etcd does not answer")
 
     def _write(self, key: str, value: str, ttl: int | None) -> KeyReply:
+        self._effect(f"before {key} is written")
         node = self._etcd.put(key, value, ttl)
         self._written[key] = self._seen = node.modified
         self._before_request()  # the process may end before it has the answer
+        self._effect(f"after {key} is written")
         if self._chance(self._etcd.faults.lost_answer):
             raise NoAnswer("the answer of etcd got lost")
         return KeyReply("put", node, (), self._etcd.position())

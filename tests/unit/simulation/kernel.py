@@ -100,6 +100,8 @@ class Kernel:
             self.add_address(uplink, address, length)
         #: Called before each single write of the daemon; it may raise.
         self.before_write: Callable[[], None] = lambda: None
+        #: Called after each; it may raise, too.
+        self.after_write: Callable[[], None] = lambda: None
         #: Is told of each of them.
         self.log: Callable[[str], None] = lambda _: None
 

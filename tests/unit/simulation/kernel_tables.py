@@ -59,6 +59,7 @@ class KernelTable:
             else:
                 self.writes += 1
                 self._kernel.log(f"wrote {put.want}")
+                self._kernel.after_write()
                 report.made.append(put.want)
         return report
 
@@ -72,6 +73,7 @@ class KernelTable:
                 continue  # it is gone already
             self.writes += 1
             self._kernel.log(f"removed {each}")
+            self._kernel.after_write()
             report.removed.append(each)
         return report
 

@@ -134,9 +134,15 @@ class SimulatedApi:
 
     name = "simulation"
 
-    def __init__(self, server: SimulatedApiServer, before_request: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        server: SimulatedApiServer,
+        before_request: Callable[[], None],
+        effect: Callable[[str], None] = lambda _: None,
+    ) -> None:
         self._server = server
         self._before_request = before_request
+        self._effect = effect
         self._is_cancelled = False
         self.is_down = False
         self.wake: Callable[[float], None] = lambda _when: None
@@ -153,8 +159,10 @@ class SimulatedApi:
 
     def patch(self, path: str, body: str) -> dict[str, Any]:
         self._ask()
+        self._effect(f"before {path} is patched")
         done = self._server.patch(path.split("/")[-2], json.loads(body))
         self._before_request()  # the process may end before it has the answer
+        self._effect(f"after {path} is patched")
         return done
 
     def post(self, path: str, obj: Mapping[str, Any]) -> dict[str, Any]:

@@ -101,6 +101,8 @@ class SimulatedHost:
         self.open_store = open_store
         self.process: Process | None = None
         self.is_on = False
+        #: Called before and after each write of the daemon to the store, the kernel or a file.
+        self.on_effect: Callable[[str], None] = lambda _: None
         #: Operations that the next process may do before it ends; none if that is not limited.
         self.operations_left = math.inf
         #: Seconds between two audits of a table.
@@ -138,6 +140,7 @@ class SimulatedHost:
         """The uplink loses its addresses, and with them its routes."""
         for address in self.addresses:
             self.kernel.delete_address(UPLINK, address)
+        self.foreign = self.kernel.foreign()
         self._tell_of_addresses()
         self.addresses = ()
 
@@ -181,7 +184,15 @@ class SimulatedHost:
 
     def record(self, **fields: object) -> None:
         """Keep something for the next run."""
-        self.state = replace(self.state or last_run.RunRecord(), **fields)
+        state = replace(self.state or last_run.RunRecord(), **fields)
+        if state != self.state:
+            self.effect("before the record is written")
+            self.state = state
+            self.effect("after the record is written")
+
+    def effect(self, when: str) -> None:
+        """Tell of a moment next to an effect; the process may end there."""
+        self.on_effect(when)
 
 
 class SimulatedStateFile(last_run.StateFile):
@@ -220,8 +231,10 @@ class SimulatedSubnetFile:
         return map(Seen, self._content)
 
     def put(self, puts: Sequence[Put]) -> Report:
+        self._process.host.effect("before subnet.env is written")
         self._content = [put.want for put in puts]
         self._process.subnet_file_written()
+        self._process.host.effect("after subnet.env is written")
         return Report(made=list(self._content))
 
     def drop(self, found: Sequence[Resource]) -> Report:
@@ -299,7 +312,8 @@ class Process:
         self._node: Node | None = None
         self._begun: Node | None = None
         self.tables: dict[str, KernelTable] = {}
-        self.host.kernel.before_write = self.count_operation
+        self.host.kernel.before_write = self._before_write
+        self.host.kernel.after_write = lambda: host.effect("after a write to the kernel")
         self._store = host.open_store(self)
         options = Options(subnet_file=f"/{host.name}/subnet.env", ip_blackhole_route=False)
         self._options = replace(options, subnet_lease_renew_margin=MARGIN / 60.0)
@@ -345,6 +359,10 @@ class Process:
         assert self._node is not None
         assert self._node.member is not None
         self.host.take_subnet(self._node.member.lease)
+
+    def _before_write(self) -> None:
+        self.count_operation()
+        self.host.effect("before a write to the kernel")
 
     def count_operation(self) -> None:
         """Note a request to the store, or a write to the kernel; the process may end instead."""

@@ -26,7 +26,9 @@ class SimulatedEtcdStore:
     """Store of a process in etcd, in each API that the cluster uses; its watches are stepped by the world."""
 
     def __init__(self, etcds: Sequence[SimulatedEtcd], process: Process) -> None:
-        self._clients = [SimulatedClient(etcd, process.count_operation) for etcd in etcds]
+        self._clients = [
+            SimulatedClient(etcd, process.count_operation, process.host.effect) for etcd in etcds
+        ]
         sides = [store_on(client) for client in self._clients]
         self._both = BothStores(*sides, pause=process.world.pause) if len(sides) > 1 else None
         self._sides = sides
@@ -84,7 +86,7 @@ class SimulatedKubeStore(KubeStore):
 
     def __init__(self, server: SimulatedApiServer, process: Process, net_config: Path) -> None:
         def open_api(*_: object) -> Any:
-            self._apis.append(SimulatedApi(server, process.count_operation))
+            self._apis.append(SimulatedApi(server, process.count_operation, process.host.effect))
             return self._apis[-1]
 
         self._apis: list[SimulatedApi] = []

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import subprocess
 import sys
-from collections.abc import Callable
 from functools import partial
 from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
@@ -108,56 +106,6 @@ def test_troubled_cluster_is_well_once_it_is_quiet_with_more_seeds(
         world.run(DAY + QUIET)
     assert cluster.problems() == []
     assert cluster.lease_count() == len(cluster.hosts)
-
-
-def killed_at_every_step(
-    store: str, directory: Path, meanwhile: Callable[[Cluster], SimulatedHost], backend: str = "vxlan"
-) -> int:
-    """Have a node die after each of its operations in turn, and recover; return how many there are."""
-    operations = 0
-    while True:
-        world = World(operations, logging.WARNING)
-        with world.running():
-            cluster = cluster_of(world, store, 3, directory, backend)
-            world.run(SETTLES)
-            subnets = {number: host.subnet_env for number, host in cluster.hosts.items()}
-            host = meanwhile(cluster)
-            host.operations_left = operations
-            world.run(SETTLES)
-            assert cluster.problems() == [], f"killed after {operations} operations"
-            for number in subnets.keys() & cluster.hosts.keys():
-                assert cluster.hosts[number].subnet_env == subnets[number]
-        if host.operations_left < math.inf:
-            return operations
-        operations += 1
-
-
-@pytest.mark.parametrize("store", STORES)
-def test_node_that_is_killed_at_any_step_of_its_start_recovers(store: str, tmp_path: Path) -> None:
-    assert killed_at_every_step(store, tmp_path, lambda cluster: cluster.add(4)) > 10
-
-
-# A lease in Kubernetes never ends, and is not renewed.
-@pytest.mark.parametrize(("store", "requests"), [("v2", 1), ("v3", 1), ("both", 2)])
-def test_node_that_is_killed_at_any_step_of_a_renewal_keeps_its_subnet(
-    store: str, requests: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # The nodes start within five seconds, and renew their leases once all is quiet.
-    monkeypatch.setattr(node, "MARGIN", DAY - SETTLES - 6.0)
-    assert killed_at_every_step(store, tmp_path, lambda cluster: cluster.hosts[1]) >= requests
-
-
-@pytest.mark.parametrize("backend", ["vxlan", "host-gw"])
-@pytest.mark.parametrize("store", STORES)
-def test_node_that_is_killed_at_any_step_of_a_removal_forgets_the_peer(
-    store: str, backend: str, tmp_path: Path
-) -> None:
-    def meanwhile(cluster: Cluster) -> SimulatedHost:
-        cluster.remove(3)
-        return cluster.hosts[1]
-
-    objects = {"vxlan": 3, "host-gw": 1}[backend]
-    assert killed_at_every_step(store, tmp_path, meanwhile, backend) >= objects
 
 
 @pytest.mark.parametrize("store", STORES)

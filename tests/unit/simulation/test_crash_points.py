@@ -1,0 +1,264 @@
+"""A daemon that dies before or after any of its effects: each such moment of each story.
+
+An effect is a write to the store, the kernel or a file. The daemon is started again after five seconds. At
+every effect of any daemon, packets between pairs that the story leaves alone arrive, and others' objects
+are as they were. Rules of the packet filter have a story of their own, whose effects are commands.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import permutations
+from pathlib import Path
+
+import pytest
+
+from flanneld.network.firewall.edits import Edit, claim
+from flanneld.network.firewall.rules import Purpose, Rules, desired_rules
+from tests.unit.network.firewall.test_edits import BOTH, FORMER, LOOK_ALIKES, NETS, OWN, V012
+from tests.unit.network.firewall.test_tables import Memory, converge, table_of
+from tests.unit.simulation import node
+from tests.unit.simulation.choices import Choices, every
+from tests.unit.simulation.cluster import STORES, Cluster
+from tests.unit.simulation.node import SimulatedHost
+from tests.unit.simulation.test_cluster import DAY, SETTLES, cluster_of
+from tests.unit.simulation.world import Crash, World
+
+#: Begins a story. Returns the daemon that may die, and the hosts that have traffic all the time.
+Begin = Callable[[Cluster, Choices], tuple[SimulatedHost, tuple[int, ...]]]
+
+
+def join(cluster: Cluster, choices: Choices) -> tuple[SimulatedHost, tuple[int, ...]]:
+    """A node joins; the newcomer dies, or one that hears of it."""
+    newcomer = cluster.add(4)
+    return choices.pick((newcomer, cluster.hosts[1])), (1, 2, 3)
+
+
+def renewal(cluster: Cluster, _choices: Choices) -> tuple[SimulatedHost, tuple[int, ...]]:
+    """All leases are renewed."""
+    return cluster.hosts[1], (1, 2, 3)
+
+
+def move(cluster: Cluster, choices: Choices) -> tuple[SimulatedHost, tuple[int, ...]]:
+    """A machine gets other addresses; its daemon dies, or that of a peer."""
+    cluster.move(1, 0.05)
+    return cluster.hosts[choices.pick((1, 2))], (2, 3)
+
+
+def switch(cluster: Cluster, _choices: Choices) -> tuple[SimulatedHost, tuple[int, ...]]:
+    """One daemon after the other is started again with another backend."""
+    cluster.set_backend("host-gw" if cluster.config.backend_type == "vxlan" else "vxlan")
+    cluster.hosts[1].ended(InterruptedError("restarted"))
+    for number in (2, 3):
+        restart = partial(cluster.hosts[number].ended, InterruptedError("restarted"))
+        cluster.world.at(cluster.world.time + SETTLES, restart)
+    return cluster.hosts[1], ()
+
+
+def sweep(cluster: Cluster, _choices: Choices) -> tuple[SimulatedHost, tuple[int, ...]]:
+    """A peer is removed while a daemon does not run, which sweeps at its start."""
+    cluster.hosts[1].kill()
+    cluster.remove(3)
+    cluster.world.run(1.0)
+    cluster.hosts[1].start()
+    return cluster.hosts[1], (1, 2)
+
+
+def failover(cluster: Cluster, choices: Choices) -> tuple[SimulatedHost, tuple[int, ...]]:
+    """The store is lost while a node joins, and comes back without its history."""
+    for store in cluster.stores:
+        store.set_down(down=True)
+        cluster.world.at(cluster.world.time + 4.0, partial(store.set_down, down=False))
+        cluster.world.at(cluster.world.time + 4.0, store.compact)
+    newcomer = cluster.add(4)
+    return choices.pick((newcomer, cluster.hosts[1])), (1, 2, 3)
+
+
+def removal(cluster: Cluster, _choices: Choices) -> tuple[SimulatedHost, tuple[int, ...]]:
+    """A node is removed for good."""
+    cluster.remove(3)
+    return cluster.hosts[1], (1, 2)
+
+
+#: The crash points of each story in all stores and with both backends: fewer would be a hole in this test.
+STORIES: dict[Begin, int] = {
+    join: 220,
+    renewal: 16,
+    move: 148,
+    switch: 192,
+    sweep: 68,
+    failover: 220,
+    removal: 32,
+}
+
+
+BACKENDS = ("vxlan", "host-gw")
+
+
+def _name(begin: Begin) -> str:
+    return begin.__name__
+
+
+class Watch:
+    """Watches a story, and kills its daemon where the choices say so, ``deaths`` times."""
+
+    def __init__(self, cluster: Cluster, choices: Choices, deaths: int) -> None:
+        self.wrong: list[str] = []
+        self.points = 0
+        self._cluster = cluster
+        self._choices = choices
+        self._deaths = deaths
+        self._healthy: tuple[int, ...] = ()
+
+    def begin(self, begin: Begin) -> None:
+        victim, self._healthy = begin(self._cluster, self._choices)
+        for host in self._cluster.hosts.values():
+            host.on_effect = partial(self._at_effect, host, may_die=host is victim)
+
+    def _at_effect(self, host: SimulatedHost, when: str, *, may_die: bool) -> None:
+        self.wrong += (f"{host.name} {when}: {line}" for line in self._now_wrong())
+        if may_die and self._deaths:
+            self.points += 1
+            if self._choices.pick((False, True)):
+                self._deaths -= 1
+                raise Crash(when)
+
+    def _now_wrong(self) -> Iterator[str]:
+        hosts = self._cluster.hosts
+        for one, other in permutations(self._healthy, 2):
+            net = hosts[other].subnet_env[0]
+            if net and self._cluster.send(hosts[one], net[9]) is not hosts[other]:
+                yield f"a packet of {hosts[one].name} to {hosts[other].name} is lost"
+        for host in hosts.values():
+            if host.kernel.foreign() != host.foreign:
+                yield f"foreign objects of {host.name} are {host.kernel.foreign()}, were {host.foreign}"
+
+
+def tell(begin: Begin, store: str, backend: str, directory: Path, deaths: int, choices: Choices) -> None:
+    world = World(0, logging.WARNING)
+    with world.running():
+        cluster = cluster_of(world, store, 3, directory, backend)
+        world.run(SETTLES)
+        subnets = {number: host.subnet_env for number, host in cluster.hosts.items()}
+        watch = Watch(cluster, choices, deaths)
+        watch.begin(begin)
+        world.run((2 if begin is switch else 1) * SETTLES + 10.0 * deaths)
+        assert watch.wrong == []
+        assert cluster.problems() == []
+        for number in subnets.keys() & cluster.hosts.keys():
+            assert cluster.hosts[number].subnet_env == subnets[number]
+
+
+def points_in(begin: Begin, store: str, backend: str, directory: Path, deaths: int) -> int:
+    """Return the number of ways in which the story goes, but for those without a death."""
+    without = 2 if begin in (join, move, failover) else 1
+    return every(partial(tell, begin, store, backend, directory, deaths)) - without
+
+
+@pytest.fixture
+def renewals_are_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes that started within five seconds renew their leases once all is quiet."""
+    monkeypatch.setattr(node, "MARGIN", DAY - SETTLES - 6.0)
+
+
+@pytest.mark.parametrize("begin", STORIES, ids=_name)
+def test_daemon_that_dies_at_any_effect_recovers_and_costs_no_packet(
+    begin: Begin,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    record_property: Callable[[str, object], None],
+) -> None:
+    if begin is renewal:
+        request.getfixturevalue("renewals_are_due")
+    points = sum(points_in(begin, store, backend, tmp_path, 1) for store in STORES for backend in BACKENDS)
+    record_property("crash points", points)
+    assert points >= STORIES[begin]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("begin", STORIES, ids=_name)
+def test_daemon_that_dies_twice_recovers_and_costs_no_packet(
+    begin: Begin, store: str, backend: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    if begin is renewal:
+        request.getfixturevalue("renewals_are_due")
+    points_in(begin, store, backend, tmp_path, 2)
+
+
+# ---- the packet filter -------------------------------------------------------------------------
+
+
+class Commands(Memory):
+    """Rules that commands change; the daemon may die before and after each."""
+
+    def __init__(self, rules: Rules, at_effect: Callable[[], None]) -> None:
+        super().__init__(rules)
+        self._at_effect = at_effect
+
+    def apply(self, edits: Sequence[Edit]) -> None:
+        self._at_effect()
+        super().apply(edits)
+        self._at_effect()
+
+
+#: Rules by what they are for: those of an earlier run, and those that are desired.
+RULES: Mapping[str, Rules] = {
+    "none": {},
+    "own chains": OWN,
+    "forwarding only": desired_rules("own-chains", NETS, Purpose(forward=True)),
+    "v0.12": V012,
+    "another network": desired_rules("own-chains", FORMER, BOTH),
+}
+DESIRED = ("none", "own chains", "forwarding only", "v0.12")
+
+
+#: An operator's rules, none of which is one of flannel v0.12 word for word.
+OTHERS = {chain: tuple(set(rules) - set(V012[chain])) for chain, rules in LOOK_ALIKES.items()}
+
+
+def change_rules(choices: Choices) -> None:
+    """The daemon is started with other options, or after another network."""
+    name, other = choices.pick(list(RULES)), choices.pick(DESIRED)
+    earlier, desired = RULES[name], RULES[other]
+    deaths = 1
+    kept = {
+        (chain, rule) for chain, rules in earlier.items() for rule in rules if rule in desired.get(chain, ())
+    }
+
+    def at_effect() -> None:
+        nonlocal deaths
+        now = commands.rules
+        for chain, others in OTHERS.items():
+            assert [rule for rule in now.get(chain, ()) if rule in others] == list(others)
+        assert all(rule in now.get(chain, ()) for chain, rule in kept)
+        if deaths and choices.pick((False, True)):
+            deaths -= 1
+            raise Crash
+
+    before = {chain: (*OTHERS.get(chain, ()), *earlier.get(chain, ())) for chain in {*OTHERS, *earlier}}
+    commands = Commands(before, at_effect)
+    mine = claim([NETS], FORMER if name == "another network" else NETS, masquerade=True, forward=True)
+    for _ in range(2):
+        table = table_of(commands, mine)
+        with suppress(Crash):
+            converge(table, *([table.desired(desired)] if desired else []))
+    ours = {
+        chain: [rule for rule in rules if rule not in OTHERS.get(chain, ())]
+        for chain, rules in commands.rules.items()
+    }
+    assert {chain: rules for chain, rules in ours.items() if rules} == {
+        chain: list(rules) for chain, rules in desired.items() if rules
+    }
+
+
+def test_daemon_that_dies_at_any_command_leaves_rules_that_its_next_run_corrects(
+    record_property: Callable[[str, object], None],
+) -> None:
+    points = every(change_rules) - len(RULES) * len(DESIRED)
+    record_property("crash points", points)
+    assert points >= 50
