@@ -79,6 +79,8 @@ def _looks(node: Node) -> Iterator[tuple[str, Iterable[str]]]:
         yield "kernel", _of_the_kernel(tables.pending(), contested=tables.is_contested())
         yield "encryption", filter(None, (node.reconciler.encryption.problem,))
         yield "sessions", filter(None, (silence(node.reconciler.tables.sessions()),))
+        if tables.mesh is not None:
+            yield "mesh", filter(None, (tables.mesh.problem,))
         yield "peers", _of_the_peers(node.reconciler.peers)
         yield "removals", _of_the_removal_guard(node.reconciler.removal_guard)
     if node.firewall:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from contextlib import closing
 from functools import partial
 from pathlib import Path
 
 from flanneld.diagnostics import conditions
+from flanneld.network.query import DEFAULT_PORT
 from flanneld.node import Node, Phase
+
+log = logging.getLogger(__name__)
 
 
 class Observation:
@@ -25,6 +29,7 @@ class Observation:
         if phase is Phase.SERVES:
             node.tasks.start("conditions", partial(conditions.watch, node, node.tasks.stop, node.tell))
             _probe_peers(node)
+            _meet_peers(node)
             _answer_queries(node)
         if not self._has_socket:
             self._has_socket = True
@@ -71,9 +76,34 @@ def _probe_peers(node: Node) -> None:
     node.tasks.start("prober", prober.run)
 
 
+def _meet_peers(node: Node) -> None:
+    """Announce our endpoints, and read those of peers, if the backend has a mesh."""
+    controller, store = node.reconciler, node.manager.endpoints
+    mesh = controller.tables.mesh if controller else None
+    if controller is None or mesh is None:
+        return
+    if store is None:
+        log.warning("Backend.Mesh has no effect: this store has no place for endpoints; use etcd")
+        return
+    from flanneld.backends.wireguard.mesh import NAME, MeshTask, ask_peers
+
+    uplinks = controller.uplink_manager
+    networks = [network for network, _ in uplinks.ranges]
+    sessions, ask = controller.tables.sessions, ask_peers(answer_port(node))
+    task = MeshTask(mesh, store, lambda: uplinks.uplink, networks, sessions, ask)
+    loop = node.make_loop(NAME, task.step)
+    node.tasks.start(NAME, loop.run, loop.cancel)
+
+
+def answer_port(node: Node) -> int:
+    """Return the port at which this node answers queries, 0 for none."""
+    in_mesh = node.reconciler is not None and node.reconciler.tables.mesh is not None
+    return node.options.answer_port or (DEFAULT_PORT if in_mesh else 0)
+
+
 def _answer_queries(node: Node) -> None:
-    """Answer other nodes' queries, with ``-answer-port``."""
-    port = node.options.answer_port
+    """Answer other nodes' queries, with ``-answer-port`` or in a mesh."""
+    port = answer_port(node)
     if not port:
         return
     from flanneld.diagnostics.responder import Responder

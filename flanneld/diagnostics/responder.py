@@ -22,6 +22,7 @@ from flanneld.diagnostics.status import store_kind
 from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork, Lease, family_of
 from flanneld.network.query import answer, decode
 from flanneld.node import Node
+from flanneld.reconcile.controller import Controller
 from flanneld.runtime import clock
 from flanneld.runtime.complaints import Once
 from flanneld.state.resources import Address, Resource, Vxlan
@@ -87,7 +88,16 @@ def about(node: Node, asker: tuple[str, int]) -> Facts:
         "ready": not node.missing(),
         "conditions": sorted({part.name for part in conditions.unhealthy_parts(node)}),
         "seen": list(asker),
+        **_tunnel_end(controller, ip_address(asker[0].partition("%")[0])),
     }
+
+
+def _tunnel_end(controller: Controller, asker: IPAddress) -> Facts:
+    """Return the endpoint from which an asker's tunnel comes, if the query came through one of a mesh."""
+    if controller.tables.mesh is None:
+        return {}
+    found = (each.endpoint for each in controller.tables.sessions() if asker in each.subnet)
+    return {"endpoint": next(found, None)}
 
 
 def device(local: Iterable[Resource]) -> Facts:

@@ -137,6 +137,20 @@ def put_peer(
     return _peer(*parts, _allowed_ips(allowed_ips))
 
 
+def steer_peer(public_key: bytes, keepalive: int, endpoint: Endpoint | None, *, at_once: bool) -> bytes:
+    """Pack another keepalive interval of a peer, and another endpoint. A missing peer is not created.
+
+    With ``at_once`` it is sent a packet: the interval goes from 0 to ``keepalive``.
+    """
+    parts = [
+        attribute(_PEER_PUBLIC_KEY, public_key),
+        attribute(_PEER_FLAGS, _U32.pack(_F_UPDATE_ONLY)),
+        *([attribute(_PEER_ENDPOINT, _sockaddr(endpoint))] if endpoint else []),
+    ]
+    steps = (0, keepalive) if at_once else (keepalive,)
+    return b"".join(_peer(*parts, attribute(_PEER_KEEPALIVE, _U16.pack(step))) for step in steps)
+
+
 def allow(public_key: bytes, allowed_ips: Iterable[IPNetwork]) -> bytes:
     """Pack more allowed IPs of a peer. A missing peer is not created."""
     flags = attribute(_PEER_FLAGS, _U32.pack(_F_UPDATE_ONLY))

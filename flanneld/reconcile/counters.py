@@ -17,7 +17,7 @@ from flanneld.model import Event, IPAddress, Lease, LeaseAttrs, LeaseKey, Snapsh
 from flanneld.runtime import clock
 from flanneld.state.resources import Resource
 from flanneld.state.table import Failure
-from flanneld.subnet.store import NO_FACTS, Deliver, LocalFacts, NodeStore, Store
+from flanneld.subnet.store import NO_FACTS, Deliver, EndpointStore, LocalFacts, NodeStore, Store
 
 Name = TypeVar("Name")
 
@@ -208,6 +208,11 @@ class CountedStore:
 
     def close(self) -> None:
         self._manager.close()
+
+    @property
+    def endpoints(self) -> EndpointStore | None:
+        """The store's place for endpoints, None without one."""
+        return self._manager if isinstance(self._manager, EndpointStore) else None
 
     def _count(self, name: str, ask: Callable[[], Result]) -> Result:
         began = clock.now()

@@ -9,6 +9,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from flanneld.backends.contract import Backend, ExitPolicy
 from flanneld.reconcile.counters import Work
@@ -29,6 +30,16 @@ from flanneld.state.table import (
     Table,
     TunnelSession,
 )
+
+if TYPE_CHECKING:
+    from flanneld.backends.wireguard.mesh import Mesh  # only for this backend
+
+
+@runtime_checkable
+class HasMesh(Protocol):
+    """Optional part of a table: its peers follow a mesh, unless it is None."""
+
+    mesh: Mesh | None
 
 
 class Worker:
@@ -238,6 +249,11 @@ class NodeTables:
     def sessions(self) -> list[TunnelSession]:
         """Return the encrypted sessions with peers, as last read. From any thread."""
         return [session for table in self._with_sessions for session in table.sessions()]
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The mesh of the backend's table, None without one."""
+        return next((table.mesh for table in self._with_sessions if isinstance(table, HasMesh)), None)
 
     def bypasses(self) -> list[Bypass]:
         """Return what lets packets pass unencrypted, as the backend's tables last read it."""

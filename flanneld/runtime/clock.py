@@ -19,6 +19,9 @@ class Clock:
     def wall(self) -> float:
         return time.time()
 
+    def suspended(self) -> float:
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - time.clock_gettime(time.CLOCK_MONOTONIC)
+
     def cpu_time(self) -> float:
         return time.thread_time()
 
@@ -29,6 +32,11 @@ _clock = Clock()
 def now() -> float:
     """Return seconds since boot, including suspend: leases expire while a host sleeps."""
     return _clock.now()
+
+
+def suspended() -> float:
+    """Return the seconds since boot in which this host was suspended."""
+    return _clock.suspended()
 
 
 def wall() -> float:

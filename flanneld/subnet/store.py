@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from ipaddress import IPv4Address, IPv6Address
 from typing import Protocol, runtime_checkable
 
@@ -115,6 +115,22 @@ class Foreseeing(Protocol):
 
     def foresee(self, config: Config, attrs: LeaseAttrs) -> Lease:
         """Return the lease that ``acquire`` would return. May raise the same errors."""
+        ...
+
+
+@runtime_checkable
+class EndpointStore(Protocol):
+    """Store with a place for endpoints of nodes, apart from their leases. Both may raise ``Retryable``.
+
+    ``name`` is a node's public key in URL-safe base64. The text has endpoints with commas between them.
+    """
+
+    def publish_endpoints(self, name: str, text: str) -> None:
+        """Write where a node may be reached, for as long as a lease lasts."""
+        ...
+
+    def endpoints(self) -> Mapping[str, str]:
+        """Return what all nodes published, by name."""
         ...
 
 

@@ -8,6 +8,7 @@ Addresses without a peer are unreachable: their packets do not leave the host un
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from enum import Enum
 from functools import cached_property
 from ipaddress import IPv6Network, ip_network
@@ -34,7 +35,7 @@ from flanneld.compat.flags import quoted
 from flanneld.compat.json import Fields, GoJsonError
 from flanneld.config import Config
 from flanneld.errors import Fatal, Refused
-from flanneld.model import Family, IPAddress, IPNetwork, Lease, LeaseAttrs, Secret
+from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork, Lease, LeaseAttrs, Secret
 from flanneld.state.resources import Address, Blackhole, Resource, Route, WireGuard
 from flanneld.state.table import Table
 
@@ -78,6 +79,7 @@ class WireGuardConfig(Struct, frozen=True, gc=False):
     preshared_key: Secret
     keepalive: int
     mode: WireGuardMode
+    mesh: bool
 
 
 def _preshared_key(text: str) -> Secret:
@@ -104,6 +106,7 @@ OPTIONS = (
     Option("PersistentKeepaliveInterval", "keepalive", 0),
     Option("PSK", "preshared_key", "", made=_preshared_key),
     Option("Mode", "mode", WireGuardMode.SEPARATE.value, made=_mode),
+    Option("Mesh", "mesh", False),
 )
 
 
@@ -212,7 +215,8 @@ class WireGuardBackend(Backend):
     def is_self(self, attrs: LeaseAttrs, /) -> bool:
         """Return True for a lease with our public key, or with our public IP unless that is a NAT's.
 
-        Several nodes behind one NAT have one public IP. A node whose key file was lost has another key.
+        Several nodes behind one NAT have one public IP. A node whose key file was lost has another key. In a
+        mesh two sites may use one private address.
         """
         known = announced(attrs, TYPE)
         for family in self._devices if known else ():
@@ -221,16 +225,23 @@ class WireGuardBackend(Backend):
                     return True
             except Refused:
                 continue
-        return any(
-            attrs.public(family) == self._uplink.public(family) == self._uplink.local(family) is not None
+        ours = (
+            own
             for family in self._devices
+            if (own := self._uplink.local(family)) is not None
+            and attrs.public(family) == self._uplink.public(family) == own
         )
+        return any(not (self._config.mesh and is_private(own)) for own in ours)
 
     def tables(self) -> tuple[Table, ...]:
         """Return the table of keys, peers and allowed IPs."""
-        from flanneld.backends.wireguard.table import WireGuardTable  # only for this backend
+        # Only for this backend.
+        from flanneld.backends.wireguard.mesh import Mesh
+        from flanneld.backends.wireguard.table import WireGuardTable
 
-        return (WireGuardTable(tuple(dict.fromkeys(self._devices.values()))),)
+        ports = {family: self._ports[self._devices.get(family, DEVICE)] for family in FAMILIES}
+        mesh = Mesh(self._public_key, ports, self._config.keepalive) if self._config.mesh else None
+        return (WireGuardTable(tuple(dict.fromkeys(self._devices.values())), mesh=mesh),)
 
     def local(self, own: Lease, /) -> Iterator[Resource]:
         """Yield the guards first: addresses without a peer are unreachable. Then devices, keys, addresses."""
@@ -295,12 +306,17 @@ class WireGuardBackend(Backend):
             return 6
         return 4 if ours is not None else 6
 
-    def _public_ip_of(self, lease: Lease, family: Family, port: int, device: str) -> IPAddress:
+    def _public_ip_of(self, lease: Lease, family: Family, port: int, device: str) -> IPAddress | None:
         """Return the address of a peer's endpoint. Raises ``Refused`` if packets would come back to us.
 
-        Nodes behind one NAT have one public IP, and are told apart by their ports.
+        Nodes behind one NAT have one public IP, and are told apart by their ports. In a mesh a peer needs no
+        address of its own: it is None then, and the endpoints that it publishes are tried.
         """
         ours, theirs = self._uplink.public(family), lease.attrs.public(family)
+        if self._config.mesh:
+            with suppress(Refused):
+                return peers_public_ip(lease, family, self._uplink)
+            return theirs if theirs == ours and port != self._ports[device] else None
         if theirs is None or theirs != ours or ours == self._uplink.local(family):
             return peers_public_ip(lease, family, self._uplink)
         if port == self._ports[device]:

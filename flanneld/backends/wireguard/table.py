@@ -10,13 +10,23 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import chain
 
 from msgspec import Struct, field
 
 from flanneld.backends.wireguard import keys
+from flanneld.backends.wireguard.mesh import Mesh, name_of, text_of
 from flanneld.backends.wireguard.resources import TABLE, AllowedIp, DeviceKey, WgPeer
+from flanneld.backends.wireguard.rotation import (
+    SEARCH_KEEPALIVE,
+    Rotation,
+    Steer,
+    is_alive,
+    observe,
+    steer,
+)
 from flanneld.model import IPNetwork
 from flanneld.network import genetlink
 from flanneld.network.genetlink import Endpoint, SeenDevice, SeenPeer, WireGuardDevices
@@ -32,51 +42,15 @@ log = logging.getLogger(__name__)
 _AUDIT = 30.0
 #: Seconds between two checks for a recreated device, which has lost its key and its peers.
 _LOOK = 1.0
+#: Seconds between two turns of a mesh after the first round of all searches.
+_TURN = 5.0
 #: Seconds after a handshake in which a roamed endpoint is kept. With traffic, handshakes come every 120 s,
 #: and keys expire after 180 s (WireGuard's REJECT_AFTER_TIME).
 ROAMING = 180.0
 #: Public key of a peer that exists only during one message: an allowed IP moved to it is removed with it.
 _THROWAWAY = b"flannel: takes an allowed IP away"[:32]
-#: Seconds of a session without a new handshake (WireGuard's REJECT_AFTER_TIME).
-DEAD = 180.0
-#: Consecutive reads with packets to a peer without a session, before the peer is reported.
-_READINGS = 3
-#: The same if the last handshake is in the future, because the clock was set back. A live session makes a new
-#: handshake within 120 s (REKEY_AFTER_TIME), which has the new time.
-_READINGS_AFTER_SETBACK = 6
 #: Peers named in one log line, at most.
 _FEW = 5
-
-
-class SilenceDetector:
-    """Detector that compares each read of a device with the previous one."""
-
-    def __init__(self) -> None:
-        #: By device and public key: the bytes sent, and the reads since then without an answer.
-        self._sent: dict[tuple[str, bytes], tuple[int, int]] = {}
-
-    def look(self, device: SeenDevice, now: float) -> list[SeenPeer]:
-        """Return the peers that were sent packets at several consecutive reads and have no session."""
-        silent = []
-        before, self._sent = (
-            self._sent,
-            {key: value for key, value in self._sent.items() if key[0] != device.name},
-        )
-        for peer in device.peers:
-            key = (device.name, peer.public_key)
-            sent, readings = before.get(key, (peer.tx_bytes, 0))
-            is_called = peer.tx_bytes > sent and not is_alive(peer, now)
-            is_quiet = peer.tx_bytes == sent and not is_alive(peer, now)
-            readings = readings + 1 if is_called else readings if is_quiet else 0
-            self._sent[key] = (peer.tx_bytes, readings)
-            if readings >= (_READINGS_AFTER_SETBACK if peer.last_handshake > now else _READINGS):
-                silent.append(peer)
-        return silent
-
-
-def is_alive(peer: SeenPeer, now: float) -> bool:
-    """Return True if a peer has a session. A handshake far in the future means a clock set back."""
-    return abs(now - peer.last_handshake) <= DEAD
 
 
 def sentence(device: str, silent: Sequence[SeenPeer]) -> str:
@@ -93,10 +67,7 @@ def sentence(device: str, silent: Sequence[SeenPeer]) -> str:
 
 def where(peer: SeenPeer) -> str:
     """Return a peer's current endpoint, address and port; empty if it has none."""
-    if peer.endpoint is None:
-        return ""
-    address, port = peer.endpoint
-    return f"[{address}]:{port}" if address.version == 6 else f"{address}:{port}"
+    return text_of(peer.endpoint) if peer.endpoint is not None else ""
 
 
 class _Batch(Struct):
@@ -110,7 +81,8 @@ class _Batch(Struct):
 class WireGuardTable:
     """Table of keys, peers and allowed IPs of some devices. The devices themselves are in the links' table.
 
-    ``wall_clock`` gives seconds since 1970, as the kernel counts the times of handshakes.
+    ``wall_clock`` gives seconds since 1970, as the kernel counts the times of handshakes. With ``mesh`` the
+    peers' endpoints and keepalives follow their ``Rotation``.
     """
 
     name = TABLE
@@ -120,7 +92,13 @@ class WireGuardTable:
     vital = True
     audit: float | None = _AUDIT
 
-    def __init__(self, devices: Sequence[str], wall_clock: Callable[[], float] = clock.wall) -> None:
+    def __init__(
+        self,
+        devices: Sequence[str],
+        wall_clock: Callable[[], float] = clock.wall,
+        mesh: Mesh | None = None,
+    ) -> None:
+        self.mesh = mesh
         self._devices = devices
         self._wall_clock = wall_clock
         self._kernel: WireGuardDevices | None = None
@@ -128,8 +106,9 @@ class WireGuardTable:
         self._given: dict[Key, Endpoint] = {}
         #: Interface index by device name, as last read; 0 for none.
         self._indexes: dict[str, int] = {}
-        self._next_look = 0.0
-        self._silence = SilenceDetector()
+        self._next_look = self._next_turn = 0.0
+        #: By device name and public key.
+        self._rotations: dict[str, dict[bytes, Rotation]] = {}
         #: By device name. Replaced, never changed in place, because other threads read them.
         self._sessions: dict[str, tuple[TunnelSession, ...]] = {}
         self._once = Once()
@@ -142,8 +121,7 @@ class WireGuardTable:
         for name in self._devices:
             device = kernel.read(name)
             self._indexes[name] = device.index if device else 0
-            silent = self._note_silence(device, now) if device else []
-            self._sessions[name] = tuple(_sessions(device, silent, now)) if device else ()
+            self._observe(name, device, now)
             if device is not None:
                 yield from self._seen(device, scope, now)
 
@@ -168,24 +146,36 @@ class WireGuardTable:
 
         Only a live peer counts as roamed. A dead one gets the endpoint of its lease again.
         """
+        wanted = _endpoint_of(want)
+        if self.mesh is not None:
+            self._note_given(want)
+            return found.preshared_key == want.preshared_key
         if (found.preshared_key, found.keepalive) != (want.preshared_key, want.keepalive):
             return False
-        wanted = _endpoint_of(want)
         has_roamed = peer.endpoint is not None and abs(now - peer.last_handshake) < ROAMING
         if peer.endpoint != wanted and not (has_roamed and self._given.get(want.key, wanted) == wanted):
             self._given.pop(want.key, None)
             return False
-        if wanted is not None:
-            self._given[want.key] = wanted
+        self._note_given(want)
         return True
 
-    def _note_silence(self, device: SeenDevice, now: float) -> list[SeenPeer]:
-        silent = self._silence.look(device, now)
+    def _note_given(self, want: WgPeer) -> None:
+        if (given := _endpoint_of(want)) is not None:
+            self._given[want.key] = given
+
+    def _observe(self, name: str, device: SeenDevice | None, wall: float) -> None:
+        """Keep the sessions of a device, and name the peers that are silent."""
+        now, before, peers = clock.now(), self._rotations.get(name, {}), device.peers if device else ()
+        self._rotations[name] = {
+            each.public_key: observe(before.get(each.public_key, Rotation()), each, now, wall)
+            for each in peers
+        }
+        silent = [each for each in peers if self._rotations[name][each.public_key].is_silent]
+        self._sessions[name] = tuple(_sessions(peers, silent, wall))
         if silent:
-            self._once.warn(log, device.name, sentence(device.name, silent))
-        elif self._once.clear(device.name):
-            log.info("Handshakes via %s succeed again", device.name)
-        return silent
+            self._once.warn(log, name, sentence(name, silent))
+        elif device is not None and self._once.clear(name):
+            log.info("Handshakes via %s succeed again", name)
 
     def sessions(self) -> tuple[TunnelSession, ...]:
         """Return the sessions of all devices as last read. May be called from any thread."""
@@ -219,14 +209,14 @@ class WireGuardTable:
             content.append([*([put.want] if put else []), *allowed])
         self._write(name, packed, content, report.made, report)
         for resource in report.made:
-            if isinstance(resource, WgPeer) and (given := _endpoint_of(resource)) is not None:
-                self._given[resource.key] = given
+            if isinstance(resource, WgPeer):
+                self._note_given(resource)
 
     def _packed(self, put: Put, allowed_ips: Iterable[IPNetwork]) -> bytes:
         """Pack a peer. A roamed one keeps its endpoint, unless the endpoint in its lease has changed."""
         want, endpoint = put.want, None
         assert isinstance(want, WgPeer)
-        if put.was is None or self._given.get(want.key) != _endpoint_of(want):
+        if put.was is None or (self.mesh is None and self._given.get(want.key) != _endpoint_of(want)):
             endpoint = _endpoint_of(want)
         return genetlink.put_peer(want.public_key, want.preshared_key, want.keepalive, allowed_ips, endpoint)
 
@@ -276,8 +266,59 @@ class WireGuardTable:
 
     def look(self) -> bool:
         """Return True if a device was recreated since the last read: it has neither key nor peers."""
-        self._next_look = clock.now() + _LOOK
+        now = clock.now()
+        self._next_look = now + _LOOK
+        if self.mesh is not None and (now >= self._next_turn or self.mesh.greets):
+            with suppress(OSError):  # the next audit will say so
+                self._turn(self.mesh, now)
         return any(index_of(name) != index for name, index in self._indexes.items())
+
+    def _turn(self, mesh: Mesh, now: float) -> None:
+        """Read the devices, and let each peer that is searched for take its next endpoint."""
+        greets, mesh.greets = mesh.greets, False
+        searched: set[str] = set()
+        is_first = False
+        for name in self._devices:
+            device, wall = self._open().read(name), self._wall_clock()
+            self._observe(name, device, wall)
+            packed = []
+            for peer in device.peers if device else ():
+                state, change = steer(
+                    self._rotations[name][peer.public_key],
+                    peer,
+                    self._candidates(mesh, name, peer.public_key),
+                    now,
+                    wall,
+                    mesh.keepalive,
+                    mesh.name.encode(),
+                )
+                self._rotations[name][peer.public_key] = state
+                if state.search is not None:
+                    searched.add(name_of(peer.public_key))
+                    is_first = is_first or state.search.round == 0
+                elif greets and peer.last_handshake:
+                    change = Steer(SEARCH_KEEPALIVE, at_once=True)
+                if change is not None:
+                    packed.append(
+                        genetlink.steer_peer(
+                            peer.public_key, change.keepalive, change.endpoint, at_once=change.at_once
+                        )
+                    )
+            self._open().write([body for body, _ in genetlink.set_peers(name, packed)])
+        mesh.searched = frozenset(searched)
+        self._next_turn = now + (_LOOK if is_first or greets else _TURN)
+
+    def _candidates(self, mesh: Mesh, device: str, public_key: bytes) -> tuple[Endpoint, ...]:
+        """Return the endpoints to try: the published ones, then that of the lease.
+
+        Each device has a port of its own, so of two devices each tries its own family.
+        """
+        given = self._given.get((TABLE, device, keys.text_of(public_key)))
+        found = (*mesh.published.get(name_of(public_key), ()), *([given] if given else []))
+        if len(self._devices) > 1:
+            family = 6 if self._devices.index(device) else 4
+            found = tuple(each for each in found if each[0].version == family)
+        return tuple(dict.fromkeys(found))
 
     def close(self, *, remove: bool) -> None:
         """Release the socket. Devices and peers stay: sessions go on without the daemon."""
@@ -292,9 +333,9 @@ class WireGuardTable:
         return self._kernel
 
 
-def _sessions(device: SeenDevice, silent: Collection[SeenPeer], now: float) -> Iterator[TunnelSession]:
+def _sessions(peers: Iterable[SeenPeer], silent: Iterable[SeenPeer], now: float) -> Iterator[TunnelSession]:
     names = {peer.public_key for peer in silent}
-    for peer in device.peers:
+    for peer in peers:
         for subnet in peer.allowed_ips:
             yield TunnelSession(
                 subnet,

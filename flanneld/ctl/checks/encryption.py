@@ -116,7 +116,8 @@ def sessions_of(
     A session also has the device's ``port``. ``silent`` are first subnets of peers that do not answer through
     the tunnel.
     """
-    from flanneld.backends.wireguard.table import is_alive, where
+    from flanneld.backends.wireguard.rotation import is_alive
+    from flanneld.backends.wireguard.table import where
 
     found = {net: (device, peer) for device in devices for peer in device.peers for net in peer.allowed_ips}
     names = ", ".join(dict.fromkeys(device.name for device in devices))

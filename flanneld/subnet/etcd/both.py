@@ -164,6 +164,13 @@ class BothStores:
             self._done.clear()
             return self._own.whole()
 
+    def publish_endpoints(self, name: str, text: str) -> None:
+        for side in self._sides:
+            side.publish_endpoints(name, text)
+
+    def endpoints(self) -> dict[str, str]:
+        return {name: text for side in reversed(self._sides) for name, text in side.endpoints().items()}
+
     def watch(self, deliver: Deliver, alive: Callable[[], None]) -> None:
         hear = self.hearing(deliver)
         self._watch_all(lambda side, beat: side.watch(partial(hear, side.api), beat), alive)

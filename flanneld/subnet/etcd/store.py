@@ -132,6 +132,7 @@ class EtcdStore:
         self.api = client.api
         self.config_key = config_key(client, self._prefix)
         self._reader = LeaseReader(posixpath.join(root, "subnets"))
+        self._endpoints = posixpath.join(root, "endpoints")
         self._requests = client
         self.name = f"etcd {client.api} at {self._store} under {root}"
 
@@ -212,6 +213,22 @@ class EtcdStore:
             except Conflict as lost:
                 log.log(V(1), "The lease %s has just changed, trying again: %s", lease, lost)
         raise Retryable(f"the lease {lease} changes all the time", "give each node its own -public-ip")
+
+    def publish_endpoints(self, name: str, text: str) -> None:
+        path = posixpath.join(self._endpoints, name)
+        try:
+            node = self._requests.fetch(path).node
+        except NotFound:
+            self._requests.create(path, text, SUBNET_TTL)
+        else:
+            self._requests.replace(path, text, SUBNET_TTL, node.modified if node else 0)
+
+    def endpoints(self) -> dict[str, str]:
+        try:
+            found = self._requests.fetch(self._endpoints, recursive=True).children
+        except NotFound:
+            return {}
+        return {posixpath.basename(each.key): each.value for each in found}
 
     def watch(self, deliver: Deliver, alive: Callable[[], None]) -> None:
         def beat() -> None:

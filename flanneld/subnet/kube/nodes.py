@@ -41,9 +41,12 @@ DATA: Mapping[Family, str] = {4: "backend-data", 6: "backend-v6-data"}
 PUBLIC: Mapping[Family, str] = {4: "public-ip", 6: "public-ipv6"}
 OVERWRITE: Mapping[Family, str] = {4: "public-ip-overwrite", 6: "public-ipv6-overwrite"}
 OWN_PUBLIC: Mapping[Family, str] = {4: "node-public-ip", 6: "node-public-ipv6"}
+#: A node's name in a mesh and its endpoints, with a space between them.
+ENDPOINTS = "endpoints"
 SUFFIXES = (
     MANAGED,
     TYPE,
+    ENDPOINTS,
     *(names[family] for names in (DATA, PUBLIC, OVERWRITE, OWN_PUBLIC) for family in (4, 6)),
 )
 

@@ -23,7 +23,16 @@ from flanneld.runtime.loop import StepLoop
 from flanneld.runtime.randomness import random_bytes
 from flanneld.runtime.waits import Backoff
 from flanneld.subnet.kube.api import NODES, Api, ApiRefusal
-from flanneld.subnet.kube.nodes import KubeNode, NodeReader, changed_notes, child, items, overwrite, own_key
+from flanneld.subnet.kube.nodes import (
+    ENDPOINTS,
+    KubeNode,
+    NodeReader,
+    changed_notes,
+    child,
+    items,
+    overwrite,
+    own_key,
+)
 from flanneld.subnet.kube.watch import backoffs
 from flanneld.subnet.store import Deliver
 
@@ -84,6 +93,10 @@ class OwnNode:
         if changes:
             self._patch(self._reader.patch(changes))
         return bool(changes)
+
+    def publish_endpoints(self, name: str, text: str) -> None:
+        """Write the annotation with our endpoints."""
+        self._patch(self._reader.patch({ENDPOINTS: f"{name} {text}"}))
 
     def mark_available(self) -> None:
         """Set the node's NetworkUnavailable condition to False, as Go flanneld does at each start."""

@@ -29,6 +29,7 @@ from flanneld.subnet.kube.access import Access
 from flanneld.subnet.kube.api import NODES, Api, ApiRefusal, ApiTimeouts
 from flanneld.subnet.kube.node_table import NodeCache, NodeTable, Saved
 from flanneld.subnet.kube.nodes import (
+    ENDPOINTS,
     KubeNode,
     NodeReader,
     announced,
@@ -188,6 +189,13 @@ class KubeStore:
         if own_key(node, member.config) == lease.key:
             self._own_node.announce(node, lease.attrs)
         return lease
+
+    def publish_endpoints(self, name: str, text: str) -> None:
+        self._own_node.publish_endpoints(name, text)
+
+    def endpoints(self) -> dict[str, str]:
+        found = (each.notes.get(ENDPOINTS, "").partition(" ") for each in self._joined().peers())
+        return {name: text for name, _, text in found if name}
 
     def watch(self, deliver: Deliver, alive: Callable[[], None] = no_heartbeat) -> None:
         self._run(self.node_watch(deliver, alive), deliver, alive)
@@ -366,6 +374,10 @@ class _Member:
         if any(isinstance(event, Removed) for event in events):
             self.upkeep.wake()
         return events
+
+    def peers(self) -> tuple[KubeNode, ...]:
+        """Return the other nodes as last seen. From any thread."""
+        return self._table.nodes()
 
     def complain(self) -> None:
         self._table.complain()

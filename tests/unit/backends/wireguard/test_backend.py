@@ -473,3 +473,36 @@ def test_a_lease_is_read_as_it_is_written() -> None:
     attrs = made(DUAL).attributes()
     assert parse_attrs(format_attrs(attrs, with_ipv6=True)) == attrs
     assert backend.peer_data(attrs.backend_data) == (PUBLIC, 51820)
+
+
+# ---- a mesh -------------------------------------------------------------------------------------
+
+
+def test_peer_of_a_mesh_at_our_own_private_address_is_searched_for() -> None:
+    """Two sites may use one private network."""
+    here = IPv4Address("192.168.1.5")
+    uplink = {"address": here, "public_ip": here}
+    lease = peer(public_ip=here)
+    with pytest.raises(Refused, match="announces our own public IP"):
+        leads(made(uplink=uplink), lease)
+    mesh = made(uplink=uplink, Mesh=True)
+    (found,) = (each for each in leads(mesh, lease) if isinstance(each, WgPeer))
+    assert (found.endpoint, found.port) == (None, 51820)
+    assert [(device, port) for device, _, port in called_at(mesh, peer())] == [("flannel-wg", 51820)]
+
+
+@pytest.mark.parametrize(("address", "is_ours"), [("192.168.1.5", False), ("203.0.113.5", True)])
+def test_in_a_mesh_a_private_address_does_not_tell_our_own_lease(address: str, is_ours: bool) -> None:
+    here = IPv4Address(address)
+    uplink, lease = {"address": here, "public_ip": here}, peer(public_ip=here)
+    assert made(uplink=uplink).is_self(lease.attrs)
+    assert made(uplink=uplink, Mesh=True).is_self(lease.attrs) is is_ours
+    own = peer(public_ip=here, backend_data=data(key=PUBLIC))
+    assert made(uplink=uplink, Mesh=True).is_self(own.attrs)
+
+
+def test_table_has_a_mesh_only_when_it_is_switched_on() -> None:
+    (table,) = made().tables()
+    assert getattr(table, "mesh", None) is None
+    (table,) = made(Mesh=True, ListenPort=5000).tables()
+    assert getattr(table, "mesh").ports[4] == 5000  # noqa: B009

@@ -1,0 +1,268 @@
+"""Mesh of nodes behind NAT, with ``"Mesh": true``: each tells the others where it may be reached.
+
+Endpoints have a place of their own in the store. Any change of a lease's data makes the peers, Go's among
+them, set this node anew, and they would lose an endpoint that has roamed. The table tries what is published
+here (``rotation``). To learn how a NAT shows it, a node asks two peers inside the tunnel, from where they
+see it. Nobody else is asked, and no packet is relayed.
+"""
+
+from __future__ import annotations
+
+import logging
+from base64 import urlsafe_b64encode
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from enum import Enum
+from ipaddress import ip_address
+
+from flanneld.errors import Retryable
+from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork, Uplink
+from flanneld.network.genetlink import Endpoint
+from flanneld.runtime import clock, randomness
+from flanneld.runtime.complaints import Outage
+from flanneld.state.table import TunnelSession
+from flanneld.subnet.store import EndpointStore
+
+log = logging.getLogger(__name__)
+
+#: Name of the task's thread.
+NAME = "mesh"
+#: Endpoints that a node announces, and that are tried of a peer.
+MOST = 8
+#: Seconds between keepalive packets of a node behind NAT, as WireGuard's documentation has it.
+NAT_KEEPALIVE = 25
+#: Seconds between two questions where peers see us, and until the next if nobody could be asked.
+_ASK, _ASK_SOON = 60.0, 2.0
+#: Peers that are asked: two show whether a NAT shows us to each in the same way.
+_ASKED = 2
+#: Seconds within which a peer answers.
+_WITHIN = 1.0
+#: Seconds between two announcements, and after which one is repeated: half a lease's life.
+_ANNOUNCE, _REPEAT = 60.0, 43200.0
+#: Seconds between two readings while peers are searched for: doubled up to the longest.
+_READ, _READ_AT_LAST = 5.0, 60.0
+#: Seconds of suspension from which on a NAT may have forgotten us.
+_NAP = 5.0
+#: Seconds between two steps.
+_STEP = 1.0
+
+
+class Nat(Enum):
+    """NAT between this node and its peers, as these see it."""
+
+    UNKNOWN = "unknown"
+    NONE = "none"
+    #: All peers see one endpoint: any of them reaches us there, once we have sent it a packet.
+    CONE = "cone"
+    #: Each peer sees another endpoint: only peers that are reachable themselves can be met.
+    SYMMETRIC = "symmetric"
+
+
+class Mesh:
+    """State that the table and the task share. Each attribute is replaced as a whole."""
+
+    def __init__(self, public_key: bytes, ports: Mapping[Family, int], keepalive: int) -> None:
+        self.name = name_of(public_key)
+        self.ports = ports
+        self._keepalive = keepalive
+        #: Published endpoints by name.
+        self.published: Mapping[str, tuple[Endpoint, ...]] = {}
+        self.nat = Nat.UNKNOWN
+        #: Set by the table: names of the peers that are searched for.
+        self.searched: frozenset[str] = frozenset()
+        #: Set by the task: each peer is to get a packet, from which it sees where we are now.
+        self.greets = False
+
+    @property
+    def keepalive(self) -> int:
+        """Seconds between keepalive packets to a peer, 0 for none. Behind NAT they keep its mapping."""
+        behind = self.nat in (Nat.CONE, Nat.SYMMETRIC)
+        return self._keepalive or (NAT_KEEPALIVE if behind else 0)
+
+    @property
+    def problem(self) -> str:
+        """What keeps peers behind NAT from meeting this node, with a remedy; empty for nothing."""
+        if self.nat is not Nat.SYMMETRIC:
+            return ""
+        ports = " or ".join(sorted({str(port) for port in self.ports.values()}))
+        return (
+            "each peer sees this node at another port (symmetric NAT): it meets no peer behind such a NAT or"
+            f" a port-restricted one; forward UDP port {ports} to it, with a -wireguard-port of its own"
+        )
+
+
+def name_of(public_key: bytes) -> str:
+    """Return a public key as part of a store's key: in etcd's v2 API a slash would make a directory."""
+    return urlsafe_b64encode(public_key).decode()
+
+
+def text_of(endpoint: Endpoint) -> str:
+    """Return an endpoint as text."""
+    address, port = endpoint
+    return f"[{address}]:{port}" if address.version == 6 else f"{address}:{port}"
+
+
+def parse(text: str) -> Endpoint | None:
+    """Return the endpoint in a text, None if there is none."""
+    host, _, port = text.rpartition(":")
+    try:
+        address = ip_address(host.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return None
+    return (address, int(port)) if port.isdecimal() and 0 < int(port) <= 65535 else None
+
+
+def usable(text: str, networks: Collection[IPNetwork], local: Collection[IPAddress]) -> tuple[Endpoint, ...]:
+    """Return the published endpoints that may lead to a peer: none of this host, nor inside the network."""
+    found = dict.fromkeys(filter(None, map(parse, text.split(","))))
+    return tuple(
+        each
+        for each in found
+        if each[0] not in local
+        and not (each[0].is_loopback or each[0].is_link_local or each[0].is_multicast)
+        and not any(each[0] in network for network in networks)
+    )[:MOST]
+
+
+def own_endpoints(uplink: Uplink, ports: Mapping[Family, int], seen: Iterable[Endpoint]) -> str:
+    """Return what this node announces: where peers see it, then its public IPs, then its own addresses."""
+    public = [(uplink.public(family), ports.get(family)) for family in FAMILIES]
+    local = [(uplink.local(family), ports.get(family)) for family in FAMILIES]
+    known = [(address, port) for address, port in (*public, *local) if address is not None and port]
+    return ",".join(list(dict.fromkeys(text_of(each) for each in (*seen, *known)))[:MOST])
+
+
+def nat_of(answers: Collection[Endpoint], local: Collection[IPAddress]) -> Nat:
+    """Return the NAT that peers' answers show. Those of our own link see our own address."""
+    if not answers:
+        return Nat.UNKNOWN
+    for family in FAMILIES:
+        shown = {each for each in answers if each[0].version == family and each[0] not in local}
+        if shown:
+            return Nat.SYMMETRIC if len(shown) > 1 else Nat.CONE
+    return Nat.NONE
+
+
+def to_ask(sessions: Iterable[TunnelSession]) -> list[IPAddress]:
+    """Return the tunnel addresses of two peers at different endpoints; those at public addresses first."""
+    found: dict[IPAddress, IPAddress] = {}
+    for each in sessions:
+        endpoint = parse(each.endpoint)
+        if each.is_established and endpoint is not None:
+            found.setdefault(endpoint[0], each.subnet.network_address)
+    outer = list(found)
+    randomness.shuffle(outer)
+    outer.sort(key=lambda address: address.is_private)
+    return [found[each] for each in outer[:_ASKED]]
+
+
+class MeshTask:
+    """Task that announces this node's endpoints, and reads those of the peers that are searched for.
+
+    ``ask`` returns the endpoints at which peers with these tunnel addresses see us.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        store: EndpointStore,
+        uplink: Callable[[], Uplink],
+        networks: Collection[IPNetwork],
+        sessions: Callable[[], Iterable[TunnelSession]],
+        ask: Callable[[Sequence[IPAddress]], Collection[Endpoint]],
+    ) -> None:
+        self._mesh = mesh
+        self._store = store
+        self._uplink = uplink
+        self._networks = networks
+        self._sessions = sessions
+        self._ask = ask
+        self._here = uplink(), clock.suspended()
+        self._seen: tuple[Endpoint, ...] = ()
+        self._ask_at = 0.0
+        self._announced = ""
+        self._announce_at = self._repeat_at = 0.0
+        self._read_at, self._pause = 0.0, _READ
+        self._sought: frozenset[str] = frozenset()
+        self._outage = Outage(log, "Exchanging endpoints with the store", "The store has our endpoints again")
+
+    def step(self, now: float) -> float:
+        """Ask, announce and read what is due. Return the time of the next step."""
+        uplink = self._uplink()
+        self._follow(uplink, now)
+        local = [each for family in FAMILIES if (each := uplink.local(family)) is not None]
+        if now >= self._ask_at:
+            self._reflect(local)
+        try:
+            self._announce(own_endpoints(uplink, self._mesh.ports, self._seen), now)
+            self._read(local, now)
+        except Retryable as reason:
+            self._outage.failed(reason)
+            self._announce_at = self._read_at = clock.now() + _READ
+        else:
+            self._outage.over()
+        return clock.now() + _STEP
+
+    def _follow(self, uplink: Uplink, now: float) -> None:
+        """Send each peer a packet if this host has moved or was suspended: they see then where it is."""
+        here, (before, slept) = (uplink, clock.suspended()), self._here
+        if uplink == before and here[1] - slept < _NAP:
+            return
+        log.info("This node has moved, or was suspended: asking peers where they see it")
+        self._here = here
+        self._mesh.greets = True
+        self._ask_at = self._announce_at = now
+        self._seen = ()
+
+    def _reflect(self, local: Collection[IPAddress]) -> None:
+        """Ask peers where they see us."""
+        asked = to_ask(self._sessions())
+        answers = self._ask(asked) if asked else ()
+        self._ask_at = clock.now() + (_ASK if answers else _ASK_SOON)
+        nat = nat_of(answers, local)
+        if nat is Nat.UNKNOWN:
+            return
+        if nat is not self._mesh.nat:
+            log.info("NAT between this node and its peers: %s", nat.value)
+        self._mesh.nat = nat
+        self._seen = tuple(sorted({each for each in answers if each[0] not in local}, key=text_of))
+        if nat is Nat.SYMMETRIC:
+            self._seen = ()  # nobody else reaches us there
+
+    def _announce(self, endpoints: str, now: float) -> None:
+        is_news = endpoints != self._announced and now >= self._announce_at
+        if not is_news and now < self._repeat_at:
+            return
+        # What is known from the start is announced at once, and what peers have told us once a minute.
+        self._announce_at = now + _ANNOUNCE if self._seen else now
+        self._store.publish_endpoints(self._mesh.name, endpoints)
+        self._announced, self._repeat_at = endpoints, now + _REPEAT
+
+    def _read(self, local: Collection[IPAddress], now: float) -> None:
+        """Read while peers are searched for, ever more rarely if these stay the same."""
+        searched = self._mesh.searched
+        if searched - self._sought:
+            self._pause = _READ
+            self._read_at = min(self._read_at, now)
+        self._sought = searched
+        if not searched or now < self._read_at:
+            return
+        found = self._store.endpoints()
+        self._mesh.published = {
+            name: usable(text, self._networks, local) for name, text in found.items() if name in searched
+        }
+        self._read_at, self._pause = now + self._pause, min(2 * self._pause, _READ_AT_LAST)
+
+
+def ask_peers(port: int) -> Callable[[Sequence[IPAddress]], Collection[Endpoint]]:
+    """Return the function that asks peers, whose daemons answer at a UDP port."""
+    from flanneld.network.survey import queries  # sockets, which the table does not need
+
+    def ask(targets: Sequence[IPAddress]) -> Collection[Endpoint]:
+        try:
+            replies = queries(targets, port, _WITHIN, 1)
+        except OSError:
+            return ()
+        found = (parse(str(reply.facts.get("endpoint"))) for reply in replies.values())
+        return [each for each in found if each is not None]
+
+    return ask

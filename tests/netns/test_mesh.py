@@ -1,0 +1,258 @@
+"""Wireguard nodes behind NATs of each kind find each other, with the kernel's WireGuard and nftables."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from flanneld.network.genetlink import SeenPeer, WireGuardDevices
+from tests.lab import Lab, Node, wait_for
+from tests.lab.lab import NETWORK
+from tests.lab.namespace import Namespace, batch
+from tests.netns.test_seeing import answer
+
+pytestmark = pytest.mark.needs_kernel("wireguard")
+
+DEVICE = "flannel-wg"
+#: Seconds in which all that can meet have met.
+WITHIN = 30
+PUBLIC, FULL_CONE, RESTRICTED, SYMMETRIC = "public", "full cone", "port-restricted", "symmetric"
+#: What each kind of NAT does to UDP. Without the drop of what nobody asked for, a router would keep a
+#: packet's ports for itself, and give the answer of the node behind it another one.
+RULES = {
+    FULL_CONE: ("iifname wan udp dport 51820 dnat to 192.168.1.2", "masquerade"),
+    RESTRICTED: ("", "masquerade"),
+    SYMMETRIC: ("", "masquerade fully-random"),
+}
+ETH_P_ALL = 3
+
+
+class Site:
+    """A router with NAT, and the nodes behind it. All sites have the same private addresses."""
+
+    def __init__(self, lab: Lab, number: int, kind: str) -> None:
+        self.router = Namespace(f"{lab.name}-r{number}")
+        self.kind = kind
+        self._hosts = itertools.count(2)
+        batch(f"netns add {self.router.name}")
+        self.router.sysctl("net/ipv4/ip_forward", 1)
+        self.router.ip(
+            "link set lo up",
+            f"link add wan type veth peer name r{number} netns {lab.switch.name}",
+            f"address add 198.18.0.{100 + number}/24 dev wan",
+            "link set wan up",
+            "link add lan type bridge",
+            "address add 192.168.1.1/24 dev lan",
+            "link set lan up",
+        )
+        lab.switch.ip(f"link set r{number} master br0 up")
+        mapped, source = RULES[kind]
+        self.router.run(
+            "nft", "-f", "-",
+            stdin=f"""
+                table ip nat {{
+                    chain pre {{ type nat hook prerouting priority -100; {mapped}; }}
+                    chain post {{ type nat hook postrouting priority 100; oifname wan {source}; }}
+                    chain own {{ type filter hook input priority 0; iifname wan meta l4proto udp drop; }}
+                }}""",
+        )  # fmt: skip
+
+    def reboot(self) -> None:
+        """Forget all mappings."""
+        # The kernel drops the masqueraded connections of an interface that goes down.
+        self.router.ip("link set wan down", "link set wan up")
+
+    def take(self, node: Node) -> None:
+        """Move a node's uplink behind the router."""
+        address = f"192.168.1.{next(self._hosts)}"
+        node.namespace.ip("link del eth0")
+        node.namespace.ip(
+            f"link add eth0 type veth peer name {node.name} netns {self.router.name}",
+            f"address add {address}/24 dev eth0",
+            "link set eth0 up",
+            "route add default via 192.168.1.1",
+        )
+        self.router.ip(f"link set {node.name} master lan up")
+
+
+def start(node: Node, command: list[str] | None = None) -> None:
+    node.start(command=command, environment={"WIREGUARD_KEY_FILE": str(node.directory / "wgkey")})
+
+
+class Network:
+    """Nodes of a mesh, each with its kind of site."""
+
+    def __init__(
+        self, lab: Lab, kinds: Iterable[str], *, shared: int = 0, first: list[str] | None = None
+    ) -> None:
+        """Start a node at each site, ``shared`` more at the last one. ``first`` is the first's command."""
+        self.lab = lab
+        lab.etcd.put_config({"Network": NETWORK, "Backend": {"Type": "wireguard", "Mesh": True}})
+        self.sites: list[Site] = []
+        self.kinds: dict[Node, str] = {}
+        self.at: dict[Node, Site] = {}
+        for number, kind in enumerate(kinds, 1):
+            (node,) = lab.add_nodes()
+            self.kinds[node] = kind
+            if kind != PUBLIC:
+                self.sites.append(Site(lab, number, kind))
+                self._place(node, self.sites[-1])
+        for _ in range(shared):
+            (node,) = lab.add_nodes()
+            self._place(node, self.sites[-1])
+        for node in lab.nodes:
+            start(node, command=first if node is lab.nodes[0] else None)
+        for node in lab.nodes:
+            node.wait_ready(60)
+
+    def _place(self, node: Node, site: Site) -> None:
+        site.take(node)
+        self.kinds[node], self.at[node] = site.kind, site
+
+    def pairs(self, nodes: Iterable[Node]) -> list[tuple[Node, Node]]:
+        """The pairs that can meet."""
+        unable = ({SYMMETRIC}, {SYMMETRIC, RESTRICTED})
+        return [
+            (one, other)
+            for one, other in itertools.permutations(nodes, 2)
+            if {self.kinds[one], self.kinds[other]} not in unable
+            or (one in self.at and self.at[one] is self.at.get(other))
+        ]
+
+    def wait_until_met(self, *nodes: Node, within: float = WITHIN) -> None:
+        waiting = self.pairs(nodes or self.lab.nodes)
+
+        def left() -> bool:
+            waiting[:] = [(one, other) for one, other in waiting if not reaches(one, other)]
+            return not waiting
+
+        try:
+            wait_for(left, within)
+        except AssertionError:
+            named = [f"{one.name} ({self.kinds[one]}) -> {other.name}" for one, other in waiting]
+            raise AssertionError("\n".join([*named, *(each.log() for each in waiting[0])])) from None
+
+
+def overlay(node: Node) -> str:
+    return node.subnet().removesuffix("/24")
+
+
+def reaches(one: Node, other: Node) -> bool:
+    return one.run("ping", "-n", "-c", "1", "-W", "1", overlay(other), check=False).returncode == 0
+
+
+def sessions(node: Node) -> dict[str, SeenPeer]:
+    """The peers of a node's device, by their subnet."""
+    with node.namespace.entered():
+        reader = WireGuardDevices()
+    try:
+        device = reader.read(DEVICE)
+    finally:
+        reader.close()
+    assert device is not None
+    return {str(net): peer for peer in device.peers for net in peer.allowed_ips}
+
+
+@contextmanager
+def nothing_in_the_clear(lab: Lab) -> Iterator[None]:
+    """See every packet on the switch; none has an address of the network in its outer header."""
+    with lab.switch.entered():
+        seen = socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, socket.htons(ETH_P_ALL))
+    with seen:
+        seen.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16 << 20)
+        seen.setblocking(False)
+        yield
+        packets = 0
+        while True:
+            try:
+                data = seen.recv(64)
+            except BlockingIOError:
+                break
+            packets += 1
+            if data[:1] and data[0] >> 4 == 4:
+                assert bytes((10, 5)) not in (data[12:14], data[16:18]), data.hex()
+        assert packets
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[Network]:
+    """A public node, and two sites of one private address behind NATs that only let answers in."""
+    with Lab() as lab, nothing_in_the_clear(lab):
+        network = Network(lab, [PUBLIC, RESTRICTED, RESTRICTED])
+        network.wait_until_met()
+        yield network
+
+
+def test_nodes_behind_two_nats_talk_directly_after_a_cold_start(small: Network) -> None:
+    _, one, other = small.lab.nodes
+    found = sessions(one)[other.subnet()]
+    assert found.endpoint is not None
+    assert str(found.endpoint[0]) == "198.18.0.103"
+
+
+def test_endpoints_are_in_no_lease(small: Network) -> None:
+    leases = small.lab.etcd.leases()
+    assert {str(each["PublicIP"]) for each in leases.values()} == {"198.18.0.1", "192.168.1.2"}
+    assert all(set(each["BackendData"]) == {"PublicKey", "Port"} for each in leases.values())
+
+
+def machine_restart(node: Node) -> None:
+    """Start a node as after a reboot: its device and so all its sessions are gone."""
+    node.stop()
+    node.namespace.ip(f"link del {DEVICE}")
+    start(node)
+    node.wait_ready(60)
+
+
+@pytest.mark.long
+def test_all_pairs_that_can_meet_meet_again_after_each_upset() -> None:
+    """Cold start, restart of each machine, reboot of each NAT, death of a public node."""
+    with Lab() as lab, nothing_in_the_clear(lab):
+        network = Network(lab, [PUBLIC, PUBLIC, FULL_CONE, SYMMETRIC, RESTRICTED, RESTRICTED], shared=1)
+        network.wait_until_met()
+        for node in lab.nodes:
+            machine_restart(node)
+            network.wait_until_met()
+        for site in network.sites:
+            site.reboot()
+            network.wait_until_met()
+        for node in lab.nodes[1:3]:
+            node.stop()
+            start(node)
+            node.wait_ready(60)
+            network.wait_until_met()
+        dead, *rest = lab.nodes
+        dead.kill()
+        dead.namespace.ip("link set eth0 down")
+        network.wait_until_met(*rest)
+
+
+@pytest.mark.long
+def test_node_behind_a_symmetric_nat_says_so_and_meets_those_that_can_be_reached() -> None:
+    with Lab() as lab:
+        network = Network(lab, [PUBLIC, PUBLIC, FULL_CONE, SYMMETRIC, RESTRICTED])
+        network.wait_until_met()
+        _, _, _, node, other = lab.nodes
+
+        def conditions() -> dict[str, Any]:
+            found = answer(node, "status")["health"]["conditions"]
+            return {each["part"]: each["problem"] for each in found}
+
+        wait_for(lambda: "forward UDP port 51820" in conditions().get("mesh", ""), 90, "the condition")
+        assert not reaches(node, other)
+
+
+def test_restart_of_the_daemon_keeps_sessions_of_nodes_behind_nats(small: Network) -> None:
+    _, node, peer = small.lab.nodes
+    before = sessions(node)[peer.subnet()]
+    node.stop()
+    start(node)
+    node.wait_ready(60)
+    assert reaches(node, peer)
+    after = sessions(node)[peer.subnet()]
+    assert (after.endpoint, after.last_handshake) == (before.endpoint, before.last_handshake)

@@ -1,0 +1,437 @@
+"""The mesh: what is announced and asked, and 200 nodes behind random NATs that meet in a simulation."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Collection, Iterator, Sequence
+from enum import Enum
+from ipaddress import IPv4Address, ip_address, ip_network
+
+import pytest
+
+from flanneld.backends.wireguard import mesh
+from flanneld.backends.wireguard.mesh import (
+    Mesh,
+    MeshTask,
+    Nat,
+    nat_of,
+    own_endpoints,
+    parse,
+    text_of,
+    usable,
+)
+from flanneld.backends.wireguard.rotation import Rotation, observe, steer
+from flanneld.errors import Retryable
+from flanneld.model import IPAddress, Uplink
+from flanneld.network.genetlink import Endpoint, SeenPeer
+from flanneld.runtime import clock, randomness
+from flanneld.state.table import TunnelSession
+
+NETWORK = [ip_network("10.5.0.0/16")]
+#: The fewest steps of a search: two nodes that begin together look again after this time.
+TICK = 5.0
+#: Time at which all simulated nodes start, in seconds since 1970.
+BEGIN = 1e9
+
+
+class Time(clock.Clock):
+    def __init__(self) -> None:
+        self.time = self.slept = 0.0
+
+    def now(self) -> float:
+        return self.time
+
+    def wall(self) -> float:
+        return BEGIN + self.time
+
+    def suspended(self) -> float:
+        return self.slept
+
+
+def endpoint(text: str) -> Endpoint:
+    found = parse(text)
+    assert found is not None
+    return found
+
+
+# ---- what is announced, and what is taken over ------------------------------------------------------
+
+
+def test_endpoints_are_told_in_the_order_in_which_they_are_tried() -> None:
+    uplink = Uplink(
+        "eth0",
+        1,
+        1500,
+        ip_address("192.168.1.5"),  # type: ignore[arg-type]
+        ip_address("203.0.113.9"),  # type: ignore[arg-type]
+        ip_address("2001:db8::5"),  # type: ignore[arg-type]
+        ip_address("2001:db8::5"),  # type: ignore[arg-type]
+    )
+    seen = [endpoint("203.0.113.9:40000")]
+    assert own_endpoints(uplink, {4: 51820, 6: 51821}, seen).split(",") == [
+        "203.0.113.9:40000",
+        "203.0.113.9:51820",
+        "[2001:db8::5]:51821",
+        "192.168.1.5:51820",
+    ]
+
+
+def test_endpoints_of_this_host_and_of_the_network_are_left_out() -> None:
+    left_out = "192.168.1.5:51820,10.5.3.1:51820,127.0.0.1:1,[fe80::1]:1,224.0.0.1:9"
+    found = usable(f"203.0.113.9:40000,{left_out},[2001:db8::5]:1", NETWORK, [ip_address("192.168.1.5")])
+    assert [text_of(each) for each in found] == ["203.0.113.9:40000", "[2001:db8::5]:1"]
+
+
+@pytest.mark.parametrize(
+    "text", ["", ",", "x", "1.2.3.4", "1.2.3.4:0", "1.2.3.4:70000", "[::1", "1.2.3.4:-5", "::"]
+)
+def test_a_text_without_an_endpoint_is_none(text: str) -> None:
+    assert usable(text, [], []) == ()
+
+
+def test_at_most_eight_endpoints_of_a_peer_are_tried() -> None:
+    text = ",".join(f"203.0.113.{number}:1" for number in range(1, 20))
+    assert len(usable(text, NETWORK, [])) == mesh.MOST
+
+
+@pytest.mark.parametrize(
+    ("answers", "nat"),
+    [
+        ([], Nat.UNKNOWN),
+        (["192.168.1.5:51820"], Nat.NONE),
+        (["203.0.113.9:4000"], Nat.CONE),
+        (["203.0.113.9:4000", "203.0.113.9:4000"], Nat.CONE),
+        (["203.0.113.9:4000", "203.0.113.9:4001"], Nat.SYMMETRIC),
+        (["192.168.1.5:51820", "203.0.113.9:4001"], Nat.CONE),
+    ],
+)
+def test_the_kind_of_nat_is_told_by_two_answers(answers: list[str], nat: Nat) -> None:
+    assert nat_of([endpoint(each) for each in answers], [ip_address("192.168.1.5")]) is nat
+
+
+def test_a_node_behind_nat_keeps_its_mapping_alive() -> None:
+    found = Mesh(bytes(32), {4: 51820}, 0)
+    assert found.keepalive == 0
+    found.nat = Nat.CONE
+    assert found.keepalive == mesh.NAT_KEEPALIVE
+    configured = Mesh(bytes(32), {4: 51820}, 10)
+    configured.nat = Nat.SYMMETRIC
+    assert configured.keepalive == 10
+
+
+# ---- a simulated internet ---------------------------------------------------------------------------
+
+
+class Site(Enum):
+    PUBLIC = "public"
+    FULL_CONE = "full cone"
+    RESTRICTED = "port-restricted"
+    SYMMETRIC = "symmetric"
+
+
+class Router:
+    """NAT of one site."""
+
+    def __init__(self, address: IPAddress, kind: Site) -> None:
+        self.address = address
+        self.kind = kind
+        self.reboot()
+
+    def reboot(self) -> None:
+        """Forget all mappings."""
+        self._ports = itertools.count(20000)
+        self._outer: dict[tuple[Endpoint, Endpoint | None], Endpoint] = {}
+        self._inner: dict[Endpoint, Endpoint] = {}
+        self._called: set[tuple[Endpoint, Endpoint]] = set()
+
+    def out(self, inner: Endpoint, target: Endpoint) -> Endpoint:
+        key = (inner, target if self.kind is Site.SYMMETRIC else None)
+        if key not in self._outer:
+            self._outer[key] = outer = (self.address, next(self._ports))
+            self._inner[outer] = inner
+        self._called.add((self._outer[key], target))
+        return self._outer[key]
+
+    def into(self, outer: Endpoint, source: Endpoint) -> Endpoint | None:
+        if self.kind is Site.FULL_CONE or (outer, source) in self._called:
+            return self._inner.get(outer)
+        return None
+
+
+class Member:
+    """A node: WireGuard in a few lines, the rotation of its peers, and its task of the mesh."""
+
+    def __init__(self, world: World, number: int, router: Router | None, address: IPv4Address) -> None:
+        self.world, self.number, self.router = world, number, router
+        self.name = number.to_bytes(32, "big")
+        self.here: Endpoint = (address, 51820)
+        self.subnet = ip_network((int(ip_address("10.128.0.0")) + 256 * number, 24))
+        self.start()
+
+    def start(self) -> None:
+        """Start the machine: no session is left."""
+        self.peers = {
+            each: SeenPeer(each.to_bytes(32, "big"), endpoint=None)
+            for each in range(self.world.size)
+            if each != self.number
+        }
+        self.rotations = dict.fromkeys(self.peers, Rotation())
+        self.mesh = Mesh(self.name, {4: 51820}, 0)
+        self.uplink = Uplink("eth0", 1, 1500, self.here[0], self.here[0])  # type: ignore[arg-type]
+        self.task = MeshTask(self.mesh, self.world, lambda: self.uplink, NETWORK, self.sessions, self.ask)
+
+    def sessions(self) -> Iterator[TunnelSession]:
+        for number, peer in self.peers.items():
+            if peer.last_handshake and peer.endpoint:
+                subnet = self.world.members[number].subnet
+                yield TunnelSession(subnet, is_established=True, endpoint=text_of(peer.endpoint))
+
+    def ask(self, targets: Sequence[IPAddress]) -> Collection[Endpoint]:
+        self.world.questions += len(targets)
+        asked = [each for each in self.world.members if each.subnet.network_address in targets]
+        return [found for each in asked if (found := each.peers[self.number].endpoint)]
+
+    def turn(self, now: float) -> None:
+        """Let each peer that is searched for take its next endpoint, as the table does."""
+        if self.mesh.greets:
+            self.mesh.greets = False
+            self.greet()
+        searched = set()
+        for number, peer in self.peers.items():
+            other = self.world.members[number]
+            lease = () if other.here[0] == self.here[0] else (other.here,)
+            candidates = dict.fromkeys((*self.mesh.published.get(other.mesh.name, ()), *lease))
+            state = observe(self.rotations[number], peer, now, BEGIN + now)
+            state, change = steer(
+                state, peer, tuple(candidates), now, BEGIN + now, self.mesh.keepalive, self.name
+            )
+            self.rotations[number] = state
+            if state.search is not None:
+                searched.add(other.mesh.name)
+            if change is not None:
+                peer = self.set(number, keepalive=change.keepalive, endpoint=change.endpoint or peer.endpoint)
+        self.mesh.searched = frozenset(searched)
+
+    def greet(self) -> None:
+        """Send a packet through each session: it moves the endpoint of whoever gets it."""
+        for number, peer in self.peers.items():
+            if peer.endpoint and peer.last_handshake:
+                arrived = self.world.send(self, peer.endpoint)
+                if arrived and arrived[0].number == number:
+                    arrived[0].set(self.number, endpoint=arrived[1])
+
+    def set(self, number: int, **changes: object) -> SeenPeer:
+        old = self.peers[number]
+        values = {field: getattr(old, field) for field in old.__struct_fields__} | changes
+        self.peers[number] = found = SeenPeer(**values)
+        return found
+
+    def is_with(self, other: Member) -> bool:
+        return abs(clock.wall() - self.peers[other.number].last_handshake) <= 180
+
+    def calls(self, number: int, now: float) -> bool:
+        """Return True if a handshake is due.
+
+        That is without a session, before it ends, and 15 s after packets that nothing answered
+        (KEEPALIVE_TIMEOUT and REKEY_TIMEOUT), as to a node that was started again.
+        """
+        peer = self.peers[number]
+        is_forgotten = bool(peer.last_handshake) and not self.world.members[number].is_with(self)
+        return clock.wall() - peer.last_handshake > 120 or (is_forgotten and now % 15 == 0)
+
+    def call(self, number: int) -> None:
+        """Send an initiation, and take the answer."""
+        peer, wall = self.peers[number], clock.wall()
+        if peer.endpoint is None:
+            return
+        self.world.handshakes += 1
+        self.set(number, tx_bytes=peer.tx_bytes + 148)
+        arrived = self.world.send(self, peer.endpoint)
+        if arrived is None or arrived[0].number != number:
+            return
+        other, source = arrived
+        other.set(self.number, endpoint=source)
+        back = self.world.send(other, source)
+        assert back is None or back[0] is self
+        if back is not None:
+            self.set(number, endpoint=back[1], last_handshake=wall)
+            other.set(self.number, last_handshake=wall)
+
+
+class World:
+    """Internet of some sites, and the store."""
+
+    name = "store"
+
+    def __init__(self, size: int, dice: random.Random) -> None:
+        self.size = size
+        self.handshakes = self.questions = self.writes = 0
+        self.stored: dict[str, str] = {}
+        self.is_down = False
+        self.members: list[Member] = []
+        self.routers: dict[IPAddress, Router] = {}
+        self.hosts: dict[tuple[Router | None, Endpoint], Member] = {}
+        kinds = [Site.FULL_CONE, Site.RESTRICTED, Site.RESTRICTED, Site.SYMMETRIC]
+        router: Router | None = None
+        for number in range(size):
+            address = IPv4Address(int(ip_address("45.0.0.0")) + number)
+            if number < 2 or dice.random() < 0.05:
+                router = None
+            elif router is None or dice.random() < 0.7:
+                router = self.routers[address] = Router(address, dice.choice(kinds))
+                inside = itertools.count(int(ip_address("192.168.1.2")))
+            # Many sites have the same private addresses.
+            here = IPv4Address(next(inside)) if router else address
+            member = Member(self, number, router, here)
+            self.members.append(member)
+            self.hosts[router, member.here] = member
+
+    def publish_endpoints(self, name: str, text: str) -> None:
+        if self.is_down:
+            raise Retryable("the store is down")
+        self.writes += 1
+        self.stored[name] = text
+
+    def endpoints(self) -> dict[str, str]:
+        if self.is_down:
+            raise Retryable("the store is down")
+        return dict(self.stored)
+
+    def send(self, member: Member, target: Endpoint) -> tuple[Member, Endpoint] | None:
+        """Return who gets a packet, and from which source; None if it is lost."""
+        near = self.hosts.get((member.router, target))
+        if near is not None:
+            return near, member.here
+        if target[0].is_private:
+            return None
+        source = member.router.out(member.here, target) if member.router else member.here
+        router = self.routers.get(target[0])
+        if router is None:
+            far = self.hosts.get((None, target))
+            return (far, source) if far else None
+        inner = router.into(target, source)
+        host = self.hosts.get((router, inner)) if inner else None
+        return (host, source) if host else None
+
+    def run(self, seconds: float, time: Time, up: Collection[Member]) -> None:
+        for _ in range(int(seconds / TICK)):
+            for member in up:
+                member.task.step(time.time)
+            for member in up:
+                member.turn(time.time)
+            for member in up:
+                for number in member.peers:
+                    if self.members[number] in up and member.calls(number, time.time):
+                        member.call(number)
+            time.time += TICK
+
+    def unmet(self, members: Sequence[Member]) -> list[tuple[int, int]]:
+        """Return the pairs that can meet and have not."""
+        return [
+            (one.number, other.number)
+            for one, other in itertools.combinations(members, 2)
+            if can_meet(one, other) and not (one.is_with(other) and other.is_with(one))
+        ]
+
+
+def kind_of(member: Member) -> Site:
+    return member.router.kind if member.router else Site.PUBLIC
+
+
+def can_meet(one: Member, other: Member) -> bool:
+    if one.router is not None and one.router is other.router:
+        return True
+    return {kind_of(one), kind_of(other)} not in ({Site.SYMMETRIC}, {Site.SYMMETRIC, Site.RESTRICTED})
+
+
+@pytest.fixture
+def time() -> Iterator[Time]:
+    found = Time()
+    with clock.replaced(found), randomness.replaced(random.Random(40)):
+        yield found
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_all_pairs_that_can_meet_meet_within_30_s_of_a_cold_start(time: Time, seed: int) -> None:
+    world = World(40, random.Random(seed))
+    world.run(30, time, world.members)
+    assert world.unmet(world.members) == []
+
+
+def test_200_nodes_meet_with_handshakes_and_writes_that_grow_with_the_pairs(time: Time) -> None:
+    """Each pair needs a few handshakes, and each node two writes, however many nodes there are."""
+    ratios = {}
+    for size in (50, 200):
+        time.time = 0.0
+        world = World(size, random.Random(1))
+        world.run(30, time, world.members)
+        assert world.unmet(world.members) == []
+        assert world.writes <= 2 * size
+        assert world.questions <= 4 * size
+        ratios[size] = world.handshakes / size**2
+    assert ratios[200] < 1.2 * ratios[50] < 12
+
+
+def test_a_node_that_starts_again_meets_all_within_30_s(time: Time) -> None:
+    world = World(40, random.Random(2))
+    world.run(40, time, world.members)
+    for member in (world.members[0], *(each for each in world.members if each.router)):
+        member.start()
+        world.run(30, time, world.members)
+        assert world.unmet(world.members) == []
+
+
+def test_what_has_met_outlives_the_public_node_and_the_store(time: Time) -> None:
+    world = World(30, random.Random(3))
+    world.run(40, time, world.members)
+    world.is_down = True
+    rest = world.members[2:]
+    moved = [{number: peer.endpoint for number, peer in each.peers.items()} for each in rest]
+    world.run(600, time, rest)
+    assert world.unmet(rest) == []
+    for each, before in zip(rest, moved, strict=True):
+        assert all(
+            peer.endpoint == before[number]
+            for number, peer in each.peers.items()
+            if each.is_with(world.members[number])
+        )
+
+
+def test_a_node_that_moved_or_was_suspended_greets_its_peers_and_asks_again(time: Time) -> None:
+    world = World(30, random.Random(5))
+    world.run(40, time, world.members)
+    member = next(each for each in world.members if kind_of(each) is Site.FULL_CONE)
+    asked = world.questions
+    time.slept += 1
+    member.task.step(time.time)
+    assert (member.mesh.greets, world.questions) == (False, asked)
+    time.slept += 3600
+    member.task.step(time.time)
+    assert member.mesh.greets
+    assert world.questions > asked
+
+    member.mesh.greets = False
+    address = IPv4Address("46.0.0.1")
+    del world.hosts[member.router, member.here]
+    member.router, member.here = None, (address, 51820)
+    world.hosts[None, member.here] = member
+    member.uplink = Uplink("eth1", 2, 1500, address, address)
+    world.run(TICK, time, world.members)
+    assert text_of(member.here) in world.stored[member.mesh.name]
+    assert all(
+        other.peers[member.number].endpoint == member.here
+        for other in world.members
+        if other is not member and kind_of(other) in (Site.PUBLIC, Site.FULL_CONE)
+    )
+
+
+def test_a_symmetric_nat_is_noticed_and_not_announced(time: Time) -> None:
+    world = World(60, random.Random(4))
+    world.run(30, time, world.members)
+    for member in world.members:
+        kind, text = kind_of(member), world.stored[member.mesh.name]
+        wanted = {Site.PUBLIC: Nat.NONE, Site.SYMMETRIC: Nat.SYMMETRIC}.get(kind, Nat.CONE)
+        assert member.mesh.nat is wanted
+        if member.router is not None:
+            assert (str(member.router.address) in text) is (wanted is Nat.CONE)

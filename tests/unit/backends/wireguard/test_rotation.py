@@ -1,0 +1,181 @@
+"""Rotation of a peer's endpoints: who is silent, whose endpoint moves, and how nodes behind NAT meet."""
+
+from __future__ import annotations
+
+import random
+from ipaddress import ip_address
+
+import pytest
+from msgspec.structs import replace
+
+from flanneld.backends.wireguard import rotation, table
+from flanneld.backends.wireguard.rotation import SEARCH_KEEPALIVE, Rotation, Steer, observe, steer
+from flanneld.network.genetlink import Endpoint, SeenPeer
+
+NOW = 1e9
+ENDPOINT: Endpoint = (ip_address("192.0.2.6"), 51820)
+OTHERS: list[Endpoint] = [(ip_address(f"203.0.113.{number}"), 51820) for number in range(1, 5)]
+#: Seconds between two readings of the table.
+AUDIT = 30.0
+
+
+def peer(sent: int = 0, handshake: float = 0.0, number: int = 1, keepalive: int = 0) -> SeenPeer:
+    return SeenPeer(
+        bytes([number]) * 32,
+        endpoint=ENDPOINT,
+        last_handshake=handshake,
+        tx_bytes=sent,
+        keepalive=keepalive,
+    )
+
+
+def silent(*sent: int, handshake: float = 0.0) -> list[bool]:
+    """Whether a peer counts as silent, reading by reading, each with what was sent by then."""
+    state, found = Rotation(), []
+    for number, each in enumerate(sent):
+        state = observe(state, peer(each, handshake), number * AUDIT, NOW)
+        found.append(state.is_silent)
+    return found
+
+
+# ---- silence ------------------------------------------------------------------------------------
+
+
+def test_a_peer_that_is_called_for_95_seconds_is_silent() -> None:
+    assert silent(0, 148, 296, 444, 592, 740) == [False] * 5 + [True]
+
+
+def test_a_peer_to_which_nobody_speaks_is_not_silent() -> None:
+    assert silent(0, 0, 0, 0, 0, 0) == [False] * 6
+    assert silent(500, 500, 500, 500, 500, 500) == [False] * 6
+
+
+def test_a_pause_between_two_calls_changes_nothing() -> None:
+    assert silent(0, 148, 148, 296, 296, 444) == [False] * 5 + [True]
+
+
+def test_a_peer_with_a_session_is_not_silent() -> None:
+    assert silent(*range(0, 1480, 148), handshake=NOW - 100) == [False] * 10
+
+
+def test_a_handshake_ends_the_silence() -> None:
+    state, found = Rotation(), []
+    for number, (sent, handshake) in enumerate(
+        [(0, 0.0), (148, 0.0), (296, 0.0), (444, 0.0), (592, 0.0), (740, 0.0), (900, NOW), (999, 0.0)]
+    ):
+        state = observe(state, peer(sent, handshake), number * AUDIT, NOW)
+        found.append(state.is_silent)
+    assert found == [False] * 5 + [True, False, False]
+
+
+def test_a_device_that_was_made_again_begins_anew() -> None:
+    assert silent(0, 148, 296, 444, 592, 740, 10) == [False] * 5 + [True, False]
+
+
+def test_a_clock_that_was_set_back_is_noticed_once_a_session_would_have_been_renewed() -> None:
+    """The last handshake is in the future then, whether there is a session or not."""
+    assert silent(*range(0, 148 * 10, 148), handshake=NOW + 3600) == [False] * 9 + [True]
+
+
+def test_only_the_first_few_are_named() -> None:
+    text = table.sentence("flannel-wg", [peer(1, number=number) for number in range(7)])
+    assert text.count("192.0.2.6:51820") == 5
+    assert " and 2 more; " in text
+    lone = table.sentence(
+        "flannel-wg", [SeenPeer(bytes(32)), SeenPeer(bytes(32), endpoint=(ip_address("::1"), 5))]
+    )
+    assert "at no endpoint, " in lone
+    assert "at [::1]:5; " in lone
+
+
+# ---- the search ---------------------------------------------------------------------------------
+
+
+def turns(
+    seconds: int, candidates: list[Endpoint], state: Rotation | None = None, salt: bytes = b"one"
+) -> list[tuple[int, Endpoint]]:
+    """Return the second and the endpoint of each turn in a search for a peer that never answers."""
+    state, found = state or Rotation(), []
+    seen = peer()
+    for now in range(seconds):
+        state, change = steer(state, seen, candidates, now, NOW, 0, salt)
+        if change is not None and change.endpoint is not None:
+            assert change == Steer(SEARCH_KEEPALIVE, change.endpoint, at_once=True)
+            found.append((now, change.endpoint))
+        seen = replace(seen, keepalive=change.keepalive if change else seen.keepalive)
+    return found
+
+
+def test_the_first_round_takes_5_s_an_endpoint_in_the_order_of_its_announcement() -> None:
+    assert turns(20, OTHERS) == list(zip((0, 5, 10, 15), OTHERS, strict=True))
+
+
+def test_later_rounds_take_15_s_an_endpoint_in_another_order_on_each_node() -> None:
+    found = turns(20 + 60 * 8, OTHERS)[4:]
+    assert [second for second, _ in found] == list(range(20, 20 + 60 * 8, 15))
+    rounds = [tuple(each for _, each in found[at : at + 4]) for at in range(0, len(found), 4)]
+    assert {frozenset(each) for each in rounds} == {frozenset(OTHERS)}
+    assert len(set(rounds)) > 1
+    assert found != turns(20 + 60 * 8, OTHERS, salt=b"two")[4:]
+
+
+def test_a_new_candidate_is_tried_at_once() -> None:
+    state = Rotation()
+    for now in range(100):
+        state, _ = steer(state, peer(), OTHERS[1:], now, NOW, 0, b"one")
+    state, change = steer(state, peer(), OTHERS, 100, NOW, 0, b"one")
+    assert change is not None
+    assert change.endpoint == OTHERS[0]
+    assert state.search is not None
+    assert (state.search.round, state.search.until) == (0, 105)
+
+
+def test_a_search_without_candidates_only_keeps_alive() -> None:
+    state, change = steer(Rotation(), peer(), [], 0, NOW, 0, b"")
+    assert change == Steer(SEARCH_KEEPALIVE, at_once=True)
+    assert steer(state, peer(keepalive=SEARCH_KEEPALIVE), [], 1, NOW, 0, b"")[1] is None
+
+
+@pytest.mark.parametrize("keepalive", [0, 25])
+def test_a_handshake_ends_the_search_wherever_it_came_from(keepalive: int) -> None:
+    state, _ = steer(Rotation(), peer(), OTHERS, 0, NOW, keepalive, b"")
+    met = peer(handshake=NOW, keepalive=SEARCH_KEEPALIVE)
+    state, change = steer(state, met, OTHERS, 1, NOW, keepalive, b"")
+    assert (state.search, change) == (None, Steer(keepalive))
+    assert steer(state, replace(met, keepalive=keepalive), OTHERS, 2, NOW, keepalive, b"")[1] is None
+
+
+def test_no_history_moves_the_endpoint_of_a_peer_with_a_session_or_of_an_idle_one() -> None:
+    """Random readings, candidates and clocks: only a peer that is silent or was never met is moved."""
+    dice = random.Random(40)
+    moves = 0
+    for _ in range(300):
+        state, seen, now, wall = Rotation(), peer(), 0.0, NOW
+        for _ in range(100):
+            step = dice.choice([1.0, 5.0, 30.0, 200.0])
+            now, wall = now + step, wall + step + dice.choice([0.0] * 9 + [-3600.0])
+            if dice.random() < 0.1:
+                seen = replace(seen, last_handshake=wall)
+            seen = replace(seen, tx_bytes=seen.tx_bytes + dice.choice([0, 148]))
+            candidates = dice.sample(OTHERS, dice.randrange(5))
+            state = observe(state, seen, now, wall)
+            state, change = steer(state, seen, candidates, now, wall, 0, b"")
+            if change is None:
+                continue
+            seen = replace(seen, keepalive=change.keepalive)
+            if change.endpoint is not None:
+                moves += 1
+                assert abs(wall - seen.last_handshake) > rotation.DEAD
+                assert state.is_silent or seen.last_handshake == 0.0
+                assert change.endpoint in candidates
+            assert (state.search is not None) is (change.keepalive == SEARCH_KEEPALIVE)
+    assert moves > 100
+
+
+def test_an_idle_peer_keeps_its_endpoint_for_ever() -> None:
+    state = Rotation()
+    for now in range(0, 100_000, 30):
+        seen = peer(500, handshake=NOW)
+        state = observe(state, seen, now, NOW + now)
+        state, change = steer(state, seen, OTHERS, now, NOW + now, 0, b"")
+        assert change is None
