@@ -6,7 +6,7 @@ A JSON object at ``<prefix>/config`` in etcd, or the net-conf file in Kubernetes
 from __future__ import annotations
 
 from collections.abc import Iterator
-from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_network
 
 from msgspec import Struct
 
@@ -22,6 +22,8 @@ _PREFIX: dict[Family, str] = {4: "", 6: "IPv6"}
 _ADDRESS: dict[Family, type[IPAddress]] = {4: IPv4Address, 6: IPv6Address}
 _NETWORK: dict[Family, type[IPNetwork]] = {4: IPv4Network, 6: IPv6Network}
 #: Keys of flannel 0.20 that later versions dropped.
+#: Stands for the public IPs of all nodes in MasqueradeExceptions.
+_NODES = "nodes"
 _DROPPED_KEYS = ("Networks", "IPv6Networks")
 
 
@@ -64,6 +66,9 @@ class Config(Struct, frozen=True, eq=False):
     #: The same network with the backend that runs beside the first, as ``Backend.Also`` says.
     also: Config | None = None
     enable_nftables: bool = False
+    #: Destinations outside the network that see the containers' addresses; ``spares_nodes`` adds all nodes'.
+    spared: tuple[IPNetwork, ...] = ()
+    spares_nodes: bool = False
     warnings: tuple[str, ...] = ()
 
     def __eq__(self, other: object) -> bool:
@@ -117,6 +122,7 @@ def _read(top: Fields, source: str) -> Config:
     backend = Fields(top.raw("Backend"), "Backend")
     backend_type = backend.string("Type", "" if top.has("Backend") else DEFAULT_BACKEND)
     enable_nftables = top.boolean("EnableNFTables", False)
+    spared = top.strings("MasqueradeExceptions")
     present = tuple(each for each in ranges if each)
     return Config(
         source=source,
@@ -125,8 +131,20 @@ def _read(top: Fields, source: str) -> Config:
         backend=backend,
         also=_also(backend, source, present),
         enable_nftables=enable_nftables,
+        spared=tuple(_exception(each) for each in spared if each != _NODES),
+        spares_nodes=_NODES in spared,
         warnings=tuple(_warnings(top)),
     )
+
+
+def _exception(text: str) -> IPNetwork:
+    try:
+        return ip_network(text, strict=False)
+    except ValueError:
+        raise ConfigError(
+            f'MasqueradeExceptions has {gojson.compact(text[:60])}, no network and not "{_NODES}"',
+            "correct it where the network config is stored",
+        ) from None
 
 
 def _also(backend: Fields, source: str, ranges: tuple[SubnetRange, ...]) -> Config | None:

@@ -283,6 +283,7 @@ class Node:
             make_loop=self.make_loop,
             on_move=self._moved,
             on_synced=self.readiness.complete,
+            on_leases=self._leases_changed,
             reread=member.manager.reread,
             event_queue=self._effects.make_queue(),
         )
@@ -322,6 +323,10 @@ class Node:
         member.last_run.record(machine=self._effects.machine_of(member.kernel, uplink_manager.uplink))
         self._write_subnet_file(member)
 
+    def _leases_changed(self) -> None:
+        if self.firewall:
+            self.firewall.leases_changed()
+
     # ---- the packet filter -------------------------------------------------------------------------
 
     def _make_firewall(self, member: Member) -> Firewall:
@@ -329,7 +334,9 @@ class Node:
         from flanneld.reconcile.firewall import Firewall, firewall_settings
 
         settings = firewall_settings(self.options, member.config, member.lease.key, member.previous)
-        firewall = Firewall(settings, stop=self.tasks.stop, make_loop=self.make_loop)
+        assert self.reconciler is not None
+        nodes = self.reconciler.peers.public_ips if member.config.spares_nodes else None
+        firewall = Firewall(settings, stop=self.tasks.stop, make_loop=self.make_loop, nodes=nodes)
         self.firewall = firewall
         return firewall
 

@@ -142,6 +142,15 @@ class Fields:
     def string(self, name: str, default: str) -> str:
         return self._last(name, default, "a string")
 
+    def strings(self, name: str) -> list[str]:
+        """Return an array of strings, an empty one if it is absent or null."""
+        value = self.raw(name)
+        if value is None:
+            return []
+        if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+            raise self._wrong(name, "an array of strings", compact(value)[:60])
+        return value
+
     def raw(self, name: str) -> Any:
         """Return the decoded value; None if it is absent or null."""
         values = self._of(name)

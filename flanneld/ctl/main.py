@@ -334,12 +334,13 @@ def _events(source: DataSource, _arguments: argparse.Namespace) -> CommandAnswer
 
 def _trace(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
     from flanneld.ctl import compare
-    from flanneld.ctl.checks.packets import drops_towards
+    from flanneld.ctl.checks.packets import drops_towards, masquerading_rules
     from flanneld.ctl.trace import trace
 
     found = compare.read(source.status, compare.desired_objects(source.status))
     drops = drops_towards(source.status)(arguments.address)
-    hops = trace(arguments.address, source.status, found, compare.route_taken, drops)
+    rules_of = masquerading_rules(source.status)
+    hops = trace(arguments.address, source.status, found, compare.route_taken, drops, rules_of)
     rows = [(hop.hop, hop.state, hop.found, hop.note) for hop in hops]
     table = TextTable(("hop", "state", "found", "note"), rows)
     plain = {"hops": [asdict(hop) for hop in hops]}

@@ -10,13 +10,17 @@ from msgspec import Struct
 from flanneld.ctl.compare import ActualState, RouteTaken, differences, follows, wanted_route
 from flanneld.ctl.views import handshake
 from flanneld.diagnostics.status import PeerStatus, Status, known, networks, resources
-from flanneld.model import IPAddress, IPNetwork
+from flanneld.model import Family, IPAddress, IPNetwork
+from flanneld.network.firewall.fate import MASQUERADE, Packet, Rule
+from flanneld.network.firewall.iptables_text import rule_text
 from flanneld.state.resources import FdbEntry, Neighbor, Resource, Route
 
 if TYPE_CHECKING:
     from flanneld.ctl.checks.packets import Drop
 
 WayTo = Callable[[IPAddress], RouteTaken]
+#: Our masquerading rules for a family's packets; None if they cannot be read.
+MasqueradeOf = Callable[[Family], Sequence[Rule] | None]
 
 
 class Hop(Struct, frozen=True, gc=False):
@@ -29,7 +33,12 @@ class Hop(Struct, frozen=True, gc=False):
 
 
 def trace(
-    target: IPAddress, told: Status, found: ActualState, look_up_route: WayTo, drops: Sequence[Drop] = ()
+    target: IPAddress,
+    told: Status,
+    found: ActualState,
+    look_up_route: WayTo,
+    drops: Sequence[Drop] = (),
+    rules_of: MasqueradeOf = lambda _: (),
 ) -> list[Hop]:
     """Return the hops, as far as they are known. ``drops`` are those of packets from and to the peer."""
     own = _subnet_with(target, told.own_subnets)
@@ -44,13 +53,33 @@ def trace(
         state = "ok" if way.is_here else "unknown" if way.device else "PROBLEM"
         return [Hop("lease", "", "unknown", "the network is not known"), Hop("route", str(way), state)]
     if not any(target in network for network, _ in told.ranges):
-        return [Hop("lease", "outside the network", "ok"), Hop("route", str(way), _verdict(bool(way.device)))]
+        hops = [Hop("lease", "outside the network", "ok"), Hop("route", str(way), _verdict(bool(way.device)))]
+        return [*hops, *(() if way.is_here else _seen_source(target, told, way, rules_of))]
     if not told.knows_peers:
         return [
             Hop("lease", "", "unknown", "the leases are not known"),
             Hop("route", str(way), "unknown" if way.device else "PROBLEM"),
         ]
     return [Hop("lease", "none", "PROBLEM", "no node has a lease for it"), Hop("route", str(way), "unknown")]
+
+
+def _seen_source(target: IPAddress, told: Status, way: RouteTaken, rules_of: MasqueradeOf) -> Iterator[Hop]:
+    """Yield the source that the target sees of a container's packets, and the rule of ours that decides."""
+    own = next((net for net in told.own_subnets if net.version == target.version), None)
+    firewall = known(told.firewall)
+    if own is None or not way.device:
+        return
+    rules = rules_of(own.version) if firewall and firewall.masquerade else ()
+    if rules is None:
+        yield Hop("source", "", "unknown", "the rules cannot be read: run as root")
+        return
+    packet = Packet(None, way.device, own[2 % own.num_addresses], target)
+    rule = next((each for each in rules if each.matches(packet)), None)
+    if rule and rule.verdict == MASQUERADE:
+        seen = f"this node's address on {way.device}"
+    else:
+        seen = f"the container's address in {own}"
+    yield Hop("source", seen, "ok", f"by {rule_text(rule)}" if rule else "no rule of flannel's is about it")
 
 
 def _to_a_container(target: IPAddress, own: str, told: Status, look_up_route: WayTo) -> Iterator[Hop]:

@@ -84,7 +84,8 @@ def _looks(node: Node) -> Iterator[tuple[str, Iterable[str]]]:
         yield "peers", _of_the_peers(node.reconciler.peers)
         yield "removals", _of_the_removal_guard(node.reconciler.removal_guard)
     if node.firewall:
-        yield "firewall", filter(None, (state.trouble for state in node.firewall.states()))
+        troubles = (state.trouble for state in node.firewall.states())
+        yield "firewall", filter(None, (*troubles, node.firewall.problem))
     for state in node.host.states() if node.host else ():
         yield state.name.replace("-", " "), filter(None, (state.trouble,))
 

@@ -60,6 +60,7 @@ class Controller:
         make_loop: MakeLoop,
         on_move: Callable[[], None],
         on_synced: Callable[[], None],
+        on_leases: Callable[[], None] = lambda: None,
         reread: Callable[[], None],
         recording: Callable[[Table], Table] = lambda table: table,
         event_queue: EventQueue[list[Event]] | None = None,
@@ -71,6 +72,7 @@ class Controller:
         self._node = node
         node.kernel.domain = _first_domain(node)
         self._on_synced = on_synced
+        self._on_leases = on_leases
         self._was_bulk = False
         #: True after a failed attempt to get the devices of the backend.
         self._has_failed = False
@@ -186,7 +188,10 @@ class Controller:
 
     def step(self, now: float) -> float:
         """Do the due work. Return the time of the next step."""
-        self._take_events([event for events in self.event_queue.drain() for event in events], now)
+        news = [event for events in self.event_queue.drain() for event in events]
+        self._take_events(news, now)
+        if news:
+            self._on_leases()
         self.peers.log_changes(now)
         self._news.take(now)
         if now >= self._host.next_look:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from ipaddress import ip_network
 from typing import cast
 
 from msgspec import Struct
@@ -17,7 +18,7 @@ from msgspec.structs import replace
 
 from flanneld.config import Config
 from flanneld.errors import Fatal, Retryable
-from flanneld.model import FAMILIES, Family, IPNetwork, LeaseKey
+from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork, LeaseKey
 from flanneld.network.firewall import placing
 from flanneld.network.firewall.driver import Driver, IptablesRunner, Unavailable, carry_out
 from flanneld.network.firewall.edits import RuleOwnership, claim
@@ -32,13 +33,20 @@ from flanneld.reconcile.upkeep import TableState
 from flanneld.reconcile.worker import Worker
 from flanneld.runtime import shell
 from flanneld.runtime.loop import MakeLoop
+from flanneld.state.desired import Delta
 from flanneld.state.permits import Permits
+from flanneld.state.resources import Key, Resource
+from flanneld.state.table import Put
 from flanneld.subnet.subnet_file import Previous
 
 log = logging.getLogger(__name__)
 
 #: Name of the worker, and of its thread.
 NAME = "firewall"
+#: Rules for spared destinations at most with iptables, which takes each packet through all of them.
+MOST_SPARED = 256
+#: Seconds between two looks at the nodes' addresses: many leases may change in a row.
+NODES_PERIOD = 1.0
 
 
 class FirewallSettings(Struct, frozen=True, gc=False):
@@ -66,20 +74,44 @@ def pairs(networks: Iterable[IPNetwork], subnets: LeaseKey) -> tuple[Nets, ...]:
 def firewall_settings(
     options: Options, config: Config, own: LeaseKey, previous: Previous
 ) -> FirewallSettings:
-    """Return the rules that the options and the network config ask for."""
+    """Return the rules that the options and the network config ask for. Raises ``Fatal`` if these differ."""
+    purpose = Purpose(
+        masquerade=options.ip_masq,
+        forward=options.iptables_forward_rules,
+        random=not options.ip_masq_fully_random_disable,
+    )
+    style: Style = "v0.12" if options.iptables_rules == "v0.12" else "own-chains"
+    spares = bool(config.spared or config.spares_nodes) and purpose.masquerade
+    if spares and style == "v0.12" and not config.enable_nftables:
+        problem = "the network config has MasqueradeExceptions, and the rules of v0.12 have none"
+        raise Fatal(problem, "start without -iptables-rules=v0.12")
+    nets = pairs([each.network for each in config.ranges], own)
     return FirewallSettings(
-        nets=pairs([each.network for each in config.ranges], own),
+        nets=tuple(each.sparing(config.spared) for each in nets) if spares else nets,
         former=pairs(previous.networks, previous.subnets),
-        purpose=Purpose(
-            masquerade=options.ip_masq,
-            forward=options.iptables_forward_rules,
-            random=not options.ip_masq_fully_random_disable,
-        ),
-        style="v0.12" if options.iptables_rules == "v0.12" else "own-chains",
+        purpose=purpose,
+        style=style,
         flavour=cast("FlavourOption", options.iptables_flavour),
         native=config.enable_nftables,
         resync=options.iptables_resync,
     )
+
+
+def _rules(
+    settings: FirewallSettings, place: RulePlace, more: Collection[IPNetwork] = ()
+) -> tuple[dict[Family, Rules], str]:
+    """Return the rules of each family in a place, and a problem if there are too many to spare."""
+    style: Style = "native" if place == "native" else settings.style
+    all_nets = [each.sparing(more) for each in settings.nets] if more else settings.nets
+    most = max((len(each.spared) for each in all_nets), default=0)
+    problem = ""
+    if style != "native" and most > MOST_SPARED:
+        all_nets = settings.nets
+        problem = (
+            f"nodes see this node's address in place of the containers': {most} MasqueradeExceptions, and"
+            f" iptables is given {MOST_SPARED} at most; set EnableNFTables in the network config"
+        )
+    return {nets.family: desired_rules(style, nets, settings.purpose) for nets in all_nets}, problem
 
 
 class PlacedRules(Struct, frozen=True, gc=False):
@@ -104,21 +136,15 @@ def place_rules(
     Rules in other places, and of families without a network now, are removed once the new ones are set.
     """
     commands = IptablesRunner(stop, ran=ran)
-
-    def desired(style: Style) -> dict[Family, Rules]:
-        return {nets.family: desired_rules(style, nets, settings.purpose) for nets in settings.nets}
-
     place: RulePlace = "native"
     reason = "requested by EnableNFTables in the network config"
     if not settings.native:
         facts = placing.look([nets.family for nets in settings.nets])
         place, reason = flavour, _ = placing.choose(settings.flavour, facts)
-        rules = desired(settings.style)
         is_free = settings.flavour == "auto" and not is_dry_run
-        if is_free and placing.must_be_native(flavour, rules, desired("native"), commands):
+        (rules, _), (native, _) = _rules(settings, flavour), _rules(settings, "native")
+        if is_free and placing.must_be_native(flavour, rules, native, commands):
             place, reason = "native", "the kernel refuses iptables' rules"
-    if place == "native":
-        rules = desired("native")
     used = [
         RulesTable(
             place,
@@ -138,6 +164,7 @@ def place_rules(
         for other in PLACES
         if family not in families or other != place
     ]
+    rules, _ = _rules(settings, place)
     return PlacedRules(
         place, reason, tuple(table.desired(rules[table.family]) for table in used), (*used, *others)
     )
@@ -163,14 +190,34 @@ class Firewall(Worker):
     """Worker for the rules of all families, which chooses its tables itself.
 
     Its first step puts the rules in place, if ``prepare`` has not. The second warns of other programs'
-    chains.
+    chains. ``nodes`` returns the addresses to spare beside the configured ones, None while it is not known;
+    until then those of an earlier run are spared.
     """
 
-    def __init__(self, settings: FirewallSettings, *, stop: threading.Event, make_loop: MakeLoop) -> None:
+    def __init__(
+        self,
+        settings: FirewallSettings,
+        *,
+        stop: threading.Event,
+        make_loop: MakeLoop,
+        nodes: Callable[[], Collection[IPAddress] | None] | None = None,
+    ) -> None:
         super().__init__(NAME, stop=stop, make_loop=make_loop, permits=Permits())
         self._settings = settings
         self._is_prepared = self._has_warned = False
         self.placed = PlacedRules("nft", "", (), ())
+        #: Health condition: why not all nodes are spared.
+        self.problem = ""
+        self._nodes = nodes
+        self._desired_rules: dict[str, dict[Key, Resource]] = {}
+        self._has_news = nodes is not None
+        self._next_look = 0.0
+
+    def leases_changed(self) -> None:
+        """Look soon at the nodes again. From any thread."""
+        if self._nodes is not None:
+            self._has_news = True
+            self.cancel()
 
     # ---- status, from any thread -----------------------------------------------------------------
 
@@ -214,8 +261,26 @@ class Firewall(Worker):
             self._has_warned = True
             self._warn_of_dropping()
         else:
-            return super().step(now)
+            if self._has_news and now >= self._next_look:
+                self._look_at_nodes(now)
+            due = super().step(now)
+            return min(due, self._next_look) if self._has_news else due
         return now
+
+    def _look_at_nodes(self, now: float) -> None:
+        self._has_news, self._next_look = False, now + NODES_PERIOD
+        nodes = self._nodes() if self._nodes else None
+        used = [table for table in self.placed.tables if table.is_used]
+        if nodes is None or not used:
+            return
+        rules, self.problem = _rules(self._settings, self.placed.place, list(map(ip_network, nodes)))
+        wanted = tuple(table.desired(rules[table.family]) for table in used)
+        changed = tuple(each for each in wanted if each not in self.placed.desired)
+        self.placed = replace(self.placed, desired=wanted)
+        for each in changed:
+            self._desired_rules[each.table][each.key] = each
+        if changed:
+            self.reconciler.change(Delta(tuple(map(Put, changed))), now)
 
     def _set_up(self, now: float) -> None:
         purpose = self._settings.purpose
@@ -232,8 +297,13 @@ class Firewall(Worker):
             log.info("Setting up masking rules with %s", tools)
         if purpose.forward:
             log.info("Changing default FORWARD chain policy to ACCEPT for the network, with %s", tools)
+        if self._nodes is not None:
+            used = [table for table in placed.tables if table.is_used]
+            rules, _ = _rules(self._settings, placed.place, [net for each in used for net in each.spared()])
+            placed = replace(placed, desired=tuple(each.desired(rules[each.family]) for each in used))
         self.placed = placed
-        self.use(placed.tables, desired_by_table(placed.desired))
+        self._desired_rules = desired_by_table(placed.desired)
+        self.use(placed.tables, self._desired_rules)
         for table in placed.tables if placed.place != "legacy" else ():
             if table.is_used:
                 table.listen()

@@ -15,6 +15,7 @@ from flanneld.model import (
     Added,
     Change,
     Event,
+    IPAddress,
     IPNetwork,
     Lease,
     LeaseKey,
@@ -175,6 +176,13 @@ class Peers:
     def unsafe(self) -> list[str]:
         """Return one line for each lease that would harm this host. May be called from any thread."""
         return [f"{name_of(key)}: {reason}" for key, reason in self._unsafe.copy().items()]
+
+    def public_ips(self) -> set[IPAddress] | None:
+        """Return the public IPs of the peers that are followed; None until all are known. From any thread."""
+        if not self.synced:
+            return None
+        followed = (lease.attrs for lease in self._table.leases() if lease.key in self._desired)
+        return {ip for attrs in followed for family in FAMILIES if (ip := attrs.public(family))}
 
     def desired_kinds(self) -> list[Kind]:
         """Return the kind of each desired object. May be called from any thread."""

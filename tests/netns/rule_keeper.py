@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable
-from ipaddress import ip_network
+from ipaddress import ip_address, ip_network
 from typing import Any
 
 from flanneld.compat import glog
@@ -28,12 +28,18 @@ def read_nets(pairs: list[tuple[str, str]]) -> tuple[Nets, ...]:
     return tuple(Nets(ip_network(network), ip_network(subnet)) for network, subnet in pairs)
 
 
+def with_spared(nets: tuple[Nets, ...], spared: list[str]) -> tuple[Nets, ...]:
+    return tuple(each.sparing(map(ip_network, spared)) for each in nets) if spared else nets
+
+
 def main(given: dict[str, Any]) -> int:
     glog.setup()
     if given.pop("without_python_iptables", False):
         sys.modules["iptc"] = None  # type: ignore[assignment]  # as if it were not installed
     nets, former = read_nets(given.pop("nets")), read_nets(given.pop("former", []))
     purpose = Purpose(given.pop("masquerade", True), given.pop("forward", True), given.pop("random", True))
+    nets, nodes = with_spared(nets, given.pop("spared", [])), given.pop("nodes", None)
+    addresses = None if nodes is None else lambda: list(map(ip_address, nodes)) or None
     stop = threading.Event()
 
     has_begun = threading.Event()
@@ -43,13 +49,14 @@ def main(given: dict[str, Any]) -> int:
     ) -> StepLoop:
         def told(now: float) -> float:
             due = step(now)
-            print(STEP if has_begun.is_set() else STARTED, flush=True)
+            print(STEP if has_begun.is_set() else STARTED, firewall.problem, flush=True)
             has_begun.set()
             return due
 
         return StepLoop(told, sources, stop=stop, heartbeat=lambda _: None)
 
-    firewall = Firewall(FirewallSettings(nets, former, purpose, **given), stop=stop, make_loop=loop)
+    settings = FirewallSettings(nets, former, purpose, **given)
+    firewall = Firewall(settings, stop=stop, make_loop=loop, nodes=addresses)
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     try:
         firewall.prepare(clock.now())

@@ -16,6 +16,7 @@ from tests.lab.daemon import own_command
 from tests.lab.lab import NETWORK, gateway
 from tests.netns.pair import DUAL_STACK
 from tests.netns.test_firewall_task import NO_TOOLS
+from tests.netns.test_seeing import answer
 from tests.netns.traffic import PORT, Sniffer, Stream
 
 VXLAN = {"Type": "vxlan"}
@@ -116,6 +117,38 @@ def test_without_masquerading_the_world_sees_the_containers(lab: Lab, tmp_path: 
         Stream(inside.namespace, gateway(node.link_number), tmp_path / "out"),
     ):
         assert world.sources() == {inside.address}
+
+
+@pytest.mark.parametrize("way", ["nft", "legacy", "nftables"])
+def test_masquerade_exceptions_see_the_containers(lab: Lab, way: str, tmp_path: Path) -> None:
+    spared = {4: "198.18.0.0/15", 6: "fd00:18::/32"}
+    node, *_ = cluster(lab, way, nodes=1, MasqueradeExceptions=list(spared.values()), **DUAL_STACK)
+    inside = node.container()
+    for family, own in inside.addresses.items():
+        outside = gateway(node.link_number, family)
+        stream = Stream(inside.namespace, outside, tmp_path / f"out{family}")
+        with Sniffer(lab.switch, "br0") as world, stream:
+            assert world.sources() == {own}
+        hops = answer(node, "trace", outside)["hops"]
+        (source,) = (hop for hop in hops if hop["hop"] == "source")
+        assert "the container's address" in source["found"]
+        assert f"-d {spared[family]}" in source["note"]
+    (source,) = (hop for hop in answer(node, "trace", "203.0.113.1")["hops"] if hop["hop"] == "source")
+    assert source["found"] == "this node's address on eth0"
+    assert "-j MASQUERADE" in source["note"]
+
+
+@pytest.mark.parametrize("way", ["nft", "legacy", "nftables"])
+def test_nodes_see_the_containers_as_long_as_they_have_leases(lab: Lab, way: str, tmp_path: Path) -> None:
+    first, second = cluster(lab, way, MasqueradeExceptions=["nodes"])
+    wait_for(lambda: f"{second.address}" in rules(first), what="the second node to be spared")
+    inside = first.container()
+    with Sniffer(second.namespace, "eth0") as seen, Stream(inside.namespace, second.address, tmp_path / "a"):
+        assert seen.sources() == {inside.address}
+        leased = second.subnet()
+        second.stop()
+        lab.etcd.delete_lease(leased)
+        wait_for(lambda: seen.sources() == {first.address}, what="the node to see the other node's address")
 
 
 def test_packets_from_outside_keep_their_source(lab: Lab, way: str, tmp_path: Path) -> None:

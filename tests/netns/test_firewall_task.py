@@ -396,6 +396,59 @@ def test_rules_of_gos_nftables_are_taken_over(machine: Host) -> None:
     assert sorted(machine.state("nftables")) == sorted(native())
 
 
+SPARED = ["192.0.2.0/24", "198.51.100.7/32", "2001:db8::/32"]
+
+
+def test_spared_destinations_come_before_the_masquerading_rules(machine: Host, way: str) -> None:
+    machine.set_once(spared=SPARED, **WAYS[way])
+    state = [line for line in machine.state(way) if "masq" in line]
+    for net in SPARED:
+        at, *_ = (place for place, line in enumerate(state) if net.removesuffix("/32") in line)
+        after = [line for line in state[at:] if "MASQUERADE" in line or "masquerade" in line]
+        assert "RETURN" in state[at] or "return" in state[at]
+        assert len(after) == (2 if ":" in net else 4)
+    again = machine.set_once(spared=SPARED, **WAYS[way])
+    assert "Made" not in again
+    machine.set_once(**WAYS[way])
+    assert machine.state(way) == wanted(way)
+
+
+def test_nodes_of_an_earlier_run_are_spared_until_the_leases_are_known(machine: Host, way: str) -> None:
+    nodes = ["192.0.2.7", "192.0.2.8", "2001:db8::7"]
+    keeper = machine.keep(nodes=nodes, **WAYS[way])
+    wait_for(lambda: "2001:db8::7" in "".join(machine.state(way)), SOON, "the nodes to be spared")
+    keeper.stop()
+    before = machine.state(way)
+    machine.set_once(nodes=[], **WAYS[way])
+    assert machine.state(way) == before
+    keeper = machine.keep(nodes=nodes[:1], **WAYS[way])
+    wait_for(lambda: "2001:db8::7" not in "".join(machine.state(way)), SOON, "a node to be forgotten")
+    assert "192.0.2.7" in "".join(machine.state(way))
+    assert "192.0.2.8" not in "".join(machine.state(way))
+
+
+def test_too_many_nodes_for_iptables_are_a_condition_and_none_for_nftables(machine: Host, way: str) -> None:
+    nodes = [f"192.0.{number // 128}.{2 * (number % 128) + 1}" for number in range(257)]
+    keeper = machine.keep(nodes=nodes, **WAYS[way])
+    if way == "nftables":
+        wait_for(lambda: "192.0.2.1" in machine.native(), SOON, "the nodes to be spared")
+        assert "MasqueradeExceptions" not in keeper.log()
+    else:
+        keeper.wait_for_line("MasqueradeExceptions, and iptables is given 256 at most; set EnableNFTables")
+        assert machine.state(way) == wanted(way)
+
+
+def test_rules_of_go_replace_exceptions_and_are_replaced_by_them(machine: Host) -> None:
+    machine.set_once(spared=SPARED, **WAYS["nft"])
+    # Go flannel empties its chains at the start, and writes the rules without exceptions.
+    for family in (4, 6):
+        rules = GOLDEN / f"own-chains-both-ipv{family}.txt"
+        machine.sh(f"ip{'6' if family == 6 else ''}tables-nft-restore --noflush <{rules}")
+    assert "192.0.2.0/24" not in "".join(machine.state("nft"))
+    machine.set_once(spared=SPARED, **WAYS["nft"])
+    assert "192.0.2.0/24" in "".join(machine.state("nft"))
+
+
 #: A policy that drops, and what a host has to run against it.
 POLICIES = {
     "nft": ("iptables-nft -P FORWARD DROP", "iptables-nft -I FORWARD -s 10.5.0.0/16 -j ACCEPT"),

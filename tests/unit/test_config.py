@@ -14,7 +14,7 @@ from flanneld.config import Config, ConfigError, SubnetRange, parse, say_the_sam
 from flanneld.model import Family
 
 FAMILY_KEYS = ["Network", "SubnetLen", "SubnetMin", "SubnetMax", "Networks"]
-KEYS = ["Backend", "EnableIPv4", "EnableIPv6", "EnableNFTables", *FAMILY_KEYS]
+KEYS = ["Backend", "EnableIPv4", "EnableIPv6", "EnableNFTables", "MasqueradeExceptions", *FAMILY_KEYS]
 KEYS += [f"IPv6{key}" for key in FAMILY_KEYS]
 
 
@@ -166,6 +166,9 @@ def test_a_range_contains_its_subnets_only() -> None:
         ({"EnableIPv4": False}, "disables both IPv4 and IPv6; set EnableIPv4 or EnableIPv6 to true"),
         ({"EnableIPv4": "no"}, "EnableIPv4 must be true or false, found a string"),
         ({"EnableNFTables": 1}, "EnableNFTables must be true or false, found a number"),
+        ({"MasqueradeExceptions": "nodes"}, "MasqueradeExceptions must be an array of strings, found"),
+        ({"MasqueradeExceptions": ["192.0.2.0/24", 7]}, "MasqueradeExceptions must be an array of strings"),
+        ({"MasqueradeExceptions": ["node"]}, 'MasqueradeExceptions has "node", no network and not "nodes"'),
         ({"EnableIPv6": True}, "has no IPv6Network; set it, or set EnableIPv6 to false"),
         ({"Backend": "vxlan"}, "Backend must be an object, found a string"),
         ({"Backend": []}, "Backend must be an object, found an array"),
@@ -255,6 +258,14 @@ def test_the_backend_reads_its_own_options() -> None:
     assert backend.unread() == [("Prot", "Port")]
 
 
+def test_masquerade_exceptions_are_networks_of_both_families_and_nodes() -> None:
+    found = config(Network="10.3.0.0/16", MasqueradeExceptions=["192.0.2.7/24", "nodes", "2001:db8::7"])
+    assert found.spared == (ip_network("192.0.2.0/24"), ip_network("2001:db8::7"))
+    assert found.spares_nodes
+    without = config(Network="10.3.0.0/16", MasqueradeExceptions=None)
+    assert (without.spared, without.spares_nodes) == ((), False)
+
+
 def test_nftables_is_off_by_default() -> None:
     assert config(Network="10.3.0.0/16").enable_nftables is False
     assert config(Network="10.3.0.0/16", EnableNFTables=True).enable_nftables is True
@@ -310,7 +321,8 @@ def test_a_config_with_every_key_gives_no_warning() -> None:
     found = config(
         EnableIPv4=True, Network="10.3.0.0/16", SubnetLen=24, SubnetMin="10.3.5.0", SubnetMax="10.3.8.0",
         EnableIPv6=True, IPv6Network="fc00::/48", IPv6SubnetLen=64, IPv6SubnetMin="fc00:0:0:5::",
-        IPv6SubnetMax="fc00:0:0:8::", EnableNFTables=False, Backend={"Type": "vxlan", "Whatever": 1},
+        IPv6SubnetMax="fc00:0:0:8::", EnableNFTables=False, MasqueradeExceptions=["nodes"],
+        Backend={"Type": "vxlan", "Whatever": 1},
     )  # fmt: skip
     assert found.warnings == ()
 

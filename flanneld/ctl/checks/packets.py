@@ -5,6 +5,7 @@ Drops of other programs' rules are found by following the packets through them.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from ipaddress import ip_address
@@ -30,10 +31,14 @@ from flanneld.ctl.lookups import (
     some,
 )
 from flanneld.diagnostics.status import Status, known
+from flanneld.errors import Retryable
 from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork
 from flanneld.network.firewall import foreign
-from flanneld.network.firewall.fate import DROP, MASQUERADE, Fate
+from flanneld.network.firewall.driver import IptablesRunner
+from flanneld.network.firewall.fate import DROP, MASQUERADE, Fate, Rule
 from flanneld.network.firewall.foreign import BaseChain, Opening
+from flanneld.network.firewall.placing import PLACES, driver
+from flanneld.network.firewall.rules import FLANNEL_POSTRTG, NATIVE_POSTRTG, NATIVE_TABLE, POSTROUTING
 from flanneld.network.host_settings import Topic
 from flanneld.runtime.shell import Command, command, line
 from flanneld.state.resources import Route
@@ -87,6 +92,24 @@ def drops_towards(told: Status) -> Callable[[IPAddress], list[Drop]]:
         return _drops(told, *here(), list(map(parsed, peers))) if peers else []
 
     return towards
+
+
+def masquerading_rules(told: Status) -> Callable[[Family], Sequence[Rule] | None]:
+    """Return a function for the daemon's masquerading rules of a family; None if they cannot be read."""
+
+    def read(family: Family) -> Sequence[Rule] | None:
+        firewall = known(told.firewall)
+        place = firewall and next((each for each in PLACES if each == firewall.place), None)
+        if not place:
+            return None
+        chains = (FLANNEL_POSTRTG, (NATIVE_TABLE[family], NATIVE_POSTRTG), POSTROUTING)
+        try:
+            rules = driver(place, family, IptablesRunner(threading.Event())).read()
+        except Retryable:
+            return None
+        return next((rules[chain] for chain in chains if rules.get(chain)), ())
+
+    return read
 
 
 def read_drops(told: Status, devices: Mapping[Family, str]) -> list[Drop]:

@@ -35,9 +35,9 @@ _COMMENTS = (MASQ, FORWARD)
 class RuleOwnership(Struct, frozen=True, gc=False):
     """Rules that identify flannel's rules among those found.
 
-    In our own chains they are the rules about addresses inside ``networks``; None stands for any. ``blocks``
-    are unmarked rules that an earlier run may have left in a built-in chain. A single rule may be an
-    operator's, so a block only counts if it is complete and in order.
+    In our own chains they are the rules whose first network is inside ``networks``; None stands for any.
+    ``blocks`` are unmarked rules that an earlier run may have left in a built-in chain. A single rule may be
+    an operator's, so a block only counts if it is complete and in order.
     """
 
     networks: tuple[IPNetwork, ...] | None
@@ -46,7 +46,7 @@ class RuleOwnership(Struct, frozen=True, gc=False):
     def owns(self, chain: Chain, rule: Rule) -> bool:
         """Return True if a rule in one of our own chains is flannel's."""
         marked = rule.comment in _COMMENTS or chain[0] in NATIVE_TABLE.values()
-        return marked and rule.is_plain and all(map(self._covers, networks_of(rule)))
+        return marked and rule.is_plain and all(map(self.covers, networks_of(rule)[:1]))
 
     def left(self, chain: Chain, found: Sequence[Rule]) -> set[Rule]:
         """Return the rules of an earlier run in a built-in chain."""
@@ -56,7 +56,8 @@ class RuleOwnership(Struct, frozen=True, gc=False):
                 left.update(block)
         return left
 
-    def _covers(self, net: IPNetwork) -> bool:
+    def covers(self, net: IPNetwork) -> bool:
+        """Return True if a network is inside a claimed one."""
         return self.networks is None or any(lies_in(net, known) for known in self.networks)
 
 

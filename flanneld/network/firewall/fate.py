@@ -178,7 +178,8 @@ class Rule(Struct, frozen=True, gc=False):
 
     def without_text(self) -> Rule:
         """Return the rule as ours compare: its tests in the order in which they are written."""
-        tests = sorted(self.tests, key=lambda test: _ORDER.get(test.field, len(_ORDER)))
+        ordered = (replace(each, values=tuple(sorted(each.values))) for each in self.tests)
+        tests = sorted(ordered, key=lambda test: _ORDER.get(test.field, len(_ORDER)))
         return replace(self, text="", tests=tuple(tests))
 
     def matches(self, packet: Packet) -> bool | None:
@@ -190,7 +191,9 @@ _ORDER = {"source": 0, "destination": 1, "mark": 2}
 
 
 def _is_plain(test: Test) -> bool:
-    return test.field in _ORDER and len(test.values) == 1 and not (test.field == "mark" and test.negated)
+    is_set = test.field == "destination" and not test.negated and len(test.values) > 1
+    single = len(test.values) == 1 and not (test.field == "mark" and test.negated)
+    return test.field in _ORDER and (single or is_set)
 
 
 #: The rules of each chain of one table.

@@ -96,12 +96,13 @@ def _lines(edit: Edit) -> Iterator[str]:
 
 
 def rule_text(rule: Rule) -> str:
-    """Return our rule as text, with its options in Go flannel's order."""
+    """Return our rule as text, with its options in Go flannel's order. Only nftables has several networks."""
     words: list[str] = []
     for test in rule.tests:
         match test:
-            case Test("source" | "destination" as side, (net,), negated):
+            case Test("source" | "destination" as side, (net, *more), negated):
                 words.append(f"{'! ' if negated else ''}{'-s' if side == 'source' else '-d'} {net}")
+                words += [f"(and {len(more)} more)"] if more else []
             case Test("mark", ((int(value), int(mask)),)):
                 words.append(f"-m mark --mark {value:#x}/{mask:#x}")
     if rule.comment:

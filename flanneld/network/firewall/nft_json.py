@@ -1,17 +1,16 @@
-"""Rules in the JSON of libnftables, libnftables-json(5) (pure)."""
+"""Reader of any program's rules in the JSON of libnftables, libnftables-json(5) (pure)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network, summarize_address_range
+from collections.abc import Callable, Iterator, Mapping
+from ipaddress import ip_address, ip_network, summarize_address_range
 from typing import Any
 
-from msgspec import MsgspecError, Raw, Struct, ValidationError, convert
+from msgspec import MsgspecError, Raw, Struct, convert
 from msgspec.json import decode
 from msgspec.structs import replace
 
 from flanneld.model import Family, IPNetwork
-from flanneld.network.firewall.edits import Edit
 from flanneld.network.firewall.fate import (
     ACCEPT,
     ALL_BITS,
@@ -35,23 +34,10 @@ from flanneld.network.firewall.fate import (
     icmp_name,
     protocol_name,
 )
-from flanneld.network.firewall.rules import (
-    NATIVE_FORWARD,
-    NATIVE_POSTRTG,
-    NATIVE_TABLE,
-    NFT_FAMILY,
-    Chain,
-    Rules,
-)
 
 JsonCommand = dict[str, Any]
 
-#: Hooks of our chains. The policy accepts packets that no rule matches.
-_HOOKS: Mapping[str, Mapping[str, Any]] = {
-    NATIVE_FORWARD: {"type": "filter", "hook": "forward", "prio": 0, "policy": "accept"},
-    NATIVE_POSTRTG: {"type": "nat", "hook": "postrouting", "prio": 100, "policy": "accept"},
-}
-_VERDICTS = {
+VERDICTS = {
     "accept": ACCEPT,
     "drop": DROP,
     "reject": REJECT,
@@ -63,10 +49,7 @@ _VERDICTS = {
     MARK: MARK,
     **dict.fromkeys(("queue", "synproxy", "tproxy", "fwd"), UNKNOWN_VERDICT),
 }
-_STATEMENTS = {verdict: statement for statement, verdict in _VERDICTS.items()}
 _FULLY_RANDOM = ("fully-random", ["fully-random"])
-#: Objects at the head of a listing.
-_HEADS = frozenset({"metainfo", "table"})
 #: Statements of our rules, those that affect no packet's walk, and those that end it.
 _OURS = frozenset({"match", "counter", "accept", "return", "masquerade"})
 _IDLE = frozenset({"counter", "log", "comment", "mangle", "ct helper", "flow", "set"})
@@ -111,21 +94,6 @@ _OTHER_HEADER: Mapping[Family, str] = {4: "ip6 ", 6: "ip "}
 Sets = Mapping[str, Raw]
 _NO_SETS: Sets = {}
 
-#: Kernel handles of the rules in each chain, by which they are deleted.
-Handles = dict[tuple[Chain, Rule], list[int]]
-
-
-class NftablesListing(Struct, frozen=True, gc=False):
-    """Contents of our table; ``others`` is True if it has chains, sets or maps that are not flannel's."""
-
-    rules: Rules
-    handles: Handles
-    others: bool
-
-
-def table(family: Family) -> JsonCommand:
-    return {"family": NFT_FAMILY[family], "name": NATIVE_TABLE[family]}
-
 
 class ListedRule(Struct, frozen=True, gc=False):
     """A rule as it is listed; ``handle`` is unique in its table."""
@@ -134,93 +102,6 @@ class ListedRule(Struct, frozen=True, gc=False):
     handle: int
     expr: list[dict[str, Any]] = []
     comment: str = ""
-
-
-def listed(answer: Any) -> tuple[dict[str, list[ListedRule]], bool]:
-    """Parse the answer to ``list table``. Raises ``ValueError`` for anything else.
-
-    Returns the rules of each chain, and True if there are sets, maps or other objects.
-    """
-    chains: dict[str, list[ListedRule]] = {}
-    others = False
-    try:
-        for item in answer["nftables"]:
-            match item:
-                case {"chain": {"name": str(name)}}:
-                    chains[name] = []
-                case {"rule": given}:
-                    rule = convert(given, ListedRule)
-                    chains[rule.chain].append(rule)
-                case _:
-                    others = others or item.keys().isdisjoint(_HEADS)
-    except (AttributeError, KeyError, TypeError, ValidationError) as error:
-        raise ValueError("a table is listed in a way that is not understood") from error
-    return chains, others
-
-
-def read_listing(family: Family, answer: Any) -> NftablesListing:
-    """Parse the answer to ``list table`` for our table. Raises ``ValueError`` for anything else."""
-    chains, others = listed(answer)
-    rules: dict[Chain, tuple[Rule, ...]] = {}
-    handles: Handles = {}
-    for name, there in chains.items():
-        if name in _HOOKS:
-            chain = NATIVE_TABLE[family], name
-            rules[chain] = tuple(read_rule(given, family) for given in there)
-            for rule, given in zip(rules[chain], there, strict=True):
-                handles.setdefault((chain, rule), []).append(given.handle)
-    return NftablesListing(rules, handles, others or len(rules) < len(chains))
-
-
-def commands(family: Family, edits: Iterable[Edit], listing: NftablesListing) -> list[JsonCommand]:
-    """Return the commands of one transaction."""
-    edits = tuple(edits)
-    drops = {edit.chain for edit in edits if edit.drop}
-    if drops and not listing.others and drops == set(listing.rules):
-        return [{"delete": {"table": table(family)}}]
-    made = [{"add": {"table": {**table(family), "comment": "rules of flanneld"}}}]
-    return made + [command for edit in edits for command in chain_commands(family, edit, listing.handles)]
-
-
-def chain_commands(family: Family, edit: Edit, handles: Handles) -> Iterator[JsonCommand]:
-    """Yield the commands of one edit."""
-    name = edit.chain[1]
-    place = {"family": NFT_FAMILY[family], "table": edit.chain[0]}
-    if edit.drop:
-        yield {"flush": {"chain": {**place, "name": name}}}
-        yield {"delete": {"chain": {**place, "name": name}}}
-        return
-    if edit.flush:
-        yield {"add": {"chain": {**place, "name": name, **_HOOKS[name]}}}
-        yield {"flush": {"chain": {**place, "name": name}}}
-    for rule in dict.fromkeys(edit.delete):
-        for handle in handles.get((edit.chain, rule), ()):
-            yield {"delete": {"rule": {**place, "chain": name, "handle": handle}}}
-    for verb, rules in (("insert", edit.insert), ("add", edit.append)):
-        for rule in rules:
-            yield {verb: {"rule": {**place, "chain": name, **rule_json(family, rule)}}}
-
-
-def rule_json(family: Family, rule: Rule) -> JsonCommand:
-    """Return the JSON of one of our rules."""
-    statements: list[JsonCommand] = []
-    for test in rule.tests:
-        match test:
-            case Test("source" | "destination" as side, (IPv4Network() | IPv6Network() as net,), negated):
-                left = {"payload": {"protocol": NFT_FAMILY[family], "field": f"{side[0]}addr"}}
-                right = {"prefix": {"addr": str(net.network_address), "len": net.prefixlen}}
-                statements.append({"match": {"op": "!=" if negated else "==", "left": left, "right": right}})
-            case Test("mark", ((value, mask),)):
-                bits = {"&": [{"meta": {"key": "mark"}}, mask]}
-                statements.append({"match": {"op": "==", "left": bits, "right": value}})
-    flags = {"flags": "fully-random"} if rule.random else None
-    statements.append({_STATEMENTS[rule.verdict]: flags})
-    return {"expr": statements, "comment": rule.comment}
-
-
-def read_rule(given: ListedRule, family: Family) -> Rule:
-    """Parse a rule of our table. ``extra`` names the parts that our rules never have."""
-    return next(iter(_understood(given, family)), Rule(tests=(UNKNOWN,))).without_text()
 
 
 class _RawRule(Struct, frozen=True, gc=False):
@@ -269,12 +150,12 @@ def read_chains(text: str, family: Family) -> Chains:
 
     def parse(rules: list[_RawRule]) -> tuple[Rule, ...]:
         listed = (ListedRule(raw.chain, raw.handle, decode(raw.expr), raw.comment) for raw in rules)
-        return tuple(each for rule in listed for each in _understood(rule, family, sets))
+        return tuple(each for rule in listed for each in understood(rule, family, sets))
 
     return LazyChains(chains, parse)
 
 
-def _understood(rule: ListedRule, family: Family, sets: Sets = _NO_SETS) -> list[Rule]:
+def understood(rule: ListedRule, family: Family, sets: Sets = _NO_SETS) -> list[Rule]:
     """Return the steps of a rule. One that cannot be parsed may do anything."""
     try:
         return list(read_rules(rule, family, sets))
@@ -301,7 +182,7 @@ def read_rules(rule: ListedRule, family: Family, sets: Sets = _NO_SETS) -> Itera
                 tests.append(UNKNOWN)
             case "notrack", _:
                 yield _rule(rule, tests, statement, rest)
-            case _ if name in _VERDICTS or name in ("jump", "goto"):
+            case _ if name in VERDICTS or name in ("jump", "goto"):
                 yield _rule(rule, tests, statement, rest)
                 return
             case _ if name not in _IDLE:
@@ -340,7 +221,7 @@ def _rule(listed: ListedRule, tests: list[Test], verdict: Mapping[str, Any], res
     target = str(given.get("target", ""))
     if given and not random and not target:
         rest = [*rest, *given]
-    to = UNKNOWN_VERDICT if target in TARGETS else target or _VERDICTS.get(name, ACCEPT)
+    to = UNKNOWN_VERDICT if target in TARGETS else target or VERDICTS.get(name, ACCEPT)
     extra, text = " ".join(rest), str(listed.handle)
     return Rule(to, tuple(tests), listed.comment, random, extra, name == "goto", text=text)
 

@@ -12,9 +12,9 @@ container. Packets that leave the network are masqueraded.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from ipaddress import IPv4Network, IPv6Network
-from typing import Literal
+from collections.abc import Iterable, Mapping
+from ipaddress import IPv4Network, IPv6Network, collapse_addresses
+from typing import Any, Literal
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -80,10 +80,19 @@ Rules = Mapping[Chain, tuple[Rule, ...]]
 
 
 class Nets(Struct, frozen=True, gc=False):
-    """One family's cluster network and this node's subnet."""
+    """One family's cluster network and this node's subnet.
+
+    ``spared`` are the destinations outside the network that see the containers' addresses, in order.
+    """
 
     network: IPNetwork
     subnet: IPNetwork
+    spared: tuple[IPNetwork, ...] = ()
+
+    def sparing(self, more: Iterable[IPNetwork]) -> Nets:
+        """Return these nets with more spared destinations, as few as possible."""
+        ours: list[Any] = [net for net in (*self.spared, *more) if net.version == self.network.version]
+        return replace(self, spared=tuple(collapse_addresses(ours)))
 
     @property
     def family(self) -> Family:
@@ -130,7 +139,8 @@ def v012_forward(nets: Nets) -> tuple[Rule, ...]:
 
 
 def _own_chains(nets: Nets, purpose: Purpose) -> Rules:
-    masquerade, forward = _masquerade(nets, purpose.random), _commented(FORWARD, _accept(nets))
+    masquerade = _masquerade(nets, purpose.random, ((net,) for net in nets.spared))
+    forward = _commented(FORWARD, _accept(nets))
     return {
         FLANNEL_POSTRTG: masquerade if purpose.masquerade else (),
         POSTROUTING: (JUMPS[FLANNEL_POSTRTG],) if purpose.masquerade else (),
@@ -148,15 +158,16 @@ JUMPS: dict[Chain, Rule] = {
 
 def _native(nets: Nets, purpose: Purpose) -> Rules:
     table = NATIVE_TABLE[nets.family]
-    masquerade, forward = _masquerade(nets, purpose.random), _commented(FORWARD, _accept(nets))
+    masquerade = _masquerade(nets, purpose.random, filter(None, [nets.spared]))
+    forward = _commented(FORWARD, _accept(nets))
     return {
         (table, NATIVE_FORWARD): forward if purpose.forward else (),
         (table, NATIVE_POSTRTG): masquerade if purpose.masquerade else (),
     }
 
 
-def _masquerade(nets: Nets, random: bool) -> tuple[Rule, ...]:
-    """Return the later rule set, which is also used for nftables.
+def _masquerade(nets: Nets, random: bool, spared: Iterable[tuple[IPNetwork, ...]]) -> tuple[Rule, ...]:
+    """Return the later rule set, which is also used for nftables, with a rule for each tuple in ``spared``.
 
     Go flannel's nftables rules differ in two places (docs/adr/0005). Their fourth has ``saddr != subnet daddr
     network`` instead of ``! -s network -d subnet``: the last rule never matches, and a host's packets to
@@ -171,6 +182,7 @@ def _masquerade(nets: Nets, random: bool) -> tuple[Rule, ...]:
             Rule(RETURN, (source(here), destination(inside))),
             Rule(RETURN, (source(inside), destination(here))),
             Rule(RETURN, (source(inside, inside=False), destination(here))),
+            *(Rule(RETURN, (source(inside), Test("destination", each))) for each in spared),
             Rule(MASQUERADE, (source(inside), _no_multicast(nets)), random=random),
             Rule(MASQUERADE, (source(inside, inside=False), destination(inside)), random=random),
         ),

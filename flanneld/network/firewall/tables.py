@@ -10,15 +10,15 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from flanneld.errors import Retryable
-from flanneld.model import Family
+from flanneld.model import Family, IPNetwork
 from flanneld.network.firewall.driver import Driver, IptablesRunner, Rejected, Unavailable, carry_out
 from flanneld.network.firewall.edits import Edit, edits_for, lost
 from flanneld.network.firewall.edits import RuleOwnership as RulesClaim
-from flanneld.network.firewall.fate import Rule
+from flanneld.network.firewall.fate import RETURN, Rule
 from flanneld.network.firewall.iptables_text import rule_text
 from flanneld.network.firewall.netlink import Removal, Removals
 from flanneld.network.firewall.placing import RulePlace, described, driver, may_hold
-from flanneld.network.firewall.rules import IPTABLES_CHAINS, NATIVE_TABLE, Chain, Rules
+from flanneld.network.firewall.rules import IPTABLES_CHAINS, NATIVE_TABLE, Chain, Rules, networks_of
 from flanneld.state.resources import Key, Kind, Resource
 from flanneld.state.table import Changes, Claim, Put, Report, Scope, Seen
 
@@ -101,6 +101,14 @@ class RulesTable:
             log.warning("No notifications from nf_tables: %s; reading the rules periodically", error)
             return
         self.audit = None
+
+    def spared(self) -> set[IPNetwork]:
+        """Return the destinations outside the network that see the containers' addresses now."""
+        ours = (
+            rule for chain, rules in self._read().items() for rule in rules if self._claim.owns(chain, rule)
+        )
+        nets = (net for rule in ours if rule.verdict == RETURN for net in networks_of(rule)[1:])
+        return {net for net in nets if not self._claim.covers(net)}
 
     def read(self, scope: Scope) -> Iterator[Seen]:
         want = next(iter(scope.desired.values()), None)

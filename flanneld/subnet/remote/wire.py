@@ -117,8 +117,7 @@ def format_config(config: Config) -> str:
             }
     if config.enable_nftables:
         value["EnableNFTables"] = True
-    if top.has("Backend"):
-        value["Backend"] = top.raw("Backend")
+    value |= {name: top.raw(name) for name in ("MasqueradeExceptions", "Backend") if top.has(name)}
     return gojson.compact(value)
 
 

@@ -13,6 +13,8 @@ from flanneld.ctl.checks.packets import Drop
 from flanneld.ctl.compare import ActualState, RouteTaken
 from flanneld.ctl.trace import Hop, trace
 from flanneld.model import IPAddress
+from flanneld.network.firewall.fate import Rule
+from flanneld.network.firewall.rules import FLANNEL_POSTRTG, Nets, Purpose, desired_rules
 from flanneld.network.rtnetlink.links import SeenLink
 from flanneld.state.resources import FdbEntry, ForeignLink, Neighbor, Resource, Route, Vxlan
 from tests.unit.ctl.documents import object_of, status_of
@@ -47,6 +49,13 @@ WAYS = {
     "192.0.2.2": RouteTaken("eth0"),
     "203.0.113.1": RouteTaken("eth0", ip_address("192.0.2.254")),
 }
+
+
+NETS = Nets(IPv4Network("10.5.0.0/16"), IPv4Network("10.5.1.0/24"))
+MASQUERADING = desired_rules("own-chains", NETS, Purpose(masquerade=True))[FLANNEL_POSTRTG]
+SPARING = desired_rules(
+    "own-chains", NETS.sparing([IPv4Network("203.0.113.0/24")]), Purpose(masquerade=True)
+)[FLANNEL_POSTRTG]
 
 
 def found(*without: Resource, link: Vxlan = LINK) -> ActualState:
@@ -179,6 +188,33 @@ def test_a_packet_to_this_host_stays_here(target: str) -> None:
 def test_without_the_network_nobody_says_that_an_address_is_outside(way: RouteTaken, state: str) -> None:
     lease, route = trace(ip_address("10.5.2.7"), status_of({}), found(), lambda _: way)
     assert (lease.state, route.state) == ("unknown", state)
+
+
+@pytest.mark.parametrize(
+    ("rules", "source", "note"),
+    [
+        (MASQUERADING, "this node's address on eth0", "-j MASQUERADE"),
+        (SPARING, "the container's address in 10.5.1.0/24", "-d 203.0.113.0/24"),
+        ((), "the container's address in 10.5.1.0/24", "no rule of flannel's is about it"),
+    ],
+)
+def test_source_that_an_outsider_sees_is_told_with_its_rule(
+    rules: tuple[Rule, ...], source: str, note: str
+) -> None:
+    told = status_of({**DOCUMENT, "firewall": {"place": "nft", "masquerade": True}})
+    target = ip_address("203.0.113.1")
+    way = WAYS[str(target)]
+    *_, hop = trace(target, told, found(), lambda _: way, (), lambda _: rules)
+    assert (hop.hop, hop.found, hop.state) == ("source", source, "ok")
+    assert note in hop.note
+
+
+def test_rules_that_cannot_be_read_leave_the_source_unknown() -> None:
+    told = status_of({**DOCUMENT, "firewall": {"place": "nft", "masquerade": True}})
+    *_, hop = trace(
+        ip_address("203.0.113.1"), told, found(), lambda _: RouteTaken("eth0"), (), lambda _: None
+    )
+    assert (hop.hop, hop.state) == ("source", "unknown")
 
 
 def test_what_drops_the_packets_here_is_a_hop_with_its_rule() -> None:

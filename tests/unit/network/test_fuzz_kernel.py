@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from flanneld.model import FAMILIES, Family
 from flanneld.network import lookups
 from flanneld.network.firewall import netlink
-from flanneld.network.firewall.nft_json import read_chains, read_listing, rule_json
+from flanneld.network.firewall.nft_json import read_chains
+from flanneld.network.firewall.nftables import read_listing, rule_json
 from flanneld.network.firewall.rules import Purpose, desired_rules
 from flanneld.network.firewall.xtables import TableDump
 from flanneld.network.rtnetlink import kernel, links

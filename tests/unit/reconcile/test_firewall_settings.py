@@ -7,6 +7,7 @@ from ipaddress import IPv4Network, IPv6Network
 import pytest
 
 from flanneld.config import parse
+from flanneld.errors import Fatal
 from flanneld.model import LeaseKey
 from flanneld.network.firewall.rules import Nets, Purpose
 from flanneld.options import Options, read
@@ -43,6 +44,23 @@ def test_flags_and_config_say_how_the_rules_are_set() -> None:
     made = wishes("-iptables-rules=v0.12", "-iptables-flavour=legacy", "-iptables-resync=7")
     assert (made.style, made.flavour, made.native, made.resync) == ("v0.12", "legacy", False, 7)
     assert wishes(more=', "EnableNFTables": true').native
+
+
+SPARED = ', "MasqueradeExceptions": ["192.0.2.0/25", "192.0.2.128/25", "2001:db8::/32"]'
+
+
+def test_exceptions_are_of_each_family_and_need_masquerading() -> None:
+    four, six = wishes("-ip-masq", more=SPARED).nets
+    assert four.spared == (IPv4Network("192.0.2.0/24"),)
+    assert six.spared == (IPv6Network("2001:db8::/32"),)
+    assert wishes(more=SPARED).nets == NETS
+
+
+def test_exceptions_are_refused_with_the_rules_of_v012() -> None:
+    with pytest.raises(Fatal, match=r"rules of v0\.12 have none; start without -iptables-rules=v0\.12"):
+        wishes("-ip-masq", "-iptables-rules=v0.12", more=SPARED)
+    assert wishes("-iptables-rules=v0.12", more=SPARED).nets == NETS
+    assert wishes("-ip-masq", "-iptables-rules=v0.12", more=f'{SPARED}, "EnableNFTables": true').native
 
 
 def test_a_former_family_counts_if_network_and_subnet_are_known() -> None:

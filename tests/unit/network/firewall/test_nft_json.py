@@ -10,8 +10,8 @@ import pytest
 from flanneld.model import FAMILIES, Family
 from flanneld.network.firewall.edits import Edit
 from flanneld.network.firewall.fate import ALL_BITS, Rule, Test
-from flanneld.network.firewall.nft_json import (
-    ListedRule,
+from flanneld.network.firewall.nft_json import ListedRule
+from flanneld.network.firewall.nftables import (
     NftablesListing,
     commands,
     read_listing,

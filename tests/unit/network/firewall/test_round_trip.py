@@ -12,7 +12,8 @@ from flanneld.model import IPAddress
 from flanneld.network.firewall import nft_json
 from flanneld.network.firewall.fate import ACCEPT, ALL_BITS, MASQUERADE, RETURN, Packet, Rule, Test
 from flanneld.network.firewall.iptables_text import read_rules, read_table, rule_text
-from flanneld.network.firewall.nft_json import ListedRule, read_rule, rule_json
+from flanneld.network.firewall.nft_json import ListedRule
+from flanneld.network.firewall.nftables import read_rule, rule_json
 
 NETWORKS = st.builds(
     lambda address, length: IPv4Network((address, length), strict=False),

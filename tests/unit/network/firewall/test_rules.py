@@ -10,11 +10,11 @@ from typing import get_args
 import pytest
 
 from flanneld.model import FAMILIES, Family
-from flanneld.network.firewall import nft_json
+from flanneld.network.firewall import nftables
 from flanneld.network.firewall.edits import RuleOwnership, edits_for
 from flanneld.network.firewall.fate import ALL_BITS
 from flanneld.network.firewall.iptables_text import restore_text
-from flanneld.network.firewall.nft_json import NftablesListing
+from flanneld.network.firewall.nftables import NftablesListing
 from flanneld.network.firewall.rules import (
     IPTABLES_CHAINS,
     OWN_CHAINS,
@@ -52,7 +52,7 @@ def test_iptables_restore_gets_these_words(style: Style, purpose: str, family: F
 def test_libnftables_gets_this_transaction(family: Family) -> None:
     edits = edits_for(desired_rules("native", NETS[family], PURPOSES["both"]), {}, NOTHING_OURS)
     lines = (GOLDEN / f"native-both-ipv{family}.json").read_text().splitlines()
-    made = nft_json.commands(family, edits, NftablesListing({}, {}, others=False))
+    made = nftables.commands(family, edits, NftablesListing({}, {}, others=False))
     assert made == [json.loads(line) for line in lines]
 
 
