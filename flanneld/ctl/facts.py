@@ -17,6 +17,7 @@ from flanneld.ctl.checks.containers import Container
 from flanneld.ctl.checks.encryption import CharonState
 from flanneld.ctl.checks.packets import Drop, Translation
 from flanneld.ctl.checks.stale_objects import CniFile, LeftRules
+from flanneld.ctl.checks.store import EtcdWord, ask_etcd
 from flanneld.ctl.compare import ActualState, Comparison, ShadowingRoute
 from flanneld.ctl.lookups import Lost
 from flanneld.ctl.path_mtu import PathToPeer, sample
@@ -87,6 +88,8 @@ class Facts(Struct, frozen=True, gc=False):
     #: None without ipsec, or without permission to ask charon.
     charon: CharonState | None = None
     gc_thresh: int = 0
+    #: None unless the store has a problem, and is an etcd that answers.
+    etcd: EtcdWord | None = None
     clock_is_synchronised: bool | None = None
     #: Paths to a few peers, each with the size that it carries.
     paths: tuple[PathToPeer, ...] = ()
@@ -186,6 +189,7 @@ def gather(source: DataSource) -> Facts:
         lacking=tuple(lacking_features(told, found)),
         charon=encryption.charon_of(told),
         gc_thresh=lookups.number(_GC_THRESH),
+        etcd=ask_etcd(told),
         clock_is_synchronised=_clock_is_synchronised(),
         paths=paths,
         filtered=tuple(packets.read_drops(told, ways)),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from flanneld.errors import LEASES_END
-from tests.faults.fault import Fault, configured, restart, start, start_in_vain, stop
-from tests.faults.world import FULL, VXLAN_V3, World
+from tests.faults.fault import NO_LEASE, Fault, configured, ready, restart, start, start_in_vain, stop
+from tests.faults.world import FULL, VXLAN_V3, Step, World
 
 
 def etcd_stopped(world: World) -> None:
@@ -46,7 +46,63 @@ def not_full(world: World) -> None:
     world.lab.etcd.delete_lease(world.words["own"])
 
 
+def alarm(action: str) -> Step:
+    """Return the step that sets or lifts the alarm of a store whose space is used up."""
+
+    def act(world: World) -> None:
+        order = {"action": action, "memberID": 0, "alarm": "NOSPACE"}
+        world.lab.etcd.request("POST", "/v3/maintenance/alarm", order, as_json=True)
+
+    return act
+
+
+def without_lease(world: World) -> None:
+    world.node.stop()
+    world.lab.etcd.delete_lease(world.node.subnet())
+
+
+def without_quorum(world: World) -> None:
+    """Add a member that never runs, and so leave the store without a majority."""
+    peer = {"peerURLs": ["http://127.0.0.1:1"]}
+    world.lab.etcd.request("POST", "/v3/cluster/member/add", peer, as_json=True)
+
+
+def with_quorum(world: World) -> None:
+    world.lab.etcd.stop()
+    world.lab.etcd.start("--force-new-cluster")
+
+
 FAULTS = {
+    "etcd without space, v3": Fault(
+        "store",
+        "database space exceeded",
+        (without_lease, alarm("ACTIVATE"), restart()),
+        VXLAN_V3,
+        heal=(alarm("DEACTIVATE"), ready),
+        advice="etcdctl compact REVISION && etcdctl defrag --cluster && etcdctl alarm disarm",
+        within=6,
+        peer_blind=NO_LEASE,
+    ),
+    "etcd without quorum, v3": Fault(
+        "store",
+        "etcd",
+        (without_quorum, restart()),
+        VXLAN_V3,
+        cuts=False,
+        heal=(with_quorum,),
+        advice="it has no quorum",
+        within=12,
+        is_long=True,
+    ),
+    "name of etcd that does not resolve": Fault(
+        "store",
+        "its name ",
+        (restart("--etcd-endpoints=http://etcd.invalid:2379"),),
+        cuts=False,
+        heal=(start,),
+        advice="getent hosts",
+        within=6,
+    ),
     "etcd stopped": Fault(
         "store", "etcd does not answer", (etcd_stopped,), cuts=False, heal=(etcd_started,), advice="etcd"
     ),

@@ -2,25 +2,75 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from flanneld.backends.cloud.contract import FORWARDING, ROUTES
 from flanneld.compat.glog import counted
 from flanneld.ctl.checks.containers import former_subnets
 from flanneld.ctl.findings import Advice, Finding, Severity, as_at_start, check
 from flanneld.ctl.source import SourcePart, last_words
-from flanneld.diagnostics.status import known
+from flanneld.diagnostics.status import Status, known
 from flanneld.errors import LEASES_END
 from flanneld.model import lies_in
 from flanneld.network.host_settings import Topic
+from flanneld.runtime.clock import wall
+from flanneld.subnet.etcd.http import remedy_for
 
 if TYPE_CHECKING:
     from flanneld.ctl.facts import Facts
 
+#: Seconds to wait for an answer of etcd, and from which on its clock and ours differ.
+_PATIENCE, _CLOCK_OFF = 2.0, 300.0
 #: A lease that expires within this time, in seconds, should have been renewed.
 _SOON = 600.0
+
+
+class EtcdWord(Struct, frozen=True, gc=False):
+    """What a server of etcd says besides: its clock and its health, which need no quorum.
+
+    ``ahead`` are the seconds that this host's clock is ahead of it.
+    """
+
+    url: str
+    ahead: float
+    is_healthy: bool
+    said: str
+
+
+def ask_etcd(told: Status) -> EtcdWord | None:
+    """Ask the first server of etcd that a problem names; None without one, or without an answer.
+
+    Nothing secret is sent, so that a certificate that is not valid by this clock does no harm.
+    """
+    store = known(told.store)
+    problem = (known(store.problem) or "") if store else ""
+    found = re.search(r"(https?)://([^\s/()]+:\d+)", problem)
+    if not found or not problem.startswith("etcd "):
+        return None
+    import ssl  # on a healthy node none of these is needed
+    from email.utils import parsedate_to_datetime
+    from http.client import HTTPConnection, HTTPException, HTTPSConnection
+
+    scheme, server = found.groups()
+    anyone = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    anyone.check_hostname, anyone.verify_mode = False, ssl.CERT_NONE
+    secure = HTTPSConnection(server, timeout=_PATIENCE, context=anyone)
+    connection = secure if scheme == "https" else HTTPConnection(server, timeout=_PATIENCE)
+    try:
+        with closing(connection):
+            connection.request("GET", "/health")
+            answer = connection.getresponse()
+            ahead = wall() - parsedate_to_datetime(answer.headers.get("Date", "")).timestamp()
+            said = answer.read(200).decode(errors="replace").strip()
+            return EtcdWord(found[0], ahead, answer.status == 200, said)
+    except (OSError, HTTPException, ValueError):
+        return None
 
 
 # ---- C: news of the peers -----------------------------------------------------------------------
@@ -97,6 +147,15 @@ def clock(facts: Facts) -> Iterator[Finding]:
             Advice("see timedatectl timesync-status"),
             severity=Severity.HINT,
         )
+    word = facts.etcd
+    if word and abs(word.ahead) > _CLOCK_OFF:
+        way = "ahead of" if word.ahead > 0 else "behind"
+        yield Finding(
+            f"this host's clock is {abs(word.ahead) / 3600:.1f} h {way} etcd's",
+            f"by the date in the answer of {word.url}",
+            "certificates are not valid yet, or have expired, by a wrong clock",
+            Advice("set the clock of the one that is wrong: timedatectl set-ntp true"),
+        )
 
 
 # ---- I: the store -------------------------------------------------------------------------------
@@ -107,11 +166,13 @@ def store(facts: Facts) -> Iterator[Finding]:
     told = known(facts.status.store)
     problem = known(told.problem) if told else None
     if told and problem:
+        sick = facts.etcd if facts.etcd and not facts.etcd.is_healthy else None
+        remedy = remedy_for("no leader") if sick else known(told.remedy)
         yield Finding(
             problem,
-            told.name,
+            f"{sick.url}/health: {sick.said}" if sick else told.name,
             "changes of peers are not seen, and our lease is not renewed; existing routes stay",
-            Advice(known(told.remedy) or "see the log of the store"),
+            Advice(remedy or "see the log of the store"),
         )
     for why in facts.unknown:
         if why.part is SourcePart.STORE and why.failed:

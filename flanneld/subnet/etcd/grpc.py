@@ -24,7 +24,15 @@ from flanneld.subnet.etcd.endpoints import EtcdOptions, Server, Servers
 from flanneld.subnet.etcd.http import ServerFailed
 from flanneld.subnet.etcd.keys import NoSuchApi
 from flanneld.subnet.etcd.protobuf import METHODS, MalformedProtobuf, decode, encode
-from flanneld.subnet.etcd.transport import NO_SERVER, NO_TLS, EtcdTimeouts, Failover, server_failed
+from flanneld.subnet.etcd.transport import (
+    NO_NAME,
+    NO_SERVER,
+    NO_TLS,
+    OUTDATED,
+    EtcdTimeouts,
+    Failover,
+    server_failed,
+)
 from flanneld.subnet.etcd.v3_messages import CallServer, GatewayMessage
 
 # Set before the import: grpc would write to our log in its own format, and install fork handlers.
@@ -68,8 +76,10 @@ _TROUBLES = (
     ("connection refused", "connection refused", NO_SERVER),
     ("no route to host", "no route to host", NO_SERVER),
     ("network is unreachable", "network is unreachable", NO_SERVER),
-    ("resolving", "its name cannot be resolved", NO_SERVER),
-    ("resolution", "its name cannot be resolved", NO_SERVER),
+    ("resolving", "its name cannot be resolved", NO_NAME),
+    ("resolution", "its name cannot be resolved", NO_NAME),
+    ("certificate has expired", "certificate verify failed: certificate has expired", OUTDATED),
+    ("not yet valid", "certificate verify failed: certificate is not yet valid", OUTDATED),
     ("certificate_verify_failed", "certificate verify failed", NO_TLS),
     ("hostname verification", "certificate verify failed: it is for another name", NO_TLS),
     ("failed parsing http/2", _SPEAKS_NOT, NO_SERVER),

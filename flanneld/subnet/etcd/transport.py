@@ -40,7 +40,11 @@ A_co = TypeVar("A_co", covariant=True)
 Send = Callable[[Request], Answer]
 
 NO_SERVER = "check that etcd runs there and that -etcd-endpoints is right"
+NO_NAME = "check the name in -etcd-endpoints, and this host's resolver: getent hosts NAME"
 NO_TLS = "check https in -etcd-endpoints, and -etcd-cafile"
+OUTDATED = "see whether this host's clock is right (date -u); if it is, have etcd's certificate renewed"
+#: OpenSSL's codes of certificates that are not valid yet, or no longer (X509_V_ERR_CERT_*).
+_OUTDATED = frozenset({9, 10})
 _NO_CERTIFICATE = "check https in -etcd-endpoints, and that etcd there accepts -etcd-certfile"
 
 
@@ -240,7 +244,8 @@ def failing_after(timeout: float, server: Server) -> Iterator[None]:
     try:
         yield
     except Unreachable as error:
-        raise ServerFailed(str(error), NO_SERVER, sent=False) from None
+        remedy = NO_NAME if str(error).startswith("its name") else NO_SERVER
+        raise ServerFailed(str(error), remedy, sent=False) from None
     except (HTTPException, OSError) as error:
         raise server_failed(error, timeout, server) from None
 
@@ -267,7 +272,8 @@ def server_failed(error: Exception, timeout: float, server: Server) -> ServerFai
             f"no answer within {timeout:g} s", "see whether etcd there is overloaded or cut off"
         )
     if isinstance(error, ssl.SSLError) and "ALERT" not in (error.reason or "ALERT"):
-        return ServerFailed(ssl_text(error), NO_TLS)
+        code = getattr(error, "verify_code", 0)
+        return ServerFailed(ssl_text(error), OUTDATED if code in _OUTDATED else NO_TLS)
     if server.scheme == "https":
         # The alert about our certificate may get lost when the connection ends, so both cases share a text.
         return ServerFailed("it broke the TLS connection", _NO_CERTIFICATE)

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from flanneld.errors import Retryable
 from flanneld.subnet.etcd import keys
-from flanneld.subnet.etcd.http import NO_ACCESS, Answer, ServerFailed, json_object, not_etcd
+from flanneld.subnet.etcd.http import NO_ACCESS, Answer, ServerFailed, json_object, not_etcd, remedy_for
 from flanneld.subnet.etcd.keys import Conflict, KeyReply, NoSuchApi, NotFound, Position, StoredKey
 from flanneld.subnet.list_watch import RelistNeeded
 
@@ -35,9 +35,7 @@ def read(answer: Answer) -> KeyReply:
         return listed
     body = _decode(answer)
     if answer.status >= 500:
-        raise ServerFailed(
-            f"HTTP {answer.status}, {_text(body)}", "see the log of etcd; it may have no leader"
-        )
+        raise ServerFailed(f"HTTP {answer.status}, {_text(body)}", remedy_for(_text(body)))
     if answer.status not in (200, 201):
         raise _refusal(answer, body)
     try:
@@ -151,7 +149,8 @@ def _refusal(answer: Answer, body: Mapping[str, Any]) -> Exception:
     if code in _HISTORY_GONE:
         return RelistNeeded("etcd has compacted its history since")
     if isinstance(code, int):
-        return Retryable(f"etcd at {answer.server} refuses: {_text(body)} (error {code})", "see etcd's log")
+        text = _text(body)
+        return Retryable(f"etcd at {answer.server} refuses: {text} (error {code})", remedy_for(text))
     return ServerFailed(f"HTTP {answer.status}, {_text(body)}")
 
 

@@ -15,7 +15,15 @@ import msgspec
 from msgspec import Meta, Struct
 
 from flanneld.errors import Retryable
-from flanneld.subnet.etcd.http import NO_ACCESS, Answer, ServerFailed, json_object, not_etcd, parsed_object
+from flanneld.subnet.etcd.http import (
+    NO_ACCESS,
+    Answer,
+    ServerFailed,
+    json_object,
+    not_etcd,
+    parsed_object,
+    remedy_for,
+)
 from flanneld.subnet.etcd.keys import Position, StoredKey, check_history
 from flanneld.subnet.list_watch import RelistNeeded
 
@@ -151,7 +159,7 @@ def read(answer: Answer) -> GatewayMessage:
             "set -etcd-certfile to one without, as etcd's guide to role-based access says",
         )
     if answer.status >= 500:
-        raise ServerFailed(f"HTTP {answer.status}", "see the log of etcd; it may have no leader")
+        raise ServerFailed(f"HTTP {answer.status}", remedy_for(""))
     if answer.status in (401, 403):
         raise Retryable(f"etcd at {answer.server} refuses access (HTTP {answer.status})", NO_ACCESS)
     raise not_etcd(answer)
@@ -171,9 +179,9 @@ def refusal(server: str, body: Mapping[str, Any], status: int) -> Exception:
     if code == _NOT_FOUND:
         return LeaseGone(f"etcd at {server} refuses: {text}")
     if code in (_CANCELLED, _DEADLINE_EXCEEDED, _UNAVAILABLE) or status >= 500:
-        return ServerFailed(text, "see the log of etcd; it may have no leader")
+        return ServerFailed(text, remedy_for(text))
     if isinstance(code, int):
-        return Retryable(f"etcd at {server} refuses: {text} (error {code})", "see etcd's log")
+        return Retryable(f"etcd at {server} refuses: {text} (error {code})", remedy_for(text))
     return ServerFailed(f"HTTP {status}, {text}")
 
 

@@ -23,6 +23,7 @@ from flanneld.ctl.checks.encryption import CharonState
 from flanneld.ctl.checks.kernel import NEW_MAC
 from flanneld.ctl.checks.packets import Drop, Translation
 from flanneld.ctl.checks.stale_objects import CniFile, LeftRules
+from flanneld.ctl.checks.store import EtcdWord, ask_etcd
 from flanneld.ctl.compare import Comparison, Difference, Outside, ShadowingRoute
 from flanneld.ctl.doctor import CHECKS, as_json, examine, report, verdict
 from flanneld.ctl.facts import Facts, LackingFeature
@@ -35,6 +36,7 @@ from flanneld.network import host_settings
 from flanneld.network.rtnetlink.links import SeenLink
 from flanneld.state.resources import ForeignLink, Resource, Route, Vxlan
 from flanneld.subnet.subnet_file import Previous
+from tests.local_etcd import answering, server
 from tests.unit.ctl.documents import object_of, status_of
 
 NOW = 1_000_000.0
@@ -270,8 +272,15 @@ CASES: dict[str, list[Facts]] = {
         told(lambda d: d["lease"].update(expires=NOW - 1)),
         told(lambda d: d["lease"].update(expires=NOW + 60)),
     ],
-    "clock": [replace(WELL, clock_is_synchronised=False)],
+    "clock": [
+        replace(WELL, clock_is_synchronised=False),
+        *(replace(WELL, etcd=EtcdWord("https://etcd:2379", off, True, "")) for off in (7200.0, -7200.0)),
+    ],
     "store": [
+        replace(
+            told(lambda d: d["store"].update(problem="etcd does not answer")),
+            etcd=EtcdWord("http://etcd:2379", 1.0, False, '{"health":"false","reason":"RAFT NO LEADER"}'),
+        ),
         told(lambda d: d["store"].update(problem="etcd does not answer", remedy="see that it runs")),
         replace(WELL, unknown=(Unknown(SourcePart.STORE, "etcd does not answer"),)),
     ],
@@ -759,6 +768,17 @@ def test_leases_that_share_a_mac_are_named_once() -> None:
     document["peers"] = [{**first, "conflicts": ["10.5.3.0/24"]}, clone]
     ((_, finding),) = examine(replace(WELL, status=status_of(document)))
     assert finding.problem == "10.5.2.0/24 shares the MAC of 10.5.3.0/24"
+
+
+def test_etcd_that_has_another_clock_tells_its_own() -> None:
+    date = b"Date: Tue, 24 Nov 2015 00:00:00 GMT"
+    with server(answering(b"HTTP/1.1 503 No\r\n" + date + b"\r\nContent-Length: 2\r\n\r\nno")) as url:
+        problem = f"etcd does not answer ({url}: certificate verify failed: certificate is not yet valid)"
+        word = ask_etcd(told(lambda d: d["store"].update(problem=problem)).status)
+        assert word
+        assert (word.url, word.is_healthy, word.said) == (url, False, "no")
+        assert word.ahead > 86400
+    assert ask_etcd(told(lambda d: d["store"].update(problem="etcd does not answer")).status) is None
 
 
 HOSTILE = "$(reboot) `reboot`; reboot"

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import ssl
 import subprocess
 from base64 import b64encode
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from flanneld.model import LeaseAttrs
 from flanneld.subnet.etcd.api_choice import open_client, open_etcd
 from flanneld.subnet.etcd.endpoints import EtcdOptions, Servers
 from flanneld.subnet.etcd.keys import KeyChanges, KeyClient, NoSuchApi, Position
-from flanneld.subnet.etcd.transport import EtcdTimeouts
+from flanneld.subnet.etcd.transport import EtcdTimeouts, server_failed
 from tests.etcd_clients import transport_of
 from tests.lab.etcd_v3 import V3Keys
 from tests.local_etcd import NEWER, LocalEtcd, Relay, free_port, make_certificates, running_etcd, server
@@ -98,6 +99,17 @@ def test_tls_failures_are_explained(
         client(api, tls_etcd.url.replace("https", "http")).fetch("/key")
     with pytest.raises(Retryable, match="https"):
         client(api, etcd.url.replace("http", "https"), **files(certificates, "client")).fetch("/key")
+
+
+@pytest.mark.parametrize(("code", "words"), [(10, "certificate has expired"), (9, "not yet valid")])
+def test_certificate_out_of_its_time_is_named(certificates: Path, code: int, words: str) -> None:
+    """The clock of this host may be the cause, so it is named first."""
+    error = ssl.SSLCertVerificationError(1, "certificate verify failed")
+    error.reason, error.verify_message, error.verify_code = "CERTIFICATE_VERIFY_FAILED", words, code
+    (told,) = Servers(EtcdOptions(("https://127.0.0.1:1",), cafile=str(certificates / "ca.crt"))).in_turn()
+    failure = server_failed(error, 1.0, told)
+    assert failure.problem == f"certificate verify failed: {words}"
+    assert "date -u" in failure.remedy
 
 
 def test_tls_files_that_cannot_be_used_are_named(certificates: Path, tmp_path: Path) -> None:
