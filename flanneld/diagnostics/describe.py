@@ -287,4 +287,4 @@ def _end(of: Lease) -> float | None:
 
 def _macs(of: Lease) -> tuple[str, ...]:
     data = [of.attrs.data(family) for family in FAMILIES]
-    return tuple(str(each["VtepMAC"]) for each in data if isinstance(each, dict) and "VtepMAC" in each)
+    return tuple(shown(str(each["VtepMAC"])) for each in data if isinstance(each, dict) and "VtepMAC" in each)

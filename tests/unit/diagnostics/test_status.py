@@ -7,7 +7,7 @@ from ipaddress import IPv4Network
 
 import pytest
 
-from flanneld.diagnostics.describe import peers_of
+from flanneld.diagnostics.describe import peers_of, states
 from flanneld.diagnostics.status import PeerStatus, encoded, known
 from flanneld.model import Lease, LeaseAttrs
 from flanneld.reconcile.peers import Refusal, View
@@ -33,3 +33,16 @@ def test_vni_of_a_lease_is_told_if_it_is_a_number(vni: object, vnis: list[int]) 
     lease = Lease(LeaseAttrs(backend_data={"VNI": vni}), IPv4Network("10.5.2.0/24"))
     (peer,) = peers_of(View([lease], {}, {}, {}, {}, synced=True), {})
     assert list(peer.vnis) == vnis
+
+
+def test_texts_of_a_lease_are_bounded_and_escaped_in_status_metrics_and_log() -> None:
+    word = "\u202e" + "x" * 1_000_000
+    told = "\\u202e" + "x" * 199 + "... and 999801 more"
+    data = {"VNI": 1, "VtepMAC": word, "PublicKey": word}
+    lease = Lease(LeaseAttrs(backend_type=word, backend_data=data), IPv4Network("10.5.2.0/24"))
+    view = View([lease], {}, {}, {}, {}, synced=True)
+    (peer,) = peers_of(view, {})
+    assert (peer.backend, peer.macs) == (told, (told,))
+    assert [backend for backend, _ in states(view, {})] == [told]
+    assert len(encoded(peer)) < 1000
+    assert len(str(lease.attrs)) < 1000

@@ -17,14 +17,17 @@ import pytest
 from msgspec import structs
 
 from flanneld.errors import Fatal, NoAnswer, Refused, Retryable
+from flanneld.lease_server import LeaseService
 from flanneld.model import LeaseAttrs, LeaseKey, name_of
 from flanneld.option_values import RemoteServer
+from flanneld.options import read
 from flanneld.runtime import clock
+from flanneld.runtime.supervisor import Supervisor
 from flanneld.subnet.embedded.store import store_of
 from flanneld.subnet.embedded.tokens import Tokens, fingerprint_of_pem
 from flanneld.subnet.remote import wire
 from flanneld.subnet.remote.store import RemoteOptions, RemoteStore
-from flanneld.subnet.remote.tls import TlsFiles, client_context, identity_context, server_context
+from flanneld.subnet.remote.tls import TlsFiles, client_context, identity_context
 from flanneld.subnet.remote.token import Caller, Denied, JoinToken, owner_of, parse_token
 from flanneld.subnet.remote.wire import SECRET, Acquisition, Reservation
 from tests.clock import Clock
@@ -281,22 +284,36 @@ def test_no_secret_is_made_or_sent_without_a_token(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
-def test_server_with_tokens_speaks_tls_1_3_only(guarded: Guarded, version: ssl.TLSVersion) -> None:
+@pytest.mark.parametrize(("with_tokens", "with_files"), [(True, False), (True, True), (False, True)])
+def test_server_with_tokens_speaks_tls_1_3_only(
+    guarded: Guarded, with_files: bool, with_tokens: bool
+) -> None:
+    """Go flannel 0.6.2, whose clients may have certificates, speaks 1.2."""
     path = guarded.folder / "identity.pem"
     path.write_text(guarded.tokens.identity())
-    own = server_context(TlsFiles(str(path), str(path)), with_tokens=True)
-    with closing(Running(guarded.server.place, tls=own)) as with_files:
-        for server in (guarded.server, with_files):
-            tls = client_context(TlsFiles(), is_pinned=True)
-            assert tls is not None
-            tls.minimum_version, tls.maximum_version = ssl.TLSVersion.TLSv1_2, version
-            with socket.create_connection(("127.0.0.1", server.port), 10) as plain:
-                if version is ssl.TLSVersion.TLSv1_3:
-                    assert tls.wrap_socket(plain).version() == "TLSv1.3"
-                else:
-                    with pytest.raises(ssl.SSLError):
-                        tls.wrap_socket(plain)
+    words = ["-listen=127.0.0.1:0", f"-store={guarded.folder}/leases.db"]
+    words += ["-require-token"] if with_tokens else []
+    if with_files:
+        words += [f"-remote-certfile={path}", f"-remote-keyfile={path}"]
+    place = guarded.server.place
+    assert isinstance(place, LocalFile)
+    service = LeaseService(read(words, {}), {}, Supervisor(), place.keystore)
+    service.close()
+    with closing(Running(place, tls=service.server.tls)) as server:
+        assert handshake(server.port, ssl.TLSVersion.TLSv1_3) == "TLSv1.3"
+        assert handshake(server.port, ssl.TLSVersion.TLSv1_2) == ("" if with_tokens else "TLSv1.2")
+
+
+def handshake(port: int, most: ssl.TLSVersion) -> str:
+    """Return the version of TLS to which a client with at most this one comes; empty if to none."""
+    tls = client_context(TlsFiles(), is_pinned=True)
+    assert tls is not None
+    tls.minimum_version, tls.maximum_version = ssl.TLSVersion.TLSv1_2, most
+    with socket.create_connection(("127.0.0.1", port), 10) as plain:
+        try:
+            return tls.wrap_socket(plain).version() or ""
+        except ssl.SSLError:
+            return ""
 
 
 def test_no_log_and_no_text_shows_a_token(guarded: Guarded, caplog: pytest.LogCaptureFixture) -> None:
