@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from flanneld.compat import json as gojson
 from flanneld.compat.json import Fields, GoJsonError
-from flanneld.errors import Retryable
+from flanneld.errors import Retryable, shown
 from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork, family_of
 
 #: Backend type if "Backend" is missing. Upstream's guide says vxlan, its code has always said udp.
@@ -94,7 +94,7 @@ def unread_keys(config: Config) -> Iterator[str]:
     for place, each in (("Backend", config), ("Backend.Also", config.also)):
         for key, nearest in each.backend.unread() if each else ():
             hint = f"; did you mean {nearest}?" if nearest else ""
-            yield f"Unknown key {key} in {place} of the network config{hint}"
+            yield f"Unknown key {shown(key)} in {place} of the network config{hint}"
 
 
 def say_the_same(one: str, other: str) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Hashable
 from itertools import islice
 from typing import Generic, TypeVar
 
-from flanneld.errors import Retryable, remembered
+from flanneld.errors import Retryable, remembered, shown
 from flanneld.runtime import clock
 
 Item = TypeVar("Item")
@@ -149,7 +149,7 @@ class BatchedWarnings(LogBatch[tuple[str, str]]):
         with self._lock:
             if self._known.get(key) != hash(text):
                 self._known[key] = hash(text)
-                self.add((key, text), key)
+                self.add((shown(key), text), key)
 
     def clear(self, key: str) -> None:
         """Forget the warning about a key, whose cause is gone."""

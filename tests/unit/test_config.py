@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flanneld.config import Config, ConfigError, SubnetRange, parse, say_the_same
+from flanneld.config import Config, ConfigError, SubnetRange, parse, say_the_same, unread_keys
 from flanneld.model import Family
 
 FAMILY_KEYS = ["Network", "SubnetLen", "SubnetMin", "SubnetMax", "Networks"]
@@ -340,3 +340,8 @@ def test_configs_are_equal_if_their_texts_are() -> None:
     one, other = parse('{"Network": "10.3.0.0/16"}'), parse('{"Network": "10.4.0.0/16"}')
     assert one != other
     assert one != '{"Network": "10.3.0.0/16"}'
+
+
+def test_unread_key_of_a_backend_is_bounded_and_escaped() -> None:
+    (sentence,) = unread_keys(config(Network="10.5.0.0/16", Backend={"\u202e" + "x" * 100_000: 1}))
+    assert sentence == f"Unknown key \\u202e{'x' * 199}... and 99801 more in Backend of the network config"

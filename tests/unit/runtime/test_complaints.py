@@ -127,6 +127,14 @@ def test_a_few_get_a_line_each_and_each_only_once(
     assert caplog.messages == ["Ignoring /0: no JSON", "Ignoring /1: no JSON"]
 
 
+def test_key_of_others_is_bounded_and_escaped(
+    complaints: BatchedWarnings, caplog: pytest.LogCaptureFixture
+) -> None:
+    complaints.note("\u202e" + "x" * 1_000_000, "no JSON")
+    complaints.flush()
+    assert caplog.messages == [f"Ignoring \\u202e{'x' * 199}... and 999801 more: no JSON"]
+
+
 def test_many_are_one_line_with_a_count_and_stay_one(
     complaints: BatchedWarnings, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
