@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
+
+from msgspec import Struct
 
 from flanneld.compat.glog import counted
 from flanneld.ctl.checks import cluster, containers, encryption, host, kernel, packets, stale_objects, store
 from flanneld.ctl.facts import Facts
 from flanneld.ctl.findings import THEMES, Check, Finding, Fix, Severity
 from flanneld.ctl.output import TextTable
+from flanneld.ctl.source import DataSource
+from flanneld.errors import Retryable
+from flanneld.runtime.command import CommandRunner
+from flanneld.runtime.shell import Command
 
 #: The modules of checks. Of one theme, the checks and findings of the first come first.
 _MODULES = (store, containers, encryption, host, kernel, cluster, packets, stale_objects)
@@ -21,6 +28,8 @@ CHECKS = tuple(
         key=lambda each: each.theme,
     )
 )
+#: Seconds for one command of a fix: a restart of the daemon waits for its start.
+_FIX_TIME = 90.0
 #: Checks that see effects: what another check finds may be the cause.
 _SYMPTOMS = frozenset({"tunnel", "probes", "port", "ready", "missing", "refused", "stale", "silent nodes"})
 #: Checks whose finding may name the subnet of a silent peer, and those that count the silent ones.
@@ -75,9 +84,66 @@ def _ranked(found: list[tuple[Check, Finding]]) -> list[tuple[Check, Finding]]:
     return sorted(found, key=lambda each: (each[1].severity is Severity.HINT, _RANKS.get(each[0].name, 0)))
 
 
+def fixes(findings: list[tuple[Check, Finding]]) -> list[tuple[Command, ...]]:
+    """Return the commands of each problem with a fix, each once; hints may be intended (pure)."""
+    found = (finding for _, finding in findings if finding.severity is Severity.PROBLEM)
+    return list(dict.fromkeys(each.remedy.commands for each in found if isinstance(each.remedy, Fix)))
+
+
+def run_fixes(chosen: Iterable[tuple[Command, ...]]) -> list[tuple[Command, str]]:
+    """Run the commands of each fix up to the first that fails. Return them, each with its failure."""
+    runner, ran = CommandRunner(threading.Event()), []
+    for commands in chosen:
+        for each in commands:
+            try:
+                done = runner.run(each, timeout=_FIX_TIME)
+                failure = done.errors.strip() or f"status {done.status}" if done.status else ""
+            except Retryable as error:
+                failure = str(error)
+            ran.append((each, failure))
+            if failure:
+                break
+    return ran
+
+
 def has_problem(findings: list[tuple[Check, Finding]]) -> bool:
     """Return True unless there is nothing worse than a hint."""
     return any(finding.severity is Severity.PROBLEM for _, finding in findings)
+
+
+class Report(Struct, frozen=True):
+    """Findings, what is not known, and the checks beside those of this host (``more``)."""
+
+    findings: list[tuple[Check, Finding]]
+    unknown: Sequence[object] = ()
+    more: Sequence[Check] = ()
+
+    @classmethod
+    def of(cls, source: DataSource, *, is_cluster: bool) -> Report:
+        """Examine this host, and the cluster if asked to. Raises ``OSError``."""
+        from flanneld.ctl.facts import gather
+
+        facts = gather(source)
+        if not is_cluster:
+            return cls(examine(facts), facts.unknown)
+        from flanneld.ctl import nodes
+
+        nodes_seen, found = nodes.examine(source)
+        unknown = [*facts.unknown, *nodes.unanswered(nodes_seen, source)]
+        return cls(with_cluster(examine(facts), found), unknown, cluster.CLUSTER_CHECKS)
+
+    @property
+    def is_wrong(self) -> bool:
+        """Return True unless there is nothing worse than a hint."""
+        return has_problem(self.findings)
+
+    def tables(self) -> list[TextTable]:
+        """Return the findings for a terminal."""
+        return report(self.findings, self.unknown, self.more)
+
+    def plain(self) -> dict[str, Any]:
+        """Return the findings as JSON."""
+        return as_json(self.findings, self.unknown, self.more)
 
 
 def report(

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import re
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,13 +17,14 @@ from functools import partial
 from ipaddress import ip_address
 from itertools import pairwise, zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from msgspec import Struct
 from msgspec.structs import asdict
 
 from flanneld import __version__, options
 from flanneld.compat.flags import quoted
+from flanneld.compat.glog import counted
 from flanneld.ctl import output, store_commands, views
 from flanneld.ctl.output import TextTable
 from flanneld.ctl.source import DataSource, find_source
@@ -30,13 +32,12 @@ from flanneld.diagnostics.status import NotUnderstood, known
 from flanneld.errors import FlannelError, cause_of
 from flanneld.runtime import clock
 
-if TYPE_CHECKING:
-    from flanneld.ctl.findings import Check
-
 #: Allocations between two collections of reference cycles.
 _GARBAGE = 1_000_000
 #: Seconds between two queries of ``--watch``.
 _WATCH_EVERY = 2.0
+#: Seconds within which the fixes of the doctor take effect.
+_HEALED_WITHIN = 15.0
 FINE, PROBLEMS, USAGE, NO_DAEMON = 0, 1, 2, 3
 
 #: Tables for people, a function that returns the value for JSON, and True if something is wrong.
@@ -117,7 +118,8 @@ class Answered(Struct, frozen=True):
 
 
 def _ask(arguments: argparse.Namespace, flags: Sequence[str], environ: Mapping[str, str]) -> Answered:
-    source = find_source(flags, environ, arguments.socket)
+    arguments.find = partial(find_source, flags, environ, arguments.socket)
+    source = arguments.find()
     shown, plain, wrong = COMMANDS[arguments.command](source, arguments)
     return Answered(shown, plain, wrong or not source.is_understood, source.origin == "daemon")
 
@@ -162,7 +164,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return flannelctl's arguments and the flags of flanneld. Raises ``UsageError``."""
     parser = command_line()
     # Not set_defaults: it changes the actions that the commands' parsers share, which then reset the values.
-    defaults = argparse.Namespace(socket="", watch=None)
+    defaults = argparse.Namespace(socket="", watch=None, output="table")
     arguments, flags = parser.parse_known_args([*_in_long_form(argv)], defaults)
     # Go's flags end at the first word that is no flag; all words after it would be ignored.
     if flags and not flags[0].startswith("-"):
@@ -234,6 +236,12 @@ def command_line() -> argparse.ArgumentParser:
             command.add_argument("file", nargs="?", default="", metavar="FILE", help="the archive to write")
         if name == "doctor":
             command.add_argument("--cluster", action="store_true", help="ask all nodes, too")
+            command.add_argument(
+                "--fix", action="store_true", help="run the fixes of problems, and check again"
+            )
+            command.add_argument(
+                "--yes", action="count", default=0, help="do not ask before the fixes are run"
+            )
         if name == "trace":
             command.add_argument("address", type=ip_address, metavar="IP")
         if name == "graph":
@@ -348,23 +356,32 @@ def _trace(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
 
 
 def _doctor(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
-    from flanneld.ctl.doctor import as_json, examine, has_problem, report, with_cluster
-    from flanneld.ctl.facts import gather
+    from flanneld.ctl.doctor import Report, fixes, run_fixes
 
-    facts = gather(source)
-    findings = examine(facts)
-    more: tuple[Check, ...] = ()
-    unknown: list[object] = [*facts.unknown]
-    if getattr(arguments, "cluster", False):
-        from flanneld.ctl import nodes
-        from flanneld.ctl.checks.cluster import CLUSTER_CHECKS
-
-        cluster, found = nodes.examine(source)
-        findings = with_cluster(findings, found)
-        more = CLUSTER_CHECKS
-        unknown += nodes.unanswered(cluster, source)
-    plain = partial(as_json, findings, unknown, more)
-    return report(findings, unknown, more), plain, has_problem(findings)
+    is_cluster, is_json = getattr(arguments, "cluster", False), arguments.output == "json"
+    first = Report.of(source, is_cluster=is_cluster)
+    chosen = fixes(first.findings) if getattr(arguments, "fix", False) else []
+    if not chosen:
+        return first.tables(), first.plain, first.is_wrong
+    if not is_json:
+        output.show(first.tables())
+    number = counted(sum(map(len, chosen)), "command")
+    try:
+        store_commands.ask(f"Run {number}, those after fix of each PROBLEM?", arguments)
+    except FlannelError as refusal:
+        sys.stderr.write(f"flannelctl: {refusal}\n")
+        return [], first.plain, True
+    ran = run_fixes(chosen)
+    # The daemon may still be repairing, or starting.
+    again = output.until_good(
+        lambda: Report.of(arguments.find(), is_cluster=is_cluster),
+        lambda report: not report.is_wrong,
+        _HEALED_WITHIN,
+    )
+    rows = [("failed" if why else "ran", shlex.join(each), why) for each, why in ran]
+    told = [{"command": each, "failure": why} for each, why in ran]
+    is_wrong = again.is_wrong or any(why for _, why in ran)
+    return [TextTable((), rows), *again.tables()], lambda: {"ran": told, **again.plain()}, is_wrong
 
 
 def _nodes(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
@@ -431,7 +448,7 @@ def _version(source: DataSource, _arguments: argparse.Namespace) -> CommandAnswe
 
 
 def _is_wide(arguments: argparse.Namespace) -> bool:
-    return getattr(arguments, "output", "table") == "wide"
+    return bool(arguments.output == "wide")
 
 
 def _noted(

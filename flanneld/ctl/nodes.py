@@ -128,9 +128,9 @@ def port_of(source: DataSource) -> int:
     return known(source.status.answer_port) or source.options.answer_port or DEFAULT_PORT
 
 
-def answer_remedy(port: int) -> str:
+def answer_remedy(port: int, where: str = "there") -> str:
     """Return what lets a daemon answer queries."""
-    remedy = f"start flanneld there with -answer-port={port}, and let UDP {port} in"
+    remedy = f"start flanneld {where} with -answer-port={port}, and let UDP {port} in"
     return f"{remedy} (Go's daemon answers no queries)"
 
 
@@ -337,12 +337,16 @@ def _more(node: ClusterNode) -> list[str]:
 
 
 def unanswered(cluster: Cluster, source: DataSource) -> list[str]:
-    """Return one line about columns that stay empty for want of answers to queries, with the remedy."""
+    """Return one line about what is not known for want of answers to queries, here or there."""
     mute = sum(node.answers == "kernel" for node in cluster.nodes)
-    if not mute:
+    is_mute = source.status.answer_port == 0
+    if not (mute or is_mute):
         return []
-    missing = f"port, MTU, version and store of {counted(mute, 'node')}"
-    return [f"{missing}; {answer_remedy(port_of(source))}"]
+    missing = (
+        f"port, MTU, version and store of {counted(mute, 'node')}" if mute else "what this node tells others"
+    )
+    where = " and ".join(["there"] * bool(mute) + ["here"] * is_mute)
+    return [f"{missing}; {answer_remedy(port_of(source), where)}"]
 
 
 def plain(cluster: Cluster, found: list[Remark]) -> list[dict[str, Any]]:

@@ -316,6 +316,22 @@ def test_doctor_finds_host_problems_while_the_daemon_runs(lab: Lab) -> None:
     assert flannelctl(node, "doctor").returncode == 1
 
 
+def test_doctor_runs_the_fixes_that_it_shows_if_it_may(lab: Lab) -> None:
+    node, _ = settled(lab)
+    node.namespace.sysctl("net/ipv4/ip_forward", 0)
+    asked = flannelctl(node, "doctor", "--fix")
+    assert asked.returncode == 1
+    assert "fix       sysctl -w net.ipv4.ip_forward=1" in asked.stdout
+    assert asked.stderr.startswith(
+        "flannelctl: Run 1 command, those after fix of each PROBLEM; if so, give --yes"
+    )
+    assert "forwarding" in findings(node)
+    done = answer(node, "doctor", "--fix", "--yes")
+    assert done["ran"] == [{"command": ["sysctl", "-w", "net.ipv4.ip_forward=1"], "failure": ""}]
+    assert (done["verdict"].partition(",")[0], findings(node).get("forwarding")) == ("Healthy", None)
+    assert flannelctl(node, "doctor", "--fix").returncode == 0
+
+
 def test_a_store_that_is_away_is_seen(lab: Lab) -> None:
     node, _ = settled(lab)
     lab.etcd.stop()

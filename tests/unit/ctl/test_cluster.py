@@ -171,6 +171,18 @@ def test_nodes_without_answer_port_are_counted_with_the_remedy(
         assert "-answer-port=8471" in line
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, "what this node tells others; start flanneld here with -answer-port=8470,"),
+        ({**MUTE, "echo": Reply(0.001)}, "of 1 node; start flanneld there and here with -answer-port=8470,"),
+    ],
+)
+def test_own_daemon_without_answer_port_is_told_once(changes: dict[str, Any], said: str) -> None:
+    (line,) = commands.unanswered(cluster(**changes), DataSource("daemon", Status(answer_port=0)))
+    assert said in line
+
+
 def test_finding_names_few_of_many_nodes() -> None:
     nodes = tuple(node(number, **MUTE) for number in range(2, 102))
     ((_, finding),) = cluster_findings(remarks(Cluster(nodes, frozenset({OWN}), NOW)))

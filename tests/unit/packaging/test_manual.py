@@ -18,7 +18,7 @@ OWN = {
     "bundle": ["FILE"],
     "graph": ["--format"],
     "netcheck": ["PEER", "--container", "--count", "--size"],
-    "doctor": ["--cluster"],
+    "doctor": ["--cluster", "--fix", "--yes"],
     "config get": ["--name"],
     "config set": ["FILE", "--yes", "--name"],
     "lease list": ["--name"],
