@@ -1,9 +1,9 @@
 """Simulated clusters on the command line, by ``python -m tests.unit.simulation``.
 
 ``search`` troubles clusters with new seeds, or with those given, and says how to repeat one that is not well.
-``log STORE SEED`` tells the story of one. ``record FOLDER`` writes log and end state of clusters of each store.
-``compare BEFORE AFTER`` says what differs between two such folders, line by line.
-The seeds decide everything: where the code behaves as before, two folders are equal.
+``log STORE SEED`` tells the story of one. ``record FOLDER`` writes log and end state of clusters, and
+``compare BEFORE AFTER`` says what differs between two such folders, line by line. The seeds decide
+everything: where the code behaves as before, two folders are equal.
 """
 
 from __future__ import annotations

@@ -76,6 +76,10 @@ class SimulatedEtcd:
         self.history: list[Change] = []
         self.first = 1
         self.watchers: list[SimulatedWatcher] = []
+        #: Returns how many changes the next read lacks, as out of a replica that is behind.
+        self.age: Callable[[], int] = lambda: 0
+        #: Returns the seconds until a watch hears of a change.
+        self.delay: Callable[[], float] = lambda: world.random.uniform(0.001, self.faults.lag)
         self.put(f"{PREFIX}/config", json.dumps(config), None)
         self.compact()  # each backup has it
 
@@ -169,7 +173,7 @@ class SimulatedEtcd:
         for watcher in self.watchers:
             if watcher.concerns(change.node.key):
                 watcher.stream.tell(change)
-                watcher.hear(self.world.random.uniform(0.001, self.faults.lag))
+                watcher.hear(self.delay())
 
 
 class SimulatedClient:
@@ -200,7 +204,7 @@ class SimulatedClient:
 
     def fetch(self, key: str, *, recursive: bool = False) -> KeyReply:
         self.ask()
-        keys, at = self._etcd.keys, self._etcd.position()
+        keys, at = self._etcd.state_before(self._etcd.age())
         if recursive and self._chance(self._etcd.faults.stale):
             keys, at = self._etcd.state_before(self._etcd.changes_since(self._seen))
         if recursive:

@@ -52,6 +52,10 @@ class SimulatedApiServer:
         self.history: list[Event] = []
         self.first = 1
         self.streams: list[_Stream] = []
+        #: Returns how many changes the next list lacks, as out of a watch cache that is behind.
+        self.age: Callable[[], int] = lambda: 0
+        #: Returns the seconds until a watch hears of a change.
+        self.delay: Callable[[], float] = lambda: world.random.uniform(0.001, self.faults.lag)
 
     @property
     def version(self) -> int:
@@ -103,7 +107,7 @@ class SimulatedApiServer:
             stream.hear(0.0)
 
     def listed(self, selector: str, *, may_be_stale: bool) -> dict[str, Any]:
-        nodes, version = self.nodes, self.version
+        nodes, version = self._before(self.age())
         if may_be_stale and self.world.random.random() < self.faults.stale:
             nodes, version = self._before(self.world.random.randint(1, 5))
         desired = selector.partition("metadata.name=")[2]
@@ -125,7 +129,7 @@ class SimulatedApiServer:
         node = self.nodes[name] = {**node, "metadata": meta}
         self.history.append(Event(json.dumps({"type": kind, "object": node}).encode() + b"\n", name, before))
         for stream in self.streams:
-            stream.hear(self.world.random.uniform(0.001, self.faults.lag))
+            stream.hear(self.delay())
         return node
 
 
