@@ -23,10 +23,10 @@ from flanneld.subnet.embedded.store import KeyStore, open_file, write_config
 from flanneld.subnet.embedded.tokens import Tokens
 from flanneld.subnet.opening import etcd_options, remote_tls
 from flanneld.subnet.remote.change_log import ChangeLog
+from flanneld.subnet.remote.credentials import identity_context, server_context
 from flanneld.subnet.remote.leases import over_etcd, over_file
 from flanneld.subnet.remote.rest import RestApi
 from flanneld.subnet.remote.server import LeaseServer, open_listener
-from flanneld.subnet.remote.tls import identity_context, server_context
 from flanneld.subnet.store import LONGEST_SILENCE
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from flanneld.errors import Fatal, Retryable
 from flanneld.runtime import clock, randomness
 from flanneld.runtime.command import CommandRunner
 from flanneld.subnet.embedded.database import Database, fact, set_fact
-from flanneld.subnet.remote.token import (
+from flanneld.subnet.remote.credentials import (
     ANOTHER,
     Caller,
     Denied,

@@ -15,7 +15,7 @@ from flanneld.option_values import RemoteServer
 from flanneld.runtime.sockets.host_addresses import HostAddresses
 from flanneld.runtime.sockets.http_connection import HttpConnection
 from flanneld.runtime.sockets.interruptible import TooSlow, Unreachable
-from flanneld.subnet.remote.token import JoinToken, fingerprint_of
+from flanneld.subnet.remote.credentials import JoinToken, fingerprint_of
 from flanneld.subnet.remote.wire import INDEX, SECRET
 
 #: Seconds to connect, with the TLS handshake. Go flannel 0.6.2 waits 30; the next server may be up.

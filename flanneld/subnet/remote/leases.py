@@ -36,7 +36,7 @@ from flanneld.subnet.etcd.leases import node_address
 from flanneld.subnet.etcd.store import SUBNET_TTL, TRIES, EtcdStore
 from flanneld.subnet.etcd.transport import EtcdTimeouts, Transport
 from flanneld.subnet.remote.change_log import ChangeLog, expires_ns
-from flanneld.subnet.remote.token import ADMINISTRATOR, ANOTHER, Caller, Denied
+from flanneld.subnet.remote.credentials import ADMINISTRATOR, ANOTHER, Caller, Denied
 from flanneld.subnet.remote.wire import Acquisition, Reservation, WireLease
 from flanneld.subnet.store import LocalFacts
 

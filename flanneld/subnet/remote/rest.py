@@ -21,8 +21,8 @@ from flanneld.model import IPAddress, LeaseKey
 from flanneld.subnet.codec import parse_key
 from flanneld.subnet.remote import wire
 from flanneld.subnet.remote.change_log import ChangeLog, LogEntry, Wanted
+from flanneld.subnet.remote.credentials import ADMINISTRATOR, ANOTHER, Caller, Denied
 from flanneld.subnet.remote.leases import LeaseStore
-from flanneld.subnet.remote.token import ADMINISTRATOR, ANOTHER, Caller, Denied
 from flanneld.subnet.remote.wire import WireLease
 
 T = TypeVar("T")

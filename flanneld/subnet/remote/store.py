@@ -35,8 +35,7 @@ from flanneld.subnet.codec import format_key
 from flanneld.subnet.list_watch import Contact, ListWatch, PossibleGap, Watches
 from flanneld.subnet.remote import wire
 from flanneld.subnet.remote.connection import RemoteAnswer, RemoteConnection, RemoteServers, refused
-from flanneld.subnet.remote.tls import TlsFiles, client_context
-from flanneld.subnet.remote.token import JoinToken, parse_token
+from flanneld.subnet.remote.credentials import JoinToken, TlsFiles, client_context, parse_token
 from flanneld.subnet.remote.wire import Acquisition, Reservation, WatchResult, WireLease
 from flanneld.subnet.store import NO_FACTS, Deliver, LocalFacts
 

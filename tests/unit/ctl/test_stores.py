@@ -19,8 +19,8 @@ from flanneld.ctl.main import FINE, PROBLEMS, USAGE, run
 from flanneld.ctl.store_commands import consequences, read_options
 from flanneld.subnet.embedded.store import open_file
 from flanneld.subnet.etcd.keys import Conflict
+from flanneld.subnet.remote.credentials import parse_token
 from flanneld.subnet.remote.leases import over_file
-from flanneld.subnet.remote.token import parse_token
 from tests.local_etcd import LocalEtcd, running_etcd
 from tests.unit.subnet.remote.servers import CONFIG, ROOT, LocalFile, running_server
 

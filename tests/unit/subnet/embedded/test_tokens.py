@@ -26,9 +26,17 @@ from flanneld.runtime.supervisor import Supervisor
 from flanneld.subnet.embedded.store import store_of
 from flanneld.subnet.embedded.tokens import Tokens, fingerprint_of_pem
 from flanneld.subnet.remote import wire
+from flanneld.subnet.remote.credentials import (
+    Caller,
+    Denied,
+    JoinToken,
+    TlsFiles,
+    client_context,
+    identity_context,
+    owner_of,
+    parse_token,
+)
 from flanneld.subnet.remote.store import RemoteOptions, RemoteStore
-from flanneld.subnet.remote.tls import TlsFiles, client_context, identity_context
-from flanneld.subnet.remote.token import Caller, Denied, JoinToken, owner_of, parse_token
 from flanneld.subnet.remote.wire import SECRET, Acquisition, Reservation
 from tests.clock import Clock
 from tests.unit.subnet.remote.servers import CONFIG, ROOT, LocalFile, Running

@@ -18,11 +18,10 @@ from flanneld.subnet.etcd.endpoints import EtcdOptions
 from flanneld.subnet.etcd.keys import NotFound
 from flanneld.subnet.etcd.transport import EtcdTimeouts
 from flanneld.subnet.remote.change_log import ChangeLog
+from flanneld.subnet.remote.credentials import ADMINISTRATOR, Caller, TlsFiles, server_context
 from flanneld.subnet.remote.leases import over_etcd, over_file
 from flanneld.subnet.remote.rest import RestApi
 from flanneld.subnet.remote.server import LeaseServer, open_listener
-from flanneld.subnet.remote.tls import TlsFiles, server_context
-from flanneld.subnet.remote.token import ADMINISTRATOR, Caller
 from tests.local_etcd import LocalEtcd, free_port
 
 #: By number and name: method, target, body; status, headers and body of the answer if there was one.

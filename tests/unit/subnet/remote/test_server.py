@@ -24,11 +24,10 @@ from flanneld.option_values import RemoteServer
 from flanneld.subnet.codec import format_key
 from flanneld.subnet.etcd.endpoints import EtcdOptions
 from flanneld.subnet.remote import server as http_server
+from flanneld.subnet.remote.credentials import Caller, Denied, TlsFiles, client_context, server_context
 from flanneld.subnet.remote.leases import over_etcd
 from flanneld.subnet.remote.server import open_listener
 from flanneld.subnet.remote.store import RemoteOptions, RemoteStore
-from flanneld.subnet.remote.tls import TlsFiles, client_context, server_context
-from flanneld.subnet.remote.token import Caller, Denied
 from flanneld.subnet.remote.wire import Acquisition
 from flanneld.subnet.store import LocalFacts
 from tests.lab.wait import wait_for

@@ -1,14 +1,103 @@
-"""TLS of the server and of its clients, from the flags ``-remote-*``."""
+"""Credentials of both sides: join tokens, rights of a request, and TLS from the flags ``-remote-*``.
+
+A token says who may join. The secret of a node says whose lease it is: the store keeps its hash.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import os
+import re
 import ssl
 from pathlib import Path
 
 from msgspec import Struct
 
-from flanneld.errors import Fatal
+from flanneld.errors import Fatal, FlannelError, Refused
+
+_TOKEN = re.compile(r"fl1-([0-9a-f]{8})-([0-9]{1,12})-([0-9a-f]{64})-([0-9a-f]{64})")
+#: Remedy for an unusable token.
+ANOTHER = "make another: flannelctl token create"
+_BEARER = re.compile(r"Bearer ([0-9a-f]{8})-([0-9]{1,12})-([0-9a-f]{64})")
+
+
+class Caller(Struct, frozen=True, gc=False):
+    """Rights of a request. ``may_join`` permits a new lease.
+
+    ``owner`` is the hash of its node's secret, empty without one. It is None for those who may change every
+    lease: an administrator, and each client of a server without tokens.
+    """
+
+    may_join: bool = True
+    owner: str | None = None
+
+
+ADMINISTRATOR = Caller()
+
+
+class Denied(FlannelError):
+    """Error for a request without a token, or with one that does not permit it."""
+
+
+class JoinToken(Struct, frozen=True, gc=False):
+    """Join token. It is valid for joins until ``ends``, in seconds of Unix time.
+
+    ``code`` is the HMAC-SHA256 of id and end under the server's secret, ``fingerprint`` the SHA-256 of the
+    server's certificate; both are in hexadecimal digits.
+    """
+
+    id: str
+    ends: int
+    code: str
+    fingerprint: str
+
+    @property
+    def text(self) -> str:
+        """Return the text for the option ``-token``."""
+        return f"fl1-{self.id}-{self.ends}-{self.code}-{self.fingerprint}"
+
+    @property
+    def bearer(self) -> str:
+        """Value of the header ``Authorization``."""
+        return f"Bearer {self.id}-{self.ends}-{self.code}"
+
+    def __repr__(self) -> str:
+        return f"Token({self.id})"
+
+    __str__ = __repr__
+
+
+def parse_token(text: str, source: str) -> JoinToken:
+    """Parse a token from ``source``. Raises ``Refused`` without any part of the token."""
+    found = _TOKEN.fullmatch(text.strip())
+    if not found:
+        raise Refused(f"{source} holds no token", "copy all of what flannelctl token create printed")
+    return JoinToken(found[1], int(found[2]), found[3], found[4])
+
+
+def parse_bearer(header: str) -> tuple[str, int, str] | None:
+    """Read the header of a request: id, end and code; None if it holds none."""
+    found = _BEARER.fullmatch(header)
+    return (found[1], int(found[2]), found[3]) if found else None
+
+
+def code_of(secret: bytes, token_id: str, ends: int) -> str:
+    """Return the code for id and end under the server's secret."""
+    return hmac.new(secret, f"{token_id}-{ends}".encode(), hashlib.sha256).hexdigest()
+
+
+def owner_of(secret: str) -> str:
+    """Return the hash of a node's secret as the store keeps it; empty without a secret."""
+    return hashlib.sha256(secret.encode()).hexdigest() if secret else ""
+
+
+def fingerprint_of(certificate: bytes) -> str:
+    """Return the fingerprint of a certificate in DER."""
+    return hashlib.sha256(certificate).hexdigest()
+
+
+# ---- TLS ---------------------------------------------------------------------------------------
 
 
 class TlsFiles(Struct, frozen=True, gc=False):
