@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from flanneld.backends.registry import described
-from flanneld.ctl.findings import Advice, Finding, check
+from flanneld.ctl.findings import Advice, Finding, Severity, check
 from flanneld.ctl.lookups import listed
 from flanneld.ctl.path_mtu import PathToPeer
 from flanneld.diagnostics.status import PeerStatus, SessionStatus, Status, known
@@ -252,18 +252,36 @@ def charon(facts: Facts) -> Iterator[Finding]:
         yield Finding(problem, evidence, why, Advice(advice))
 
 
-@check("M", "bypass", "no route or policy leads past the encryption")
-def bypass(facts: Facts) -> Iterator[Finding]:
+def _conditions(facts: Facts, part: str) -> Iterator[tuple[str, str]]:
+    """Yield the daemon's conditions of a part, each with its remedy."""
     health = known(facts.status.health)
     for each in (known(health.conditions) or ()) if health else ():
-        if each.part == "encryption":
+        if each.part == part:
             problem, _, remedy = each.problem.partition("; ")
-            yield Finding(
-                problem,
-                "read from the kernel by the daemon",
-                "what should be encrypted can be read on the way, so this node is not ready",
-                Advice(f"see who needs it, then {remedy}"),
-            )
+            yield problem, remedy
+
+
+@check("M", "bypass", "no route or policy leads past the encryption")
+def bypass(facts: Facts) -> Iterator[Finding]:
+    for problem, remedy in _conditions(facts, "encryption"):
+        yield Finding(
+            problem,
+            "read from the kernel by the daemon",
+            "what should be encrypted can be read on the way, so this node is not ready",
+            Advice(f"see who needs it, then {remedy}"),
+        )
+
+
+@check("M", "symmetric NAT", "in a mesh, peers behind NAT can meet this node")
+def symmetric_nat(facts: Facts) -> Iterator[Finding]:
+    for problem, remedy in _conditions(facts, "mesh"):
+        yield Finding(
+            problem,
+            "asked of two peers inside the tunnel by the daemon",
+            "packets between their containers and ours are lost",
+            Advice(remedy),
+            severity=Severity.HINT,
+        )
 
 
 @check("M", "cloned keys", "each node has a key of its own")

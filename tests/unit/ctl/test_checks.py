@@ -321,6 +321,13 @@ CASES: dict[str, list[Facts]] = {
             )
         )
     ],
+    "symmetric NAT": [
+        told(
+            lambda d: d["health"].update(
+                conditions=[{"part": "mesh", "problem": "symmetric NAT; forward UDP port 51820 to it"}]
+            )
+        )
+    ],
     "cloned keys": [peer(state="refused", reason="they have one key; restart there", code="cloned key")],
     "checksums": [replace(WELL, kernel=(4, 19)), replace(WELL, kernel=(5, 6))],
     "port": [replace(WELL, traffic={"flannel.1": (0, 500)})],
