@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from contextlib import closing
 from functools import partial
@@ -11,8 +10,6 @@ from pathlib import Path
 from flanneld.diagnostics import conditions
 from flanneld.network.query import DEFAULT_PORT
 from flanneld.node import Node, Phase
-
-log = logging.getLogger(__name__)
 
 
 class Observation:
@@ -78,19 +75,16 @@ def _probe_peers(node: Node) -> None:
 
 def _meet_peers(node: Node) -> None:
     """Announce our endpoints, and read those of peers, if the backend has a mesh."""
-    controller, store = node.reconciler, node.manager.endpoints
+    controller = node.reconciler
     mesh = controller.tables.mesh if controller else None
     if controller is None or mesh is None:
-        return
-    if store is None:
-        log.warning("Backend.Mesh has no effect: this store has no place for endpoints; use etcd")
         return
     from flanneld.backends.wireguard.mesh import NAME, MeshTask, ask_peers
 
     uplinks = controller.uplink_manager
     networks = [network for network, _ in uplinks.ranges]
     sessions, ask = controller.tables.sessions, ask_peers(answer_port(node))
-    task = MeshTask(mesh, store, lambda: uplinks.uplink, networks, sessions, ask)
+    task = MeshTask(mesh, node.manager, lambda: uplinks.uplink, networks, sessions, ask)
     loop = node.make_loop(NAME, task.step)
     node.tasks.start(NAME, loop.run, loop.cancel)
 

@@ -6,7 +6,7 @@ They are always kept, so an update must cost next to nothing. The reader derives
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from ipaddress import IPv4Address, IPv6Address
 from typing import TypeVar
@@ -17,7 +17,7 @@ from flanneld.model import Event, IPAddress, Lease, LeaseAttrs, LeaseKey, Snapsh
 from flanneld.runtime import clock
 from flanneld.state.resources import Resource
 from flanneld.state.table import Failure
-from flanneld.subnet.store import NO_FACTS, Deliver, EndpointStore, LocalFacts, NodeStore, Store
+from flanneld.subnet.store import NO_FACTS, Deliver, LocalFacts, NodeStore, Store
 
 Name = TypeVar("Name")
 
@@ -209,10 +209,11 @@ class CountedStore:
     def close(self) -> None:
         self._manager.close()
 
-    @property
-    def endpoints(self) -> EndpointStore | None:
-        """The store's place for endpoints, None without one."""
-        return self._manager if isinstance(self._manager, EndpointStore) else None
+    def publish_endpoints(self, name: str, text: str) -> None:
+        self._count("publish_endpoints", partial(self._manager.publish_endpoints, name, text))
+
+    def endpoints(self) -> Mapping[str, str]:
+        return self._count("endpoints", self._manager.endpoints)
 
     def _count(self, name: str, ask: Callable[[], Result]) -> Result:
         began = clock.now()

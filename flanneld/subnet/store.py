@@ -41,7 +41,22 @@ class LocalFacts(Struct, frozen=True, gc=False):
 NO_FACTS = LocalFacts()
 
 
-class Store(Protocol):
+class EndpointStore(Protocol):
+    """Place for the endpoints of a mesh's nodes, apart from their leases."""
+
+    def publish_endpoints(self, name: str, text: str) -> None:
+        """Write where a node may be reached, for as long as a lease lasts.
+
+        ``name`` is the node's public key in URL-safe base64. The text has endpoints with commas between them.
+        """
+        ...
+
+    def endpoints(self) -> Mapping[str, str]:
+        """Return what the nodes published, by name; perhaps without our own."""
+        ...
+
+
+class Store(EndpointStore, Protocol):
     """Store of leases. Every call may raise ``Retryable``, ``Fatal`` or ``Cancelled``."""
 
     @property
@@ -115,22 +130,6 @@ class Foreseeing(Protocol):
 
     def foresee(self, config: Config, attrs: LeaseAttrs) -> Lease:
         """Return the lease that ``acquire`` would return. May raise the same errors."""
-        ...
-
-
-@runtime_checkable
-class EndpointStore(Protocol):
-    """Store with a place for endpoints of nodes, apart from their leases. Both may raise ``Retryable``.
-
-    ``name`` is a node's public key in URL-safe base64. The text has endpoints with commas between them.
-    """
-
-    def publish_endpoints(self, name: str, text: str) -> None:
-        """Write where a node may be reached, for as long as a lease lasts."""
-        ...
-
-    def endpoints(self) -> Mapping[str, str]:
-        """Return what all nodes published, by name."""
         ...
 
 

@@ -193,6 +193,16 @@ class LeaseStore:
             self._claim(network, lease.key, caller)
             return _wire(lease)
 
+    def publish_endpoints(self, network: str, name: str, text: str) -> None:
+        """Write where a node may be reached."""
+        with self._asking():
+            self._manager(network).publish_endpoints(name, text)
+
+    def endpoints(self, network: str) -> dict[str, str]:
+        """Return what all nodes published, by name."""
+        with self._asking():
+            return self._manager(network).endpoints()
+
     def renew(
         self,
         network: str,

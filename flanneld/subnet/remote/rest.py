@@ -34,6 +34,9 @@ JSON = "application/json; charset=utf-8"
 TEXT = "text/plain; charset=utf-8"
 #: Not anchored in Go flannel, and an IPv4 length of at most 31.
 _LOOSE_KEY = re.compile(r"(\d+\.\d+\.\d+\.\d+)-(\d+)")
+#: A public key of 32 bytes in URL-safe base64, and endpoints with commas between them.
+_MESH_NAME = re.compile(r"[A-Za-z0-9_-]{43}=")
+_ENDPOINTS = re.compile(r"[0-9A-Za-z.:\[\],-]{1,1000}")
 _CURSOR = re.compile(r"[0-9]{1,19}")
 #: A network's name is a part of a key in etcd.
 _LONGEST_NAME = 253
@@ -137,6 +140,7 @@ class RestApi:
             ("GET", "config"): lambda: wire.format_config(store.config(network)),
             ("GET", "leases"): partial(self._leases, request, network, query),
             ("POST", "leases"): partial(self._acquire, request, network),
+            ("GET", "endpoints"): lambda: gojson.compact(store.endpoints(network)),
             ("GET", "reservations"): lambda: wire.format_reservations(store.reservations(network)),
             ("POST", "reservations"): partial(self._reserve, request, network),
         }
@@ -146,6 +150,7 @@ class RestApi:
         return {
             ("GET", "leases"): partial(self._lease, request, network, name, query),
             ("PUT", "leases"): partial(self._renew, request, network, name),
+            ("PUT", "endpoints"): partial(self._publish, request, network, name),
             ("DELETE", "leases"): lambda: store.revoke(
                 network, _key(name, "failed to parse subnet"), request.caller
             ),
@@ -168,6 +173,12 @@ class RestApi:
             named = _key(name, "bad subnet")
         renewed = self._store.renew(network, lease, former, named, request.caller)
         return wire.format_lease(_shown(renewed, request))
+
+    def _publish(self, request: RestRequest, network: str, name: str) -> None:
+        text = request.body.decode(errors="replace")
+        if not _MESH_NAME.fullmatch(name) or not _ENDPOINTS.fullmatch(text):
+            raise _Wrong("bad endpoints")
+        self._store.publish_endpoints(network, name, text)
 
     def _reserve(self, request: RestRequest, network: str) -> None:
         wanted = _understood(wire.parse_reservation, request.body)
@@ -240,7 +251,7 @@ def _cleaned(path: str) -> str | None:
 
 def _is_of_a_node(method: str, path: str) -> bool:
     """Return True for a request that a running node makes."""
-    return method == "GET" or (method in ("POST", "PUT") and "/leases" in path)
+    return method == "GET" or (method in ("POST", "PUT") and ("/leases" in path or "/endpoints" in path))
 
 
 def _is_name(network: str) -> bool:

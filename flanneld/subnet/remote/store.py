@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import quote
 
+import msgspec
 from msgspec import Struct, structs
 
 from flanneld.compat import json as gojson
@@ -173,6 +174,15 @@ class RemoteStore:
         held = WireLease(lease.attrs, lease.key, self._expires_ns(lease))
         target = f"/leases/{quote(format_key(lease.key), safe='')}"
         return self._lease_of(self._ask("PUT", target, wire.format_renewal(held, self._written)))
+
+    def publish_endpoints(self, name: str, text: str) -> None:
+        self._ask("PUT", f"/endpoints/{name}", text)
+
+    def endpoints(self) -> dict[str, str]:
+        try:
+            return msgspec.json.decode(self._ask("GET", "/endpoints").body, type=dict[str, str])
+        except msgspec.DecodeError as error:
+            raise _nonsense(f"endpoints: {error}") from None
 
     def watch(self, deliver: Deliver, alive: Callable[[], None]) -> None:
         def events(result: WatchResult) -> list[Event]:

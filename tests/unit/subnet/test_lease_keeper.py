@@ -109,6 +109,12 @@ class MemoryStore:
     ) -> Lease:
         raise NotImplementedError
 
+    def publish_endpoints(self, name: str, text: str) -> None:
+        raise NotImplementedError
+
+    def endpoints(self) -> dict[str, str]:
+        raise NotImplementedError
+
     def watch(self, deliver: Deliver, alive: Callable[[], None]) -> None:
         raise NotImplementedError
 

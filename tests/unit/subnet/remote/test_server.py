@@ -517,3 +517,15 @@ def test_lease_of_our_former_address_is_kept(server: Running) -> None:
     kept = manager.acquire(config, new, (None, None), LocalFacts(written=old))
     assert (kept.key, kept.attrs) == (old.key, new)
     manager.close()
+
+
+def test_endpoints_are_written_and_read_through_the_server(etcd: LocalEtcd, server: Running) -> None:
+    one, other = (RemoteStore(RemoteOptions((RemoteServer("127.0.0.1", server.port),))) for _ in range(2))
+    name = f"{'a' * 43}="
+    with closing(one), closing(other):
+        one.publish_endpoints(name, "203.0.113.9:40000,[2001:db8::1]:51820")
+        assert other.endpoints() == {name: "203.0.113.9:40000,[2001:db8::1]:51820"}
+    assert (etcd.keys("v2").get(f"{ROOT}/endpoints/{name}") or {})["ttl"] > 86000
+    for target, body in (("/v1/_/endpoints/short", "x:1"), (f"/v1/_/endpoints/{name}", "{}")):
+        answer = server.ask("PUT", target, body)
+        assert (answer.status, answer.body) == (400, "bad endpoints")
