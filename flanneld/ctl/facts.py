@@ -11,7 +11,8 @@ from pathlib import Path
 from msgspec import Struct, field
 
 from flanneld.backends.registry import described
-from flanneld.ctl import compare, lookups
+from flanneld.config import Config
+from flanneld.ctl import compare, lookups, nodes
 from flanneld.ctl.checks import containers, encryption, packets, stale_objects
 from flanneld.ctl.checks.containers import Container
 from flanneld.ctl.checks.encryption import CharonState
@@ -88,6 +89,8 @@ class Facts(Struct, frozen=True, gc=False):
     #: None without ipsec, or without permission to ask charon.
     charon: CharonState | None = None
     gc_thresh: int = 0
+    #: The store's network config now; None if it is not known.
+    stored: Config | None = None
     #: None unless the store has a problem, and is an etcd that answers.
     etcd: EtcdWord | None = None
     clock_is_synchronised: bool | None = None
@@ -190,6 +193,7 @@ def gather(source: DataSource) -> Facts:
         charon=encryption.charon_of(told),
         gc_thresh=lookups.number(_GC_THRESH),
         etcd=ask_etcd(told),
+        stored=nodes.stored_config(source) if source.origin == "daemon" else None,
         clock_is_synchronised=_clock_is_synchronised(),
         paths=paths,
         filtered=tuple(packets.read_drops(told, ways)),

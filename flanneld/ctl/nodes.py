@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +18,7 @@ from flanneld.ctl.findings import Severity
 from flanneld.ctl.output import TextTable
 from flanneld.ctl.source import DataSource
 from flanneld.diagnostics.status import PeerStatus, Status, addresses, known, resources, store_kind
+from flanneld.errors import FlannelError
 from flanneld.model import IPAddress
 from flanneld.network import survey
 from flanneld.network.query import DEFAULT_PORT
@@ -24,6 +27,7 @@ from flanneld.runtime import clock
 from flanneld.state.resources import Address, Vxlan
 
 if TYPE_CHECKING:
+    from flanneld.config import Config
     from flanneld.ctl.checks.cluster import Remark
 
 
@@ -96,6 +100,8 @@ class Cluster(Struct, frozen=True, gc=False):
     nodes: tuple[ClusterNode, ...] = ()
     own: frozenset[str] = frozenset()
     now: float = 0.0
+    #: The store's network config; None if it is not known.
+    stored: Config | None = None
 
 
 #: Asks many addresses at once.
@@ -121,6 +127,27 @@ def gather(told: Status, probes: Probes, now: float) -> Cluster:
     asked = [_with_replies(each, queried, echoed) for each in peers]
     ours = [own_node(told)] if told.lease is not UNSET else []
     return Cluster((*ours, *asked), frozenset(map(str, own)), now)
+
+
+def stored_config(source: DataSource) -> Config | None:
+    """Return the network config that the store has now; None if no option names it, or it does not tell."""
+    from flanneld.ctl.store_commands import read_options
+    from flanneld.subnet.opening import open_store
+
+    wanted = source.options
+    level = logging.getLogger().level
+    logging.getLogger().setLevel(logging.ERROR)
+    try:
+        if not wanted.names_a_store:
+            wanted = read_options((), {})
+        if not wanted.names_a_store or wanted.has_networks:
+            return None
+        with closing(open_store(wanted, {})) as store:
+            return store.network_config()
+    except (FlannelError, OSError):
+        return None
+    finally:
+        logging.getLogger().setLevel(level)
 
 
 def port_of(source: DataSource) -> int:
@@ -385,5 +412,5 @@ def examine(source: DataSource) -> tuple[Cluster, list[Remark]]:
     """Ask all nodes and return them with the rules that they break."""
     from flanneld.ctl.checks.cluster import remarks
 
-    cluster = read(source)
+    cluster = replace(read(source), stored=stored_config(source))
     return cluster, remarks(cluster)

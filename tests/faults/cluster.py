@@ -60,6 +60,26 @@ def moved_back(world: World) -> None:
     start(world)
 
 
+def another_config(**settings: Any) -> Step:
+    """Return the step that changes the network config, and restarts the second node only."""
+
+    def act(world: World) -> None:
+        world.put_config(**settings)
+        world.peer.stop()
+        peer_started(world)
+
+    return act
+
+
+def all_restarted(world: World) -> None:
+    world.put_config()
+    for node in world.nodes:
+        node.stop()
+        world.start(node)
+    for node in world.nodes:
+        node.wait_ready()
+
+
 def device_made(world: World) -> None:
     wait_for(lambda: world.node.link("flannel.1"), what="the device")
 
@@ -249,6 +269,24 @@ FAULTS = {
         (restarted_with(Port=8473), ready),
         heal=(start,),
         advice="the same Backend.Port",
+    ),
+    "another Backend.VNI, and a node that was not restarted": Fault(
+        "config",
+        "VNI 1, the store has 2",
+        (another_config(VNI=2),),
+        heal=(start,),
+        advice="restart flanneld here",
+        after=(all_restarted,),
+        peer_sees="segment",
+    ),
+    "another Backend.MTU, and a node that was not restarted": Fault(
+        "config",
+        "MTU 1450, the store has Backend.MTU 1400",
+        (another_config(MTU=1400),),
+        cuts=False,
+        heal=(start,),
+        advice="restart flanneld here",
+        after=(all_restarted,),
     ),
     "another Backend.VNI on one node": Fault(
         "segment",

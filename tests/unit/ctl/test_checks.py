@@ -17,6 +17,7 @@ import pytest
 from msgspec.structs import replace
 
 import flanneld
+from flanneld.config import parse
 from flanneld.ctl.checks import cluster
 from flanneld.ctl.checks.containers import Container
 from flanneld.ctl.checks.encryption import CharonState
@@ -206,6 +207,7 @@ CASES: dict[str, list[Facts]] = {
     "cloud routes": [refused_by("cloud-routes")],
     "cloud forwarding": [refused_by("cloud-forwarding")],
     "neighbours": [replace(WELL, gc_thresh=1)],
+    "config": [replace(WELL, stored=parse('{"Network": "10.6.0.0/16", "Backend": {"Type": "vxlan"}}'))],
     "synced": [
         told(lambda d: d.update(synced=False)),
         told(lambda d: d["store"].update(cache="the nodes saved in /x at 2023-11-14T22:13:20Z")),

@@ -10,6 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from flanneld.backends.registry import BUILT_IN, described
+from flanneld.config import parse
 from flanneld.ctl import nodes as commands
 from flanneld.ctl.checks.cluster import RULES, ClusterRule, cluster_findings, remarks
 from flanneld.ctl.doctor import CHECKS, with_cluster
@@ -108,6 +109,28 @@ def test_who_shares_a_value_is_told_with_whom() -> None:
     assert finding.problem == "3 nodes with a public IP that is used twice"
     assert finding.evidence == "10.5.1.0/24, 10.5.2.0/24, 10.5.3.0/24 share the public IP 198.18.0.9"
     assert [each.text for each in found] == 3 * [finding.evidence]
+
+
+@pytest.mark.parametrize(
+    ("backend", "said"),
+    [
+        ('{"Type": "vxlan", "VNI": 2}', "VNI 1, the store has 2"),
+        ('{"Type": "vxlan", "Port": 4789}', "port 8472, the store has 4789"),
+        ('{"Type": "vxlan", "MTU": 1400}', "MTU 1450, the store has Backend.MTU 1400"),
+        ('{"Type": "host-gw"}', "backend vxlan, the store has host-gw"),
+        ('{"Type": "host-gw", "Also": {"Type": "vxlan"}}', ""),
+    ],
+)
+def test_store_beats_the_majority(backend: str, said: str) -> None:
+    """After a change of the config one node was restarted: it is right, and all others are not."""
+    stored = parse(f'{{"Network": "10.5.0.0/16", "Backend": {backend}}}')
+    right = {"vni": 2, "port": 4789, "mtu": 1350, "backend": "host-gw"}
+    its = {name: value for name, value in right.items() if said.lower().startswith(name)}
+    restarted = replace(TOLD, **its)
+    found = replace(cluster(told=restarted, backend=restarted.backend, vni=restarted.vni), stored=stored)
+    wrong = {node.name for node in found.nodes} - {LAST} if said else set()
+    assert broken(found).get("configs", set()) == wrong
+    assert {each.text for each in remarks(found)} == ({said} if said else set())
 
 
 def test_each_rule_has_a_case() -> None:
