@@ -89,6 +89,8 @@ class Facts(Struct, frozen=True, gc=False):
     #: None without ipsec, or without permission to ask charon.
     charon: CharonState | None = None
     gc_thresh: int = 0
+    #: Packets dropped while peers were probed, by interface and kind of queueing discipline.
+    queued: Mapping[tuple[str, str], int] = field(default_factory=dict)
     #: The store's network config now; None if it is not known.
     stored: Config | None = None
     #: None unless the store has a problem, and is an etcd that answers.
@@ -164,6 +166,10 @@ def gather(source: DataSource) -> Facts:
     addresses = tuple(lookups.host_addresses())
     devices = known(told.devices) or [link.name for link in ours]
     ways = containers.container_devices(addresses, devices, told.own_subnets)
+    names = {link.index: link.name for link in found.links}
+    ways_out = {told.uplink_name, *devices, *ways.values()}
+    queues = {index: name for index, name in names.items() if name in ways_out}
+    before = packets.queue_drops(queues)
     paths, now = tuple(_paths(told)), clock.wall()
     told = encryption.with_sessions(told, paths, now)
     services = known(told.kube_subnet_mgr)
@@ -193,12 +199,13 @@ def gather(source: DataSource) -> Facts:
         charon=encryption.charon_of(told),
         gc_thresh=lookups.number(_GC_THRESH),
         etcd=ask_etcd(told),
+        queued=packets.queue_drops(queues) - before,
         stored=nodes.stored_config(source) if source.origin == "daemon" else None,
         clock_is_synchronised=_clock_is_synchronised(),
         paths=paths,
         filtered=tuple(packets.read_drops(told, ways)),
         translated=tuple(packets.read_translations(told, ways)),
-        lost=tuple(lookups.lost_packets(told, {link.index: link.name for link in found.links}, ways)),
+        lost=tuple(lookups.lost_packets(told, names, ways)),
         containers=tuple(
             containers.read_containers(told, found.links, {address for _, address in addresses})
         ),

@@ -94,6 +94,13 @@ FAULTS = {
         peer_sees="filters",
         peer_says="UDP 8472 from its peers",
     ),
+    "shaper that drops all": Fault(
+        "traffic control",
+        "the traffic control of flannel.1 drops packets: tbf",
+        ("tc qdisc add dev flannel.1 root tbf rate 8kbit burst 20 limit 200",),
+        heal=("tc qdisc del dev flannel.1 root",),
+        advice="tc -s qdisc show dev flannel.1",
+    ),
     "forwarding off for the device": Fault(
         "lookups",
         "flannel.1 does not forward",

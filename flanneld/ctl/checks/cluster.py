@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import errno
 from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import TYPE_CHECKING, TypeVar
 
 from msgspec import Struct
 
 from flanneld.backends.registry import described
-from flanneld.backends.vxlan import LINUX_PORT
 from flanneld.compat.glog import counted
 from flanneld.ctl.checks.kernel import NEW_MAC
+from flanneld.ctl.checks.store import shown, unlike_stored
 from flanneld.ctl.findings import Advice, Check, Finding, Severity, check, few
 from flanneld.ctl.lookups import carriers, listed
-from flanneld.ctl.nodes import Told, own_node
-from flanneld.ctl.path_mtu import PathToPeer, takes_mtu
+from flanneld.ctl.nodes import Told
+from flanneld.ctl.path_mtu import PathToPeer
 from flanneld.diagnostics.status import PeerStatus, known, networks
 from flanneld.errors import LEASES_END
 from flanneld.model import FAMILIES, Family, overlap
 from flanneld.state.resources import Route
 
 if TYPE_CHECKING:
-    from flanneld.config import Config
     from flanneld.ctl.facts import Facts
     from flanneld.ctl.nodes import Cluster, ClusterNode
 
@@ -137,57 +136,13 @@ def _unlike(
     usual = Counter(found for _, found in known).most_common(1)
     for node, found in known:
         if found != usual[0][0]:
-            yield node, f"{name} {_shown(found)}, most have {_shown(usual[0][0])}"
-
-
-def _shown(value: object) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+            yield node, f"{name} {shown(found)}, most have {shown(usual[0][0])}"
 
 
 def _by_told(
     cluster: Cluster, name: str, value: Callable[[Told], Value | None]
 ) -> Iterator[tuple[ClusterNode, str]]:
     yield from _unlike(cluster, name, lambda node: value(node.told) if node.told else None)
-
-
-def unlike_stored(stored: Config, told: Told) -> Iterator[str]:
-    """Yield what a node runs otherwise than the store's network config has it (pure).
-
-    In the phases of a switch ``Backend.Also`` is right, too, and what else is not judged.
-    """
-    phases = {each.backend_type or "udp": each for each in (stored, stored.also) if each}
-    networks = tuple(f"{each.network} /{each.subnet_len}" for each in stored.ranges)
-    wanted: dict[str, tuple[Hashable, Container[Hashable]]] = {"network": (networks, (networks,))}
-    ours = phases.get(told.backend or "")
-    if ours is None:
-        wanted["backend"] = (" or ".join(phases), phases)
-    elif stored.also is None:
-        outer = ours.backend.integer("MTU", 0)
-        headers = described(told.backend or "").overhead.values()
-        if outer and takes_mtu(described(told.backend or "")):
-            wanted["MTU"] = (f"Backend.MTU {outer}", [outer - each for each in headers])
-        if told.backend == "vxlan":
-            vni, port = ours.backend.integer("VNI", 1), ours.backend.integer("Port", 0) or LINUX_PORT
-            wanted |= {"VNI": (vni, (vni,)), "port": (port, (port,))}
-    has = {"network": told.network or None, "backend": told.backend, "MTU": told.mtu}
-    has |= {"VNI": told.vni, "port": told.port}
-    for name, (shown, right) in wanted.items():
-        found = has[name]
-        if found is not None and found not in right:
-            yield f"{name} {_shown(found)}, the store has {_shown(shown)}"
-
-
-@check("C", "config", "the daemon runs the network config of the store")
-def config(facts: Facts) -> Iterator[Finding]:
-    ours = own_node(facts.status).told
-    found = list(unlike_stored(facts.stored, ours)) if facts.stored and ours else []
-    if found and facts.origin == "daemon":
-        yield Finding(
-            "this daemon runs another config than the store has",
-            "; ".join(found),
-            "nodes that were started since run the store's, and do not reach this one",
-            Advice("restart flanneld here: it reads the network config when it starts"),
-        )
 
 
 def _config(cluster: Cluster) -> Iterator[tuple[ClusterNode, str]]:

@@ -5,8 +5,11 @@ Drops of other programs' rules are found by following the packets through them.
 
 from __future__ import annotations
 
+import struct
 import threading
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from ipaddress import ip_address
 from typing import TYPE_CHECKING
@@ -14,6 +17,7 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 from msgspec.structs import replace
 
+from flanneld.compat.glog import counted
 from flanneld.ctl.checks.containers import container_devices
 from flanneld.ctl.checks.host import let_in
 from flanneld.ctl.findings import Advice, Finding, Fix, Severity, check
@@ -39,7 +43,9 @@ from flanneld.network.firewall.fate import DROP, MASQUERADE, Fate, Rule
 from flanneld.network.firewall.foreign import BaseChain, Opening
 from flanneld.network.firewall.placing import PLACES, driver
 from flanneld.network.firewall.rules import FLANNEL_POSTRTG, NATIVE_POSTRTG, NATIVE_TABLE, POSTROUTING
+from flanneld.network.host import HostView
 from flanneld.network.host_settings import Topic
+from flanneld.network.rtnetlink.netlink import attributes, unpack
 from flanneld.runtime.shell import Command, command, line
 from flanneld.state.resources import Route
 
@@ -240,6 +246,51 @@ def translation(facts: Facts) -> Iterator[Finding]:
             Advice(f"have that program spare the network, as this rule does: {line((each.command,))}"),
             about=each.chain,
             severity=Severity.HINT,
+        )
+
+
+#: linux/rtnetlink.h and linux/pkt_sched.h: the dump of queueing disciplines, and their drops in its messages.
+_GETQDISC, _TCMSG, _KIND, _STATS, _QUEUE = 38, struct.Struct("=BxxxiIII"), 1, 7, 3
+_QUEUE_STATS = struct.Struct("=III")  # length, backlog, drops
+#: Disciplines that the kernel chooses by itself, and those that pass packets through rules.
+_ORDINARY = frozenset({"noqueue", "pfifo_fast", "fq_codel", "fq", "mq"})
+_WITH_RULES = frozenset({"clsact", "ingress"})
+
+
+def queue_drops(names: Mapping[int, str]) -> Counter[tuple[str, str]]:
+    """Return the packets dropped so far, by interface and kind of queueing discipline; none if unreadable.
+
+    Those that a policer, or a filter of tc, drops are counted by the discipline clsact or ingress.
+    """
+    found: Counter[tuple[str, str]] = Counter()
+    with suppress(OSError):  # a kernel without traffic control
+        for data, offset, end in HostView().dump(_GETQDISC, _TCMSG.pack(0, 0, 0, 0, 0)):
+            name = names.get(unpack(_TCMSG, data, offset, end)[1])
+            told = attributes(data, offset + _TCMSG.size, end)
+            stats = told.get(_STATS, b"")
+            queue = attributes(stats, 0, len(stats)).get(_QUEUE, b"")
+            if name and len(queue) >= _QUEUE_STATS.size:
+                kind = told.get(_KIND, b"").rstrip(b"\0").decode(errors="replace")
+                found[name, kind] += _QUEUE_STATS.unpack_from(queue)[2]
+    return found
+
+
+@check("K", "traffic control", "no queue or filter of tc drops the network's packets")
+def traffic_control(facts: Facts) -> Iterator[Finding]:
+    is_silent = any(path.carried is None for path in facts.paths)
+    for (device, kind), number in facts.queued.items():
+        if kind in _ORDINARY and not is_silent:
+            continue  # that is how a busy queue slows senders down
+        what, where = ("filter", " ingress") if kind in _WITH_RULES else ("qdisc", "")
+        yield Finding(
+            f"the traffic control of {device} drops packets: {kind}",
+            f"{counted(number, 'packet')} while peers were probed",
+            "a limit of its rate, or a filter, drops packets of the network, too",
+            Advice(
+                f"raise the limit, or remove it if nobody needs it: tc -s {what} show dev {device}{where}"
+            ),
+            about=device,
+            severity=Severity.PROBLEM if is_silent else Severity.HINT,
         )
 
 

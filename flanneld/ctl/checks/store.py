@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Hashable, Iterator, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
 from flanneld.backends.cloud.contract import FORWARDING, ROUTES
+from flanneld.backends.registry import described
+from flanneld.backends.vxlan import LINUX_PORT
 from flanneld.compat.glog import counted
 from flanneld.ctl.checks.containers import former_subnets
 from flanneld.ctl.findings import Advice, Finding, Severity, as_at_start, check
+from flanneld.ctl.nodes import Told, own_node
+from flanneld.ctl.path_mtu import takes_mtu
 from flanneld.ctl.source import SourcePart, last_words
 from flanneld.diagnostics.status import Status, known
 from flanneld.errors import LEASES_END
@@ -23,6 +27,7 @@ from flanneld.runtime.clock import wall
 from flanneld.subnet.etcd.http import remedy_for
 
 if TYPE_CHECKING:
+    from flanneld.config import Config
     from flanneld.ctl.facts import Facts
 
 #: Seconds to wait for an answer of etcd, and from which on its clock and ours differ.
@@ -109,6 +114,50 @@ def removal_guard(facts: Facts) -> Iterator[Finding]:
             ),
             severity=Severity.HINT,
         )
+
+
+def unlike_stored(stored: Config, told: Told) -> Iterator[str]:
+    """Yield what a node runs otherwise than the store's network config has it (pure).
+
+    In the phases of a switch ``Backend.Also`` is right, too, and what else is not judged.
+    """
+    phases = {each.backend_type or "udp": each for each in (stored, stored.also) if each}
+    networks = tuple(f"{each.network} /{each.subnet_len}" for each in stored.ranges)
+    wanted: dict[str, tuple[Hashable, Container[Hashable]]] = {"network": (networks, (networks,))}
+    ours = phases.get(told.backend or "")
+    if ours is None:
+        wanted["backend"] = (" or ".join(phases), phases)
+    elif stored.also is None:
+        outer = ours.backend.integer("MTU", 0)
+        headers = described(told.backend or "").overhead.values()
+        if outer and takes_mtu(described(told.backend or "")):
+            wanted["MTU"] = (f"Backend.MTU {outer}", [outer - each for each in headers])
+        if told.backend == "vxlan":
+            vni, port = ours.backend.integer("VNI", 1), ours.backend.integer("Port", 0) or LINUX_PORT
+            wanted |= {"VNI": (vni, (vni,)), "port": (port, (port,))}
+    has = {"network": told.network or None, "backend": told.backend, "MTU": told.mtu}
+    has |= {"VNI": told.vni, "port": told.port}
+    for name, (wish, right) in wanted.items():
+        found = has[name]
+        if found is not None and found not in right:
+            yield f"{name} {shown(found)}, the store has {shown(wish)}"
+
+
+@check("C", "config", "the daemon runs the network config of the store")
+def config(facts: Facts) -> Iterator[Finding]:
+    ours = own_node(facts.status).told
+    found = list(unlike_stored(facts.stored, ours)) if facts.stored and ours else []
+    if found and facts.origin == "daemon":
+        yield Finding(
+            "this daemon runs another config than the store has",
+            "; ".join(found),
+            "nodes that were started since run the store's, and do not reach this one",
+            Advice("restart flanneld here: it reads the network config when it starts"),
+        )
+
+
+def shown(value: object) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 # ---- H: the lease -------------------------------------------------------------------------------

@@ -207,6 +207,10 @@ CASES: dict[str, list[Facts]] = {
     "cloud routes": [refused_by("cloud-routes")],
     "cloud forwarding": [refused_by("cloud-forwarding")],
     "neighbours": [replace(WELL, gc_thresh=1)],
+    "traffic control": [
+        replace(WELL, queued={("eth0", kind): 3}, paths=paths)
+        for kind, paths in (("tbf", ()), ("clsact", ()), ("fq_codel", (path("tunnel", None),)))
+    ],
     "config": [replace(WELL, stored=parse('{"Network": "10.6.0.0/16", "Backend": {"Type": "vxlan"}}'))],
     "synced": [
         told(lambda d: d.update(synced=False)),
@@ -788,6 +792,10 @@ def test_etcd_that_has_another_clock_tells_its_own() -> None:
         assert (word.url, word.is_healthy, word.said) == (url, False, "no")
         assert word.ahead > 86400
     assert ask_etcd(told(lambda d: d["store"].update(problem="etcd does not answer")).status) is None
+
+
+def test_full_queue_is_no_finding_while_peers_answer() -> None:
+    assert examine(replace(WELL, queued={("eth0", "fq_codel"): 3}, paths=(path("tunnel", 1450),))) == []
 
 
 HOSTILE = "$(reboot) `reboot`; reboot"
