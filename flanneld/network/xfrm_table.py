@@ -37,7 +37,7 @@ from flanneld.network.xfrm import (
     passes_by,
 )
 from flanneld.state.resources import Resource
-from flanneld.state.table import Bypass, Changes, Claim, Failure, Put, Report, Scope, Seen
+from flanneld.state.table import Bypass, Changes, Claim, Failure, Put, Report, Scope, Seen, Table
 
 # linux/xfrm.h, XFRM_MSG_*
 NEW_POLICY, DELETE_POLICY, UPDATE_POLICY = 0x13, 0x14, 0x19
@@ -178,15 +178,12 @@ RECEIVE_BUFFER = 4 << 20
 _AT_A_TIME = 1000
 
 
-class XfrmPolicyTable:
+class XfrmPolicyTable(Table):
     """Table of flannel's policies inside ``network``. Used by one thread."""
 
     name = POLICIES
     what = "the IPsec policies"
-    needs: frozenset[str] = frozenset()
-    worker = "kernel"
-    vital = True
-    audit: float | None = _AUDIT
+    audit = _AUDIT
 
     def __init__(self, network: IPv4Network) -> None:
         self._network = network

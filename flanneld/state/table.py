@@ -95,37 +95,26 @@ class Scope(Struct, frozen=True, gc=False):
 
 
 class Table(Protocol):
-    """One place that holds resources. Used by one thread."""
+    """One place that holds resources. Used by one thread.
 
-    @property
-    def name(self) -> str:
-        """The table's name in logs, metrics and status; unique within the daemon."""
-        ...
+    A table of another package need not be a subclass: it then has no defaults.
+    """
 
-    @property
-    def what(self) -> str:
-        """The operator's term for the resources, in the plural: "the rules for IPv4"."""
-        ...
-
-    @property
-    def worker(self) -> str:
-        """Name of the thread that maintains it. Traffic depends on "kernel": nothing there may block."""
-        ...
-
-    @property
-    def vital(self) -> bool:
-        """True if the daemon only becomes ready once these resources exist."""
-        ...
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """Names of tables, of any worker, that converge before the first put here."""
-        ...
+    #: The table's name in logs, metrics and status; unique within the daemon.
+    name: str
+    #: The operator's term for the resources, in the plural: "the rules for IPv4".
+    what: str
+    #: Name of the thread that maintains it. Traffic depends on "kernel": nothing there may block.
+    worker: str = "kernel"
+    #: True if the daemon only becomes ready once these resources exist.
+    vital: bool = True
+    #: Names of tables, of any worker, that converge before the first put here.
+    needs: frozenset[str] = frozenset()
 
     @property
     def audit(self) -> float | None:
         """Seconds between two reads without notifications; None to read only at the start."""
-        ...
+        return None
 
     def read(self, scope: Scope) -> Iterable[Seen]:
         """Return the contents. Raises ``OSError`` or ``Retryable`` rather than an incomplete result.
@@ -144,8 +133,11 @@ class Table(Protocol):
         ...
 
     def close(self, *, remove: bool) -> None:
-        """Release sockets and processes; with ``remove`` undo what must not outlive the daemon."""
-        ...
+        """Release sockets and processes; with ``remove`` undo what must not outlive the daemon.
+
+        By default nothing is open, and the resources stay: traffic goes on without the daemon.
+        """
+        del remove
 
 
 class Changes(Struct, frozen=True, gc=False):
@@ -198,12 +190,10 @@ class Polled(Protocol):
 LOOK_PERIOD = 1.0
 
 
-class LastingTable:
+class LastingTable(Table):
     """Table that is looked at each second of the clock ``now``, and whose resources stay unless replaced."""
 
     worker = "host"
-    needs: frozenset[str] = frozenset()
-    audit: float | None = None
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
@@ -227,9 +217,6 @@ class LastingTable:
         """Leave the resources: containers talk, and may be started, without a daemon."""
         del found
         return Report()
-
-    def close(self, *, remove: bool) -> None:
-        """Nothing is open."""
 
 
 #: Subnets that one sentence names.

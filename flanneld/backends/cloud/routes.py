@@ -33,7 +33,7 @@ from flanneld.model import Snapshot, lies_in
 from flanneld.runtime import clock
 from flanneld.state.permits import RemovalGuard
 from flanneld.state.resources import Key, Resource
-from flanneld.state.table import Claim, Failure, Put, Report, Scope, Seen
+from flanneld.state.table import Claim, Failure, Put, Report, Scope, Seen, Table
 
 #: Seconds until a read must show an own write, and seconds between two reads meanwhile.
 VISIBLE_WITHIN, _LOOK_AGAIN = 60.0, 5.0
@@ -50,7 +50,7 @@ class Written(Struct, frozen=True, gc=False):
     until: float
 
 
-class CloudRoutes:
+class CloudRoutes(Table):
     """Table of this node's routes in the cloud. It changes only routes inside the network.
 
     A route to another running instance is foreign. A route whose instance is gone may be replaced. Any node
@@ -60,8 +60,6 @@ class CloudRoutes:
     name = ROUTES
     what = "the routes in the cloud"
     worker = WORKER
-    vital = True
-    needs: frozenset[str] = frozenset()
 
     def __init__(self, cloud: Cloud, subnets: SubnetRange, record: Record) -> None:
         self._cloud = cloud
@@ -278,9 +276,6 @@ class CloudRoutes:
         self._written[key] = Written(None, clock.now() + VISIBLE_WITHIN)
         return f"{', '.join(call.action for call in calls)}, {entry.hop} is gone"
 
-    def close(self, *, remove: bool) -> None:
-        """Leave the routes in place, so that traffic goes on without the daemon."""
-
 
 def _key(entry: CloudTableEntry, labels: Mapping[str, str]) -> Key:
     return CloudRoute(entry.destination, entry.hop, labels.get(entry.table, "")).key
@@ -294,14 +289,13 @@ def _blocked(was: CloudTableEntry) -> CloudError:
     )
 
 
-class CloudForwardingTable:
+class CloudForwardingTable(Table):
     """Table of this node's permission to forward, for clouds with such a setting."""
 
     name = FORWARDING
     what = "the cloud's forwarding permissions"
     worker = WORKER
     vital = False
-    needs: frozenset[str] = frozenset()
 
     def __init__(self, cloud: Cloud) -> None:
         self._cloud = cloud
@@ -366,6 +360,3 @@ class CloudForwardingTable:
     def drop(self, found: Sequence[Resource]) -> Report:
         """Remove nothing: another program may need the permission."""
         return Report(removed=list(found))
-
-    def close(self, *, remove: bool) -> None:
-        """Do nothing: the table has no resources to release."""

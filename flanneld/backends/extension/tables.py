@@ -26,7 +26,7 @@ from flanneld.compat.glog import V
 from flanneld.errors import Fatal
 from flanneld.runtime import clock
 from flanneld.state.resources import Key, Resource
-from flanneld.state.table import Failure, Put, Report, Scope, Seen
+from flanneld.state.table import Failure, Put, Report, Scope, Seen, Table
 
 log = logging.getLogger(__name__)
 
@@ -47,15 +47,12 @@ _PAUSE = 0.9
 _MOST_REMOVALS, _FIRST_PAUSE = 5, 1.0
 
 
-class StartupTable:
+class StartupTable(Table):
     """Table that runs PostStartupCommand once, and ShutdownCommand at the daemon's end."""
 
     name = STARTUP
     what = "the effects of PostStartupCommand"
     worker = _WORKER
-    vital = True
-    needs: frozenset[str] = frozenset()
-    audit: float | None = None
 
     def __init__(self, post: ConfigCommand, shutdown: ConfigCommand, commands: ConfigCommands) -> None:
         self._post = post
@@ -101,7 +98,7 @@ class StartupTable:
                 log.warning("Could not undo %s: %s", self._node, failure)
 
 
-class PeerSetupTable:
+class PeerSetupTable(Table):
     """Table of peers. SubnetAddCommand and SubnetRemoveCommand change it, the journal holds its contents."""
 
     name = PEERS
@@ -109,6 +106,7 @@ class PeerSetupTable:
     worker = _WORKER
     vital = False
     needs = frozenset({STARTUP})
+    audit: float | None = None
 
     def __init__(
         self,
@@ -118,7 +116,7 @@ class PeerSetupTable:
         commands: ConfigCommands,
         journal: Journal,
     ) -> None:
-        self.audit: float | None = _AUDIT_PERIOD if check else None
+        self.audit = _AUDIT_PERIOD if check else None
         self._add = add
         self._remove = remove
         self._check = check
@@ -280,6 +278,3 @@ class PeerSetupTable:
 
     def _come_back(self, when: float) -> None:
         self.next_look = min(self.next_look, when)
-
-    def close(self, *, remove: bool) -> None:
-        """Keep the peers' setup, as every backend does. ShutdownCommand belongs to the other table."""

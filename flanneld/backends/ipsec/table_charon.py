@@ -29,7 +29,7 @@ _START_LIMIT, _START_LOOK = 20.0, 0.05
 _READ_LIMIT, _PUT_LIMIT = 2 * charon.TIME_LIMIT, 60.0
 
 
-class CharonTable:
+class CharonTable(Table):
     """Table that starts charon and keeps it running; ``note`` gets each line of its log.
 
     charon outlives the daemon, so a restart interrupts no SA. The next run uses it if ``mark``, a digest of
@@ -39,9 +39,7 @@ class CharonTable:
     name = CHARON
     what = "the processes of charon"
     worker = WORKER
-    vital = True
-    needs: frozenset[str] = frozenset()
-    audit: float | None = _AUDIT
+    audit = _AUDIT
 
     def __init__(self, note: Callable[[ReadSection], None], mark: str, call: MakeCall) -> None:
         self._note = note
@@ -191,15 +189,12 @@ class CharonTable:
         return f"strongSwan {text(answer, 'version')}"
 
 
-class StaleCharonTable:
+class StaleCharonTable(Table):
     """Table of the charon that an earlier run has started. It only removes."""
 
     name = CHARON
     what = "the processes of charon"
-    needs: frozenset[str] = frozenset()
-    worker = "kernel"
     vital = False
-    audit: float | None = None
 
     def read(self, scope: Scope) -> Iterator[Seen]:
         del scope
@@ -213,9 +208,6 @@ class StaleCharonTable:
         """Send SIGTERM without waiting for the end: charon ends the SAs that it has negotiated."""
         charon.end_running(charon.running_charon())
         return Report(removed=list(found))
-
-    def close(self, *, remove: bool) -> None:
-        """Release nothing: this table holds nothing open."""
 
 
 def stale_charon() -> Iterator[Table]:

@@ -38,7 +38,7 @@ from flanneld.network.xfrm_table import Associations
 from flanneld.runtime import clock
 from flanneld.runtime.complaints import Once
 from flanneld.state.resources import Key, Resource
-from flanneld.state.table import Changes, Failure, Put, Report, Scope, Seen, TunnelSession
+from flanneld.state.table import Changes, Failure, Put, Report, Scope, Seen, Table, TunnelSession
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ _FAILURES = {
 }
 
 
-class ConnectionTable:
+class ConnectionTable(Table):
     """Table of keys, and of connections inside ``network``. Used by one thread, except ``sessions``.
 
     ``call`` makes the calls that may block.
@@ -69,7 +69,7 @@ class ConnectionTable:
     worker = WORKER
     vital = False
     needs = frozenset({CHARON, POLICIES})
-    audit: float | None = _AUDIT
+    audit = _AUDIT
 
     def __init__(self, network: IPv4Network, call: MakeCall, path: str = charon.SOCKET) -> None:
         self._network = network

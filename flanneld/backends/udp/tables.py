@@ -22,7 +22,7 @@ from flanneld.backends.udp.client import NoProxy, ProxyClient, ProxySilent, Runn
 from flanneld.backends.udp.control import PROXIES, PROXY_PEERS, ProxyPeer, UdpProxy
 from flanneld.runtime import clock, waits
 from flanneld.state.resources import LINKS, Resource
-from flanneld.state.table import Changes, Failure, Put, Report, Scope, Seen
+from flanneld.state.table import Changes, Failure, Put, Report, Scope, Seen, Table
 
 log = logging.getLogger(__name__)
 
@@ -177,14 +177,12 @@ class ProxyWatchdog:
 _AUDIT_PERIOD = 30.0
 
 
-class ProxyTable:
+class ProxyTable(Table):
     """Table of the proxy's process. It starts or adopts the process and watches for its end."""
 
     name = PROXIES
     what = "the settings of the udp proxy"
-    worker = "kernel"
-    vital = True
-    audit: float | None = _AUDIT_PERIOD
+    audit = _AUDIT_PERIOD
     needs = frozenset({LINKS})
 
     def __init__(self, client: ProxyClient) -> None:
@@ -257,14 +255,13 @@ class ProxyTable:
         log.info("Using the %s data plane: %s; process %d", plane, why, pid)
 
 
-class ProxyPeerTable:
+class ProxyPeerTable(Table):
     """Table of the proxy's peers, written in batches."""
 
     name = PROXY_PEERS
     what = "the peers of the udp proxy"
-    worker = "kernel"
     vital = False
-    audit: float | None = _AUDIT_PERIOD
+    audit = _AUDIT_PERIOD
     needs = frozenset({PROXIES})
 
     def __init__(self, client: ProxyClient, tun: str) -> None:
@@ -285,6 +282,3 @@ class ProxyPeerTable:
         peers = [each for each in found if isinstance(each, ProxyPeer)]
         self._client.drop((peer.subnet, peer.endpoint) for peer in peers)
         return Report(removed=list(peers))
-
-    def close(self, *, remove: bool) -> None:
-        """Leave the peers in the proxy."""

@@ -78,14 +78,12 @@ def tables(
     )
 
 
-class _KernelTable:
+class _KernelTable(Table):
     """Behaviour common to the kernel's tables."""
 
-    worker = "kernel"
-    audit: float | None = AUDIT_PERIOD
-    vital = True
+    audit = AUDIT_PERIOD
     #: Objects on a device wait until the device exists.
-    needs: frozenset[str] = frozenset({LINKS})
+    needs = frozenset({LINKS})
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
@@ -100,9 +98,6 @@ class _KernelTable:
         report = Report()
         _account(found, self._kernel.write(found, drop=True), report, drop=True)
         return report
-
-    def close(self, *, remove: bool) -> None:
-        """Keep the kernel's objects: traffic continues without a daemon."""
 
     def _devices(self) -> dict[int, str]:
         """Return the names of our existing devices by index."""
@@ -122,7 +117,7 @@ class LinkTable(_KernelTable):
 
     name = LINKS
     what = "the devices"
-    needs: frozenset[str] = frozenset()
+    needs = frozenset()
 
     def __init__(self, kernel: Kernel, left: Callable[[], Iterable[Link]] = tuple) -> None:
         super().__init__(kernel)
