@@ -13,7 +13,7 @@ from typing import Protocol
 from msgspec import Struct, structs
 
 from flanneld.backends.contract import HostServices
-from flanneld.model import Event, IPNetwork, Uplink
+from flanneld.model import FAMILIES, Event, IPNetwork, Uplink
 from flanneld.network import host_settings, processes
 from flanneld.network.host import HostKernel, HostMonitor
 from flanneld.network.host_settings import KernelForwardingTable
@@ -131,6 +131,10 @@ def _kernel_tables(
     """Return the tables of devices and routes, and of policies and charon left by an ipsec backend."""
     assert isinstance(kernel, Kernel)
     found: list[Table] = [*tables(kernel, stale, spread=options.route_protocol_spread == "auto")]
+    if options.guard_tunnel:
+        from flanneld.network.firewall.guard import GuardTable  # rarely needed
+
+        found = [*(GuardTable(family) for family in FAMILIES), *found]
     if processes.has_xfrm_policies():
         from flanneld.network.xfrm_table import stale_tables  # rarely needed, and takes its time
 

@@ -240,6 +240,9 @@ class Options(Struct, frozen=True):
     ip_blackhole_route: bool = _flag(
         "ip-blackhole-route", False, "keep a blackhole route for this node's subnet"
     )
+    guard_tunnel: bool = _flag(
+        "guard-tunnel", False, "let only the nodes' public IPs send packets into the tunnel: vxlan, udp, ipip"
+    )
     keep_forwarding: bool = _flag(
         "keep-forwarding", False, "switch IP forwarding on again when another program switches it off"
     )
@@ -458,6 +461,8 @@ def _check_store(options: Options) -> None:
             "-kube-subnet-mgr" if options.kube_subnet_mgr else "-plan" if options.plan else "-etcd-api=both"
         )
         raise Fatal(f"{other} is for one network", "leave -networks and -watch-networks out")
+    if options.has_networks and options.guard_tunnel:
+        raise Fatal("-guard-tunnel is for one network: several may share a port", "leave it out")
     if options.has_networks and options.cni_conf:
         raise Fatal("-cni-conf is for one network", "leave it out, and install flannel's plug-in")
     _check_file(options)

@@ -8,7 +8,7 @@ what applies the desired state.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from ipaddress import ip_network
 from pathlib import Path
@@ -30,7 +30,7 @@ from flanneld.reconcile.last_run import LastRun
 from flanneld.reconcile.local_node import LocalNode, Member, UplinkManager, find_uplink
 from flanneld.runtime import clock
 from flanneld.runtime.complaints import Once
-from flanneld.state.resources import Blackhole
+from flanneld.state.resources import Blackhole, Resource
 from flanneld.subnet import subnet_file
 from flanneld.subnet.store import LocalFacts, NodeStore, Store
 from flanneld.subnet.subnet_file import Previous
@@ -227,6 +227,7 @@ def desired(member: Member, effects: Effects) -> LocalNode:
     networks = [network for network, _ in member.uplink_manager.ranges]
     # Packets for a container that has gone must not go round between this host and its gateway.
     blackholes = member.lease.key if member.options.ip_blackhole_route else ()
+    beside, once_synced = _guard(member) if member.options.guard_tunnel else (None, ())
     return LocalNode(
         member.kernel,
         member.monitor,
@@ -239,10 +240,29 @@ def desired(member: Member, effects: Effects) -> LocalNode:
         adopts=last_run.adopts,
         adopted=last_run.adopted,
         record=last_run.record,
+        beside=beside,
+        once_synced=once_synced,
         store=member.manager,
         store_addresses=last_run.store_addresses,
         store_tried=last_run.store_tried,
     )
+
+
+def _guard(member: Member) -> tuple[Callable[[Lease], Iterable[Resource]], tuple[Resource, ...]]:
+    """Return what lets in each peer, and the rules that keep all others out of the tunnel."""
+    from flanneld.network.firewall.guard import Guarded, admits  # rarely needed
+
+    ports: list[int] = []
+    for config in filter(None, (member.config, member.config.also)):
+        backend = registry.described(config.backend_type)
+        flows = () if backend.encrypts else backend.flows
+        ports += [(each.option and config.backend.integer(each.option, 0)) or each.port for each in flows]
+    if not ports:
+        kind = member.config.backend_type
+        log.warning("-guard-tunnel has no effect: %s has no port without encryption", kind)
+        return lambda _: (), ()
+    families = member.config.families
+    return partial(admits, families=families), tuple(Guarded(each, tuple(ports)) for each in families)
 
 
 # ---- their attempts -----------------------------------------------------------------------------

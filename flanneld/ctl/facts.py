@@ -27,6 +27,7 @@ from flanneld.diagnostics.status import PeerStatus, Status, known, resources
 from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork
 from flanneld.network import host_settings, interfaces, processes, survey
 from flanneld.network.firewall.foreign import has_firewalld
+from flanneld.network.firewall.netlink import has_guard
 from flanneld.network.host_settings import WrongSetting as HostFinding
 from flanneld.network.rtnetlink import devices, links
 from flanneld.network.rtnetlink.links import SeenLink, is_flannels
@@ -74,6 +75,7 @@ class Facts(Struct, frozen=True, gc=False):
     #: Devices managed by another program, with the program's name.
     managed: tuple[tuple[str, str], ...] = ()
     firewalls: tuple[str, ...] = ()
+    is_guarded: bool = False
     left_rules: tuple[LeftRules, ...] = ()
     #: In the order in which container runtimes read them.
     cni: tuple[CniFile, ...] = ()
@@ -189,6 +191,7 @@ def gather(source: DataSource) -> Facts:
         host=host_settings.findings(host_settings.read_facts(families, told.uplink_name, services=services)),
         managed=tuple(_managed(ours)),
         firewalls=tuple(_firewalls()),
+        is_guarded=any(map(has_guard, FAMILIES)),
         left_rules=tuple(stale_objects.read_left_rules(told)),
         cni=tuple(stale_objects.cni_confs(Path(stale_objects.CNI_DIRECTORY))),
         traffic={link.name: _traffic(link.name) for link in ours},

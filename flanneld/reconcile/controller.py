@@ -68,7 +68,7 @@ class Controller:
         self.event_queue = event_queue or EventQueue()
         self.removal_guard = removal_guard
         self.uplink_manager = node.uplink_manager
-        self.peers = Peers(node.lease, node.ranges, removal_guard)
+        self.peers = Peers(node.lease, node.ranges, removal_guard, node.beside)
         self._node = node
         node.kernel.domain = _first_domain(node)
         self._on_synced = on_synced
@@ -223,6 +223,7 @@ class Controller:
         delta = self.peers.take(events, self.uplink_manager.backend)
         if not was_synced:
             if self.peers.synced:
+                self._host.wish_for_ourselves()
                 self._run_sweep(now)
             elif any(isinstance(event, Cached) for event in events):
                 self._use_cache(now)

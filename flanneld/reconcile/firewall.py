@@ -24,6 +24,7 @@ from flanneld.network.firewall.driver import Driver, IptablesRunner, Unavailable
 from flanneld.network.firewall.edits import RuleOwnership, claim
 from flanneld.network.firewall.foreign import forward_drops, of_network
 from flanneld.network.firewall.iptables import PythonIptables
+from flanneld.network.firewall.netlink import has_guard
 from flanneld.network.firewall.placing import PLACES, FlavourOption, RulePlace, described, driver, stale_rules
 from flanneld.network.firewall.rules import Nets, Purpose, Rules, Style, desired_rules
 from flanneld.network.firewall.tables import RuleSet, RulesTable
@@ -36,7 +37,7 @@ from flanneld.runtime.loop import MakeLoop
 from flanneld.state.desired import Delta
 from flanneld.state.permits import Permits
 from flanneld.state.resources import Key, Resource
-from flanneld.state.table import Put
+from flanneld.state.table import Put, Table
 from flanneld.subnet.subnet_file import Previous
 
 log = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ class FirewallSettings(Struct, frozen=True, gc=False):
     """Desired rules, and the driver to set them.
 
     ``former`` are the networks of the last run, if known. ``native`` selects a table of our own in
-    nftables. ``resync`` is in seconds.
+    nftables. ``resync`` is in seconds. With ``guards`` another worker guards the tunnel.
     """
 
     nets: tuple[Nets, ...]
@@ -63,6 +64,7 @@ class FirewallSettings(Struct, frozen=True, gc=False):
     flavour: FlavourOption = "auto"
     native: bool = False
     resync: float = 5.0
+    guards: bool = False
 
 
 def pairs(networks: Iterable[IPNetwork], subnets: LeaseKey) -> tuple[Nets, ...]:
@@ -94,6 +96,7 @@ def firewall_settings(
         flavour=cast("FlavourOption", options.iptables_flavour),
         native=config.enable_nftables,
         resync=options.iptables_resync,
+        guards=options.guard_tunnel,
     )
 
 
@@ -303,11 +306,20 @@ class Firewall(Worker):
             placed = replace(placed, desired=tuple(each.desired(rules[each.family]) for each in used))
         self.placed = placed
         self._desired_rules = desired_by_table(placed.desired)
-        self.use(placed.tables, self._desired_rules)
+        self.use((*placed.tables, *self._old_guards()), self._desired_rules)
         for table in placed.tables if placed.place != "legacy" else ():
             if table.is_used:
                 table.listen()
         super().step(now)
+
+    def _old_guards(self) -> list[Table]:
+        """Return the tables of an earlier run that guarded the tunnel, if this one does not."""
+        there = [] if self._settings.guards else list(filter(has_guard, FAMILIES))
+        if not there:
+            return []
+        from flanneld.network.firewall.guard import GuardTable  # rarely needed
+
+        return [GuardTable(family) for family in there]
 
     def _warn_of_dropping(self) -> None:
         """Warn of chains that drop packets: our rules accept them in one table at most."""
@@ -345,4 +357,11 @@ def retire(
                     removed += (f"{there.name}: {line}" for line in described(edits, stuck))
             except Retryable as failure:
                 failures.append(f"rules for IPv{family}: {failure}")
+    try:
+        if any(map(has_guard, FAMILIES)):
+            from flanneld.network.firewall.guard import retire as retire_guard
+
+            removed += retire_guard(dry_run=dry_run)
+    except Retryable as failure:
+        failures.append(f"guard of the tunnel: {failure}")
     return removed, failures

@@ -170,7 +170,8 @@ class HostWatch:
     def wish_for_ourselves(self) -> None:
         """Set the desired objects that this node needs without peers, for the current backend."""
         backend, kernel = self._manager.backend, self._node.kernel
-        self._peers.wish_locally((*backend.local(self._node.lease), *self._node.extras))
+        more = self._node.once_synced if self._peers.synced else ()
+        self._peers.wish_locally((*backend.local(self._node.lease), *self._node.extras, *more))
         ours = self.links()
         kernel.domain = replace(
             kernel.domain,

@@ -269,6 +269,9 @@ class LocalNode(Struct, frozen=True):
     adopts: bool = False
     adopted: frozenset[IPNetwork] = frozenset()
     record: Callable[..., None] = lambda **_: None
+    #: What each followed lease needs beside the backend's objects, and what is made once all are known.
+    beside: Callable[[Lease], Iterable[Resource]] | None = None
+    once_synced: tuple[Resource, ...] = ()
     store: Store | None = None
     store_addresses: tuple[StoreAddress, ...] = ()
     store_tried: int = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import chain
 
 from msgspec import Struct
@@ -98,12 +98,18 @@ class View:
 class Peers:
     """Peers' leases and the desired state, updated lease by lease. Writes nothing to the kernel.
 
-    ``ranges`` are the cluster's networks, each with the length of this node's subnet.
+    ``ranges`` are the cluster's networks, each with the length of this node's subnet. ``beside`` returns what
+    a followed lease needs beside the backend's objects.
     """
 
     def __init__(
-        self, own: Lease, ranges: Iterable[tuple[IPNetwork, int]], removal_guard: RemovalGuard
+        self,
+        own: Lease,
+        ranges: Iterable[tuple[IPNetwork, int]],
+        removal_guard: RemovalGuard,
+        beside: Callable[[Lease], Iterable[Resource]] | None = None,
     ) -> None:
+        self._beside = beside
         self._own = own
         self._removal_guard = removal_guard
         self._table = LeaseTable(own.key)
@@ -340,6 +346,8 @@ class Peers:
             return self._desired.of_owner(lease.key) or tuple(resources)
         self._forget(lease.key)
         self._sound[lease.key] = lease
+        if self._beside is not None and resources:
+            resources.extend(self._beside(lease))
         return tuple(resources)
 
     def _complain(self, lease: Lease, reason: Refused, line: str) -> None:

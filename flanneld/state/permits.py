@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from flanneld.model import IPNetwork, LeaseKey, Snapshot
 from flanneld.runtime import clock
 from flanneld.state.desired import macs_of, without_ways_to
-from flanneld.state.resources import LINKS, NEIGHBORS, ROUTES, Key, Resource
+from flanneld.state.resources import GUARDS, LINKS, NEIGHBORS, ROUTES, Key, Resource
 from flanneld.state.table import Put
 
 log = logging.getLogger(__name__)
@@ -199,6 +199,8 @@ class Permits:
             name: without_ways_to(known.unclear, resources, self._kept_macs)
             for name, resources in stale.items()
         }
+        if known.unclear:  # a node whose lease cannot be read may be any of those that are let in
+            allowed = {name: found for name, found in allowed.items() if name not in GUARDS.values()}
         if self.sweeps and self._removal_guard.holds_sweep(len(allowed.get(ROUTES, ())), self._routes()):
             return {}
         if self._removal_guard.sweep_is_held or not self._is_complete():

@@ -37,6 +37,9 @@ class Kind(IntEnum):
 #: Names of the kernel's tables.
 LINKS, ADDRESSES, NEIGHBORS, FDB, ROUTES = "links", "addresses", "neighbors", "fdb", "routes"
 
+#: Names of the tables that guard the tunnel.
+GUARDS = {4: "guard-ipv4", 6: "guard-ipv6"}
+
 #: The table's name, then the object's identity there. Only numbers and strings: an address object takes ten
 #: times as long to hash.
 Key = tuple[int | str, ...]

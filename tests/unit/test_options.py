@@ -76,6 +76,7 @@ DEFAULTS = {
     "cni-bin": "/opt/cni/bin",
     "state-dir": "/var/lib/flannel",
     "secret-dir": "/run/flannel",
+    "guard-tunnel": False,
     "healthz-ip": "0.0.0.0",
     "healthz-port": 0,
     "iptables-resync": 5,

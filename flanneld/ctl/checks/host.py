@@ -51,15 +51,24 @@ def dropping(facts: Facts) -> Iterator[Finding]:
 
 @check("E", "rules", "the daemon's own rules are in place")
 def rules(facts: Facts) -> Iterator[Finding]:
-    firewall = known(facts.status.firewall)
-    if not firewall:
-        return
-    for family in firewall.not_in_place:
+    firewall, uplink = known(facts.status.firewall), facts.status.uplink_name
+    for family in firewall.not_in_place if firewall else ():
         yield Finding(
             f"the rules for {family} are not in place",
-            f"they belong into {firewall.place}",
+            f"they belong into {firewall.place if firewall else ''}",
             "packets keep the wrong address, or are dropped",
             Advice("see the daemon's log: it says why, and tries again"),
+        )
+    outside = [str(address) for name, address in facts.addresses if name == uplink and address.is_global]
+    packets = listed(between_nodes(facts.status))
+    if outside and packets and not facts.is_guarded and not described(facts.status.backend or "").encrypts:
+        yield Finding(
+            f"whoever reaches {', '.join(outside)} by {packets} sends packets to containers",
+            "the address is a public one, and the backend does not authenticate its packets",
+            "a stranger needs no lease for that",
+            Advice("start the daemon with -guard-tunnel, or let the host's firewall accept only nodes there"),
+            about=uplink,
+            severity=Severity.HINT,
         )
 
 

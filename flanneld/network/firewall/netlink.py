@@ -175,6 +175,19 @@ def _with_nf_tables() -> Iterator[None]:
         raise
 
 
+#: Name of the tables that guard the tunnel, one for each family.
+GUARD = "flannel-guard"
+
+
+def has_guard(family: Family) -> bool:
+    """Return True if a guard of the tunnel is in the kernel."""
+    try:
+        with Netfilter() as netfilter:
+            return netfilter.has_table(family, GUARD)
+    except OSError:
+        return False
+
+
 class Removal(Struct, frozen=True, gc=False):
     """A removal from nf_tables, or a possible one if notifications were lost.
 

@@ -163,7 +163,7 @@ class Nftables:
 
     def __init__(self, family: Family) -> None:
         self._family = family
-        self._library = _load()
+        self._library = load()
         self._listing = NftablesListing({}, {}, others=False)
 
     def read(self) -> Rules:
@@ -204,14 +204,19 @@ class Nftables:
             raise Rejected(f"cannot read our rules in nftables: {error}", "see `nft list ruleset`") from error
 
     def _run(self, commands: list[JsonCommand]) -> Any:
-        status, answer, error = self._library.json_cmd({"nftables": commands})
-        if status:
-            said = " ".join(str(error).split())
-            raise Rejected(f"nftables refuses our rules: {said}", "see `nft list ruleset`")
-        return answer
+        return run(self._library, commands)
 
 
-def _load() -> Any:
+def run(library: Any, commands: list[JsonCommand]) -> Any:
+    """Run the commands in one transaction. Raises ``Rejected``."""
+    status, answer, error = library.json_cmd({"nftables": commands})
+    if status:
+        said = " ".join(str(error).split())
+        raise Rejected(f"nftables refuses our rules: {said}", "see `nft list ruleset`")
+    return answer
+
+
+def load() -> Any:
     """Import the Python binding on demand: it is optional, and so is the library that it loads."""
     import ctypes
 

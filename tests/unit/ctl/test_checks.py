@@ -829,3 +829,11 @@ def test_a_fix_is_shown_with_a_command_on_each_line_quoted_for_a_shell() -> None
     facts = replace(WELL, left_rules=(LeftRules(("a rule",), commands),))
     (_, table, _) = report(examine(facts), facts.unknown)
     assert list(table_lines(table))[-2:] == ["fix       nft flush chain 'a b'", "fix       true"]
+
+
+def test_open_tunnel_on_a_public_address_is_a_hint() -> None:
+    outside = replace(WELL, addresses=(*WELL.addresses, ("eth0", ip_address("8.8.4.4"))))
+    ((_, found),) = examine(outside)
+    assert found.problem == "whoever reaches 8.8.4.4 by UDP port 8472 sends packets to containers"
+    assert (found.severity, found.about) == (Severity.HINT, "eth0")
+    assert examine(replace(outside, is_guarded=True)) == []

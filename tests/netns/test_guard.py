@@ -1,0 +1,148 @@
+"""A guarded tunnel: packets of nodes get in, whatever joins and leaves, and those of strangers do not."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.lab import Lab, Node, wait_for
+from tests.lab.lab import NETWORK
+from tests.netns.pair import DUAL_STACK
+from tests.netns.test_cleanup import cleanup
+from tests.netns.test_plan import carry_out, plan
+from tests.netns.test_seeing import flannelctl
+
+VXLAN = {"Type": "vxlan"}
+KINDS = [
+    pytest.param({"Type": "vxlan", "Port": 4790}, "udp dport 4790", id="vxlan"),
+    pytest.param({"Type": "udp"}, "udp dport 8285", id="udp"),
+    pytest.param({"Type": "ipip"}, "meta l4proto ipencap", id="ipip", marks=pytest.mark.needs_kernel("ipip")),
+]
+
+
+def cluster(lab: Lab, number: int = 2, **config: Any) -> list[Node]:
+    lab.etcd.put_config({"Network": NETWORK, "Backend": VXLAN, **config})
+    nodes = lab.add_nodes(number)
+    for node in nodes:
+        node.start("--guard-tunnel")
+    for node in nodes:
+        node.wait_ready()
+    return nodes
+
+
+def guard(node: Node, family: str = "ip") -> str:
+    return node.run("nft", "list", "table", family, "flannel-guard", check=False).stdout
+
+
+def admitted(node: Node, family: str = "ip") -> set[str]:
+    """Return the addresses in the set of a guard."""
+    done = node.run("nft", "-j", "list", "table", family, "flannel-guard", check=False)
+    items = json.loads(done.stdout)["nftables"] if done.returncode == 0 else []
+    return {each for item in items for each in item.get("set", {}).get("elem", [])}
+
+
+@pytest.mark.parametrize(("backend", "test"), KINDS)
+def test_guarded_tunnel_lets_in_peers_and_no_stranger(lab: Lab, backend: dict[str, Any], test: str) -> None:
+    first, second = cluster(lab, Backend=backend)
+    first.container().wait_for_reply(second.container())
+    wait_for(lambda: admitted(first) == {second.address}, what="the peer to be let in")
+    assert f"{test} ip saddr != @nodes" in guard(first)
+    # A node whose lease is gone is a stranger; it still knows the way here.
+    second.kill()
+    lab.etcd.delete_lease(second.subnet())
+    wait_for(lambda: admitted(first) == set(), what="the node to be let in no more")
+    assert not second.container().reaches(first.container(), 0.5)
+    assert "counter packets 0 " not in guard(first)
+    second.start("--guard-tunnel")
+    second.container().wait_for_reply(first.container())
+
+
+def test_both_families_are_guarded(lab: Lab) -> None:
+    first, second = cluster(lab, **DUAL_STACK)
+    wait_for(lambda: admitted(first, "ip6") == {second.ipv6_address}, what="the peer to be let in")
+    assert "udp dport 8472 ip6 saddr != @nodes" in guard(first, "ip6")
+    here, there = first.container(), second.container()
+    here.wait_for_reply(there.addresses[6])
+    here.wait_for_reply(there.addresses[4])
+    for command in ("doctor", "routes", "peers", "status"):
+        done = flannelctl(first, command)
+        assert done.returncode == 0, done.stdout
+
+
+def test_everything_passes_until_all_leases_are_known(lab: Lab) -> None:
+    first, second = cluster(lab)
+    first.container().wait_for_reply(second.container())
+    first.stop()
+    assert admitted(first) == {second.address}
+    first.run("nft", "delete", "table", "ip", "flannel-guard")
+    lab.etcd.stop()
+    first.start("--guard-tunnel")
+    first.wait_for_log("etcd")
+    assert "drop" not in guard(first)
+    lab.etcd.start()
+    wait_for(lambda: "drop" in guard(first), 60, "the tunnel to be guarded")
+    assert admitted(first) == {second.address}
+
+
+def test_churn_of_leases_costs_a_healthy_peer_no_packet(lab: Lab) -> None:
+    first, second = cluster(lab, SubnetLen=28)
+    here, there = first.container(), second.container()
+    here.wait_for_reply(there)
+    subnets = [f"10.5.{number // 16}.{number % 16 * 16}/28" for number in range(16, 2018)]
+    free = [subnet for subnet in subnets if subnet not in (first.subnet(), second.subnet())]
+    leases = [(subnet, f"192.0.{2 + n // 250}.{1 + n % 250}") for n, subnet in enumerate(free)]
+    with here.ping(there) as ping:
+        ping.wait_for_replies()
+        for number, (subnet, public) in enumerate(leases):
+            mac = f"02:00:00:00:{number // 256:02x}:{number % 256:02x}"
+            data = {"VNI": 1, "VtepMAC": mac}
+            lab.etcd.put_lease(subnet, {"PublicIP": public, "BackendType": "vxlan", "BackendData": data})
+        wait_for(lambda: len(admitted(first)) == len(leases) + 1, 60, "all nodes to be let in")
+        for subnet, _ in leases:
+            lab.etcd.delete_lease(subnet)
+        wait_for(lambda: admitted(first) == {second.address}, 60, "the others to be let in no more")
+        first.kill()
+        first.start("--guard-tunnel")
+        first.wait_ready()
+        ping.wait_for_replies()
+        assert ping.lost() == 0
+
+
+def test_guard_goes_with_the_flag_and_with_cleanup(lab: Lab) -> None:
+    first, _ = cluster(lab)
+    assert "drop" in guard(first)
+    first.stop()
+    first.start()
+    first.wait_ready()
+    wait_for(lambda: not guard(first), what="the guard to go")
+    first.stop()
+    first.start("--guard-tunnel")
+    first.wait_ready()
+    wait_for(lambda: "drop" in guard(first), what="the guard to be back")
+    first.stop()
+    assert any("table ip flannel-guard" in line for line in cleanup(first))
+    assert not guard(first)
+
+
+def test_guard_that_others_remove_is_put_back(lab: Lab) -> None:
+    first, second = cluster(lab)
+    first.run("nft", "delete", "table", "ip", "flannel-guard")
+    wait_for(lambda: "drop" in guard(first), 60, "the guard to be back")
+    assert admitted(first) == {second.address}
+
+
+def test_planned_guard_is_that_of_the_daemon(lab: Lab) -> None:
+    first, second = cluster(lab)
+    wait_for(lambda: admitted(first) == {second.address}, what="the peer to be let in")
+    assert plan(lab, first, "--guard-tunnel") == ""
+    before = guard(first)
+    first.stop()
+    first.run("nft", "delete", "table", "ip", "flannel-guard")
+    planned = plan(lab, first, "--guard-tunnel")
+    assert "guard lets in" in planned, planned
+    for line in planned.splitlines():
+        if "guard" in line:
+            carry_out(first, f"nft {line.partition(': nft ')[2]}")
+    assert guard(first) == before
