@@ -229,11 +229,8 @@ class AddressClaims:
         if publics:
             self._inside[key] = publics
         around = {owner for ip in (*former, *publics) for owner in self._led_around(ip.version, int(ip))}
-        return around.union(claim.owner for net in key if net is not None for claim in self._in(net))
-
-    def _in(self, net: IPNetwork) -> list[OwnedNet[LeaseKey]]:
-        """Return the public IPs in a network, by address."""
-        return sorted(self._publics.touching(*_numbers(net)), key=itemgetter(0))
+        inside = (self._publics.touching(*_numbers(net)) for net in key if net is not None)
+        return around.union(claim.owner for claims in inside for claim in claims)
 
     # ---- what touches it -------------------------------------------------------------------------
 
@@ -330,11 +327,11 @@ class AddressClaims:
     def _harm_to_older(self, lease: Lease) -> Unsafe | None:
         for family in FAMILIES:
             net = lease.net(family)
-            for claim in self._in(net) if net is not None else ():
-                older = self._lease_of(claim.owner)
-                if older is None or older.net(family) is None or not _is_older(older, lease):
-                    continue
-                if self._is_led(older.key):
+            inside = self._publics.touching(*_numbers(net)) if net is not None else ()
+            leases = ((claim.number, self._lease_of(claim.owner)) for claim in inside)
+            found = [each for each in leases if each[1] is not None and _is_older(each[1], lease)]
+            for _, older in sorted(found, key=itemgetter(0)):
+                if older is not None and older.net(family) is not None and self._is_led(older.key):
                     whose = f"{older.attrs.public(family)}, the public IP of the older lease {older}"
                     return Unsafe(
                         f"its subnet {net} is around {whose}", f"give its node another subnet; {LEASES_END}"
