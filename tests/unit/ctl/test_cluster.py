@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from ipaddress import ip_address
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -13,9 +14,10 @@ from flanneld.backends.registry import BUILT_IN, described
 from flanneld.config import parse
 from flanneld.ctl import nodes as commands
 from flanneld.ctl.checks.cluster import RULES, ClusterRule, cluster_findings, remarks
-from flanneld.ctl.doctor import CHECKS, with_cluster
+from flanneld.ctl.doctor import CHECKS, report, with_cluster
 from flanneld.ctl.findings import Advice, Finding, Severity
 from flanneld.ctl.nodes import Cluster, ClusterNode, Probes, Told, gather, own_node, told
+from flanneld.ctl.output import table_lines
 from flanneld.ctl.path_mtu import takes_mtu
 from flanneld.ctl.source import DataSource
 from flanneld.diagnostics.status import Status
@@ -212,6 +214,26 @@ def test_finding_names_few_of_many_nodes() -> None:
     assert finding.problem == "100 nodes without an answer"
     assert finding.evidence.endswith("; and 97 more")
     assert finding.severity is Severity.PROBLEM
+
+
+def test_findings_about_a_thousand_nodes_fit_on_one_screen() -> None:
+    kinds: tuple[dict[str, Any], ...] = ({}, {}, {}, MUTE, {"told": replace(TOLD, mtu=1400, version="2.0")})
+    nodes = tuple(
+        replace(
+            node(1),
+            subnets=(f"10.{number // 250}.{number % 250}.0/24",),
+            is_own=not number,
+            public_ips=(),
+            macs=(),
+            **kind,
+        )
+        for number, kind in zip(range(1000), cycle(kinds), strict=False)
+    )
+    found = with_cluster([], remarks(Cluster(nodes, frozenset({OWN}), NOW)))
+    lines = [line for each in report(found, ()) for line in table_lines(each)]
+    assert [finding.severity for _, finding in found] == [Severity.PROBLEM, Severity.PROBLEM, Severity.HINT]
+    assert len(lines) <= 24
+    assert max(map(len, lines)) < 200
 
 
 def test_nodes_are_listed_worst_first_behind_this_one() -> None:
