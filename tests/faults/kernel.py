@@ -78,7 +78,10 @@ FAULTS = {
         "net.ipv6.conf.eth0.disable_ipv6 is 1",
         ("sysctl -w net.ipv6.conf.eth0.disable_ipv6=1",),
         DUAL,
-        heal=("sysctl -w net.ipv6.conf.eth0.disable_ipv6=0; ip -6 address add {node6}/64 dev eth0 nodad",),
+        heal=(
+            "sysctl -w net.ipv6.conf.eth0.disable_ipv6=0; ip -6 address add {node6}/64 dev eth0 nodad",
+            "ip -6 route add default via fd00:18::fe",
+        ),
         advice="sysctl -w net.ipv6.conf.eth0.disable_ipv6=0; then give eth0 its addresses back: {node6}",
     ),
     "INPUT drops the port of one family, and the other is silent": Fault(

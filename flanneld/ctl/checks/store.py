@@ -215,7 +215,9 @@ def store(facts: Facts) -> Iterator[Finding]:
     told = known(facts.status.store)
     problem = known(told.problem) if told else None
     if told and problem:
-        sick = facts.etcd if facts.etcd and not facts.etcd.is_healthy else None
+        # An alarm makes it unhealthy, too, and its refusal names that.
+        is_mute = facts.etcd is not None and problem.startswith("etcd does not answer")
+        sick = facts.etcd if is_mute and facts.etcd and not facts.etcd.is_healthy else None
         remedy = remedy_for("no leader") if sick else known(told.remedy)
         yield Finding(
             problem,
