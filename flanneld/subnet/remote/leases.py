@@ -193,9 +193,10 @@ class LeaseStore:
             self._claim(network, lease.key, caller)
             return _wire(lease)
 
-    def publish_endpoints(self, network: str, name: str, text: str) -> None:
-        """Write where a node may be reached."""
-        with self._asking():
+    def publish_endpoints(self, network: str, name: str, text: str, caller: Caller = ADMINISTRATOR) -> None:
+        """Write where a node may be reached. Raises ``Denied`` if another has written it."""
+        with self._asking(caller):
+            self._check_owner(network, f"endpoints/{name}", caller, is_changed=False)
             self._manager(network).publish_endpoints(name, text)
 
     def endpoints(self, network: str) -> dict[str, str]:
@@ -330,7 +331,9 @@ class LeaseStore:
 
     # ---- owners --------------------------------------------------------------------------------
 
-    def _check_owner(self, network: str, key: LeaseKey, caller: Caller, *, is_changed: bool = True) -> None:
+    def _check_owner(
+        self, network: str, key: LeaseKey | str, caller: Caller, *, is_changed: bool = True
+    ) -> None:
         """Raise ``Denied`` unless the caller may change a lease: it is its own, or nobody's yet.
 
         A lease of an earlier version is nobody's. With an ended token its node may renew it as it is.
@@ -338,13 +341,14 @@ class LeaseStore:
         if self._owned is None or caller.owner is None:
             return
         owner = self._owned.store.owner(self._path(network, key))
+        what = key if isinstance(key, str) else f"the lease {name_of(key)}"
         if owner and not hmac.compare_digest(owner, caller.owner):
             raise Denied(
-                f"the lease {name_of(key)} belongs to a node with another secret",
+                f"{what} belongs to a node with another secret",
                 "if its node was reinstalled, add a reservation for it where the file is",
             )
         if not owner and is_changed and not caller.may_join:
-            raise Denied(f"the token has ended, and the lease {name_of(key)} has no secret yet", ANOTHER)
+            raise Denied(f"the token has ended, and {what} has no secret yet", ANOTHER)
 
     def _claim(self, network: str, key: LeaseKey, caller: Caller) -> None:
         """Note the caller as the owner of a lease, which it may have renewed without a write."""

@@ -178,7 +178,7 @@ class RestApi:
         text = request.body.decode(errors="replace")
         if not _MESH_NAME.fullmatch(name) or not _ENDPOINTS.fullmatch(text):
             raise _Wrong("bad endpoints")
-        self._store.publish_endpoints(network, name, text)
+        self._store.publish_endpoints(network, name, text, request.caller)
 
     def _reserve(self, request: RestRequest, network: str) -> None:
         wanted = _understood(wire.parse_reservation, request.body)

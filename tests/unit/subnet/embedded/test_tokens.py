@@ -256,6 +256,17 @@ def test_administrator_gives_a_reinstalled_node_its_lease_again(guarded: Guarded
             guarded.join(token, 1, "node")
 
 
+@pytest.mark.parametrize("lasts", [DAY, -1.0], ids=["valid", "ended"])
+def test_no_token_changes_the_endpoints_of_another_node(guarded: Guarded, lasts: float) -> None:
+    name, token = "A" * 43 + "=", guarded.tokens.create(lasts)
+    for text in ("192.0.2.1:51820", "192.0.2.2:51820"):
+        assert guarded.ask("PUT", f"/endpoints/{name}", text, token, "node")[0] == 200
+    for attacker in ("", "attacker"):
+        status, told = guarded.ask("PUT", f"/endpoints/{name}", "192.0.2.9:51820", token, attacker)
+        assert (status, ANOTHERS in told) == (403, True)
+    assert guarded.server.store.endpoints("_") == {name: "192.0.2.2:51820"}
+
+
 def test_lease_of_the_host_with_the_file_is_its_own(guarded: Guarded) -> None:
     place = guarded.server.place
     assert isinstance(place, LocalFile)
