@@ -10,8 +10,6 @@ import pytest
 from tests.lab import Lab, Node, own_command, peer_command, wait_for
 from tests.lab.lab import NETWORK
 from tests.netns.pair import DUAL_STACK, connect
-from tests.netns.test_mesh import PUBLIC, RESTRICTED, Network, sessions
-from tests.netns.test_mesh import start as restart_in_mesh
 
 OURS, THEIRS = own_command(), peer_command("v3")
 
@@ -76,22 +74,6 @@ def test_one_node_changes_hands_and_keeps_its_key(lab: Lab) -> None:
         connect(node, peer)
         connect(peer, node)
     wait_for(lambda: lab.etcd.leases()[subnet] == lease, what="the lease to be as before")
-
-
-@pytest.mark.long
-def test_the_other_daemon_takes_part_in_a_mesh_and_keeps_its_sessions(lab: Lab) -> None:
-    assert THEIRS, "set FLANNELD_PEER_V3 to the other daemon's command"
-    network = Network(lab, [PUBLIC, PUBLIC, RESTRICTED, RESTRICTED], first=THEIRS)
-    network.wait_until_met()
-    theirs, _, *behind = lab.nodes
-    before = {subnet: each.last_handshake for subnet, each in sessions(theirs).items()}
-    for node in behind:
-        # It reads and announces endpoints anew.
-        node.stop()
-        restart_in_mesh(node)
-        node.wait_ready(60)
-    network.wait_until_met()
-    assert {subnet: each.last_handshake for subnet, each in sessions(theirs).items()} == before
 
 
 @pytest.mark.parametrize(("kind", "also"), [("wireguard", "vxlan"), ("vxlan", "wireguard")])
