@@ -262,11 +262,14 @@ class Question(Struct, frozen=True, gc=False):
 
 
 def lost_packets(
-    told: Status, names: Mapping[int, str], container_devices: Mapping[Family, str]
+    told: Status,
+    names: Mapping[int, str],
+    container_devices: Mapping[Family, str],
+    chosen: Sequence[ParsedPeer] | None = None,
 ) -> list[Lost]:
-    """Return each cause of a loss once. Raises ``OSError``."""
+    """Return each cause of a loss once, on the way to the ``chosen`` peers or to some. Raises ``OSError``."""
     host = _Host(HostView(), names)
-    asked = list(questions(told, chosen_of(told), container_devices))
+    asked = list(questions(told, chosen_of(told) if chosen is None else chosen, container_devices))
     found: dict[tuple[str, str], Lost] = {}
     for question in asked:
         wrong = host.ask(question)
@@ -341,7 +344,7 @@ class _Host:
         try:
             way = self._way(question.target, question.source, question.iif)
         except OSError as failure:
-            if failure.errno == errno.EHOSTUNREACH and question.iif and _does_not_forward(question.target):
+            if failure.errno == errno.EHOSTUNREACH and question.iif and does_not_forward(question.target):
                 return None  # so is forwarding that is off
             return failure
         return None if question.is_right(way) else way
@@ -450,7 +453,7 @@ def _does_not_pass_on(question: Question) -> bool:
     return bool(is_passed_on) and not number(_FORWARDING.format(question.iif))
 
 
-def _does_not_forward(target: IPAddress) -> bool:
+def does_not_forward(target: IPAddress) -> bool:
     path = "ipv4/ip_forward" if target.version == 4 else "ipv6/conf/all/forwarding"
     return number(f"/proc/sys/net/{path}") == 0
 

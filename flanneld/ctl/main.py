@@ -244,6 +244,9 @@ def command_line() -> argparse.ArgumentParser:
             )
         if name == "trace":
             command.add_argument("address", type=ip_address, metavar="IP")
+            command.add_argument(
+                "--from-container", type=ip_address, metavar="IP", help="begin in this node's container"
+            )
         if name == "graph":
             command.add_argument(
                 "--format", choices=("text", "dot", "html"), default="text", help="text, if not given"
@@ -341,14 +344,9 @@ def _events(source: DataSource, _arguments: argparse.Namespace) -> CommandAnswer
 
 
 def _trace(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
-    from flanneld.ctl import compare
-    from flanneld.ctl.checks.packets import drops_towards, masquerading_rules
-    from flanneld.ctl.trace import trace
+    from flanneld.ctl.trace import examine
 
-    found = compare.read(source.status, compare.desired_objects(source.status))
-    drops = drops_towards(source.status)(arguments.address)
-    rules_of = masquerading_rules(source.status)
-    hops = trace(arguments.address, source.status, found, compare.route_taken, drops, rules_of)
+    hops = examine(arguments.address, source.status, arguments.from_container)
     rows = [(hop.hop, hop.state, hop.found, hop.note) for hop in hops]
     table = TextTable(("hop", "state", "found", "note"), rows)
     plain = {"hops": [asdict(hop) for hop in hops]}

@@ -7,15 +7,28 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from flanneld.ctl.compare import ActualState, RouteTaken, differences, follows, wanted_route
+from flanneld.ctl.compare import (
+    ActualState,
+    RouteTaken,
+    desired_objects,
+    differences,
+    follows,
+    read,
+    route_taken,
+    wanted_route,
+)
+from flanneld.ctl.lookups import Lost, does_not_forward, host_addresses, lost_packets, parsed, reached_peers
 from flanneld.ctl.views import handshake
 from flanneld.diagnostics.status import PeerStatus, Status, known, networks, resources
+from flanneld.errors import FlannelError
 from flanneld.model import Family, IPAddress, IPNetwork
 from flanneld.network.firewall.fate import MASQUERADE, Packet, Rule
 from flanneld.network.firewall.iptables_text import rule_text
+from flanneld.runtime.shell import line
 from flanneld.state.resources import FdbEntry, Neighbor, Resource, Route
 
 if TYPE_CHECKING:
+    from flanneld.ctl.checks.containers import Container
     from flanneld.ctl.checks.packets import Drop
 
 WayTo = Callable[[IPAddress], RouteTaken]
@@ -32,6 +45,53 @@ class Hop(Struct, frozen=True, gc=False):
     note: str = ""
 
 
+def examine(target: IPAddress, told: Status, sender: IPAddress | None) -> list[Hop]:
+    """Return the hops from this host to an address, or from the container with the address ``sender``.
+
+    Raises ``FlannelError`` without such a container, ``OSError`` if the kernel does not tell.
+    """
+    from flanneld.ctl.checks.containers import container_devices, read_containers
+    from flanneld.ctl.checks.packets import drops_towards, masquerading_rules
+
+    found = read(told, desired_objects(told))
+    addresses = tuple(host_addresses())
+    devices = container_devices(addresses, known(told.devices) or (), told.own_subnets)
+    first: list[Hop] = []
+    if sender is not None:
+        containers = read_containers(told, found.links, [address for _, address in addresses])
+        container = next((each for each in containers if each.address == sender), None)
+        if container is None:
+            raise FlannelError(
+                f"no container with {sender} is found here",
+                "run as root; flannel's containers have namespaces",
+            )
+        first = [_from_container(container, told)]
+        devices = {**devices, sender.version: container.attached_to}
+    names = {link.index: link.name for link in found.links}
+    peers = [parsed(each) for each in reached_peers(told) if _subnet_with(target, each.networks)]
+    lost = lost_packets(told, names, devices, peers) if peers else []
+    hops = trace(
+        target, told, found, route_taken, drops_towards(told)(target), masquerading_rules(told), lost
+    )
+    if peers and does_not_forward(target):
+        first.append(Hop("forwarding", "off", "PROBLEM", "this node passes no packet of a container on"))
+    return [*first, *hops]
+
+
+def _from_container(container: Container, told: Status) -> Hop:
+    shown = f"{container.address} on {container.attached_to}, MTU {container.mtu}"
+    mtu = known(told.mtu)
+    if not container.is_routed:
+        note = "it has no route to the containers of other nodes by an address of this host"
+    elif container.reached_by != container.attached_to:
+        note = f"packets for it leave by {container.reached_by or 'no interface'}"
+    elif mtu and container.mtu > mtu:
+        note = f"its MTU is above that of the network, {mtu}: make it anew"
+    else:
+        note = ""
+    return Hop("container", shown, _verdict(not note), note)
+
+
 def trace(
     target: IPAddress,
     told: Status,
@@ -39,14 +99,22 @@ def trace(
     look_up_route: WayTo,
     drops: Sequence[Drop] = (),
     rules_of: MasqueradeOf = lambda _: (),
+    lost: Sequence[Lost] = (),
 ) -> list[Hop]:
-    """Return the hops, as far as they are known. ``drops`` are those of packets from and to the peer."""
+    """Return the hops, as far as they are known.
+
+    ``drops`` and ``lost`` are what filters and routes of this host do to packets from and to the peer.
+    """
     own = _subnet_with(target, told.own_subnets)
     if own:
         return list(_to_a_container(target, own, told, look_up_route))
     peer = next((each for each in told.each_peer if _subnet_with(target, each.networks)), None)
     if peer is not None:
         hops = list(_to_a_peer(target, peer, told, found, look_up_route))
+        # A route that is wrong has a hop already, and so has an uplink.
+        is_wrong = any(each.state == "PROBLEM" for each in hops)
+        causes = {"filter", "forwarding", "rule", *(() if is_wrong else ("route",))}
+        hops += (Hop("lookup", each.packets, "PROBLEM", _loss(each)) for each in lost if each.cause in causes)
         return [*hops, *(Hop("filter", each.chain, each.state, each.note) for each in drops)]
     way = look_up_route(target)
     if not told.ranges:
@@ -80,6 +148,12 @@ def _seen_source(target: IPAddress, told: Status, way: RouteTaken, rules_of: Mas
     else:
         seen = f"the container's address in {own}"
     yield Hop("source", seen, "ok", f"by {rule_text(rule)}" if rule else "no rule of flannel's is about it")
+
+
+def _loss(lost: Lost) -> str:
+    about = f"; {lost.cause} {lost.about}" if lost.about else ""
+    fix = f"; {line(lost.commands)}" if lost.commands else ""
+    return f"{lost.evidence}{about}{fix}"
 
 
 def _to_a_container(target: IPAddress, own: str, told: Status, look_up_route: WayTo) -> Iterator[Hop]:

@@ -94,13 +94,43 @@ def test_the_way_to_a_container_is_traced(lab: Lab) -> None:
     for target, hops in (
         (peer.container().address, ["lease", "route", "neigh", "fdb", "device", "uplink"]),
         (node.container().address, ["lease", "route"]),
-        ("203.0.113.1", ["lease", "route"]),
+        ("203.0.113.1", ["lease", "route", "source"]),
         (node.address, ["lease", "route"]),
         ("127.0.0.1", ["lease", "route"]),
     ):
         told = answer(node, "trace", target)["hops"]
         assert [(hop["hop"], hop["state"]) for hop in told] == [(hop, "ok") for hop in hops]
         assert flannelctl(node, "trace", target).returncode == 0
+
+
+def problems(node: Node, target: str, *words: str) -> dict[str, str]:
+    """The hops at which packets die, with what is found there or the reason."""
+    hops = answer(node, "trace", target, *words)["hops"]
+    return {hop["hop"]: f"{hop['found']}: {hop['note']}" for hop in hops if hop["state"] == "PROBLEM"}
+
+
+def test_trace_fails_where_this_host_loses_packets(lab: Lab) -> None:
+    node, peer = settled(lab)
+    container, target = node.container(), peer.container().address
+    sender = f"--from-container={container.address}"
+    hops = answer(node, "trace", target, sender)["hops"]
+    assert [(hop["hop"], hop["state"]) for hop in hops[:2]] == [("container", "ok"), ("lease", "ok")]
+    assert problems(node, target, sender) == {}
+
+    node.namespace.ip("rule add to 10.5.0.0/16 blackhole priority 99")
+    assert "99: " in problems(node, target)["lookup"]
+    assert flannelctl(node, "trace", target).returncode == 1
+    node.namespace.ip("rule del priority 99")
+    node.namespace.sysctl("net/ipv4/ip_forward", 0)
+    assert problems(node, target)["forwarding"] == "off: this node passes no packet of a container on"
+    node.namespace.sysctl("net/ipv4/ip_forward", 1)
+    container.namespace.ip("link set eth0 mtu 1500")
+    assert "its MTU is above that of the network, 1450" in problems(node, target, sender)["container"]
+    container.namespace.ip("route del default")
+    assert "it has no route" in problems(node, target, sender)["container"]
+    nobody = flannelctl(node, "trace", target, "--from-container=10.5.99.9")
+    assert (nobody.returncode, nobody.stdout) == (2, "")
+    assert "no container with 10.5.99.9 is found here" in nobody.stderr
 
 
 def test_a_rule_that_drops_packets_to_a_peer_is_on_the_way_to_its_containers(lab: Lab) -> None:
@@ -123,7 +153,7 @@ def test_the_way_is_traced_over_ipv6_too(lab: Lab) -> None:
     node.wait_for_route(peer.subnet(), PATIENCE)
     there, here = (f"{each.subnet(6).removesuffix('/64')}7" for each in (peer, node))
     node.container()
-    for target, hops in ((there, 6), (here, 2), (node.ipv6_address, 2), ("2001:db8::1", 2)):
+    for target, hops in ((there, 6), (here, 2), (node.ipv6_address, 2), ("2001:db8::1", 3)):
         told = answer(node, "trace", target)["hops"]
         assert [hop["state"] for hop in told] == ["ok"] * hops, told
 

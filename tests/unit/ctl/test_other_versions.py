@@ -69,7 +69,7 @@ DOCUMENT: dict[str, Any] = {
 #: Values of other types, and those among them that no field of an object may have.
 OTHERS: tuple[Any, ...] = (None, [], {}, 7, -1, 1e30, "x", "", True)
 NO_FIELD: tuple[Any, ...] = ([], {})
-ARGUMENTS = argparse.Namespace(address=ip_address("10.5.2.7"), output="table")
+ARGUMENTS = argparse.Namespace(address=ip_address("10.5.2.7"), from_container=None, output="table")
 
 
 def places(told: Any, *place: str | int) -> Iterator[tuple[str | int, ...]]:

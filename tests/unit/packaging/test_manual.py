@@ -14,7 +14,8 @@ from flanneld.options import FLAGS
 #: What each of flannelctl's commands takes beside the options of all of them.
 OWN = {
     "status": ["--wait"],
-    **{command: [] for command in ("peers", "routes", "events", "nodes", "trace", "version")},
+    **{command: [] for command in ("peers", "routes", "events", "nodes", "version")},
+    "trace": ["--from-container"],
     "bundle": ["FILE"],
     "graph": ["--format"],
     "netcheck": ["PEER", "--container", "--count", "--size"],
