@@ -80,17 +80,15 @@ class Site:
         self.router.ip(f"link set {node.name} master lan up")
 
 
-def start(node: Node, command: list[str] | None = None) -> None:
-    node.start(command=command, environment={"WIREGUARD_KEY_FILE": str(node.directory / "wgkey")})
+def start(node: Node) -> None:
+    node.start(environment={"WIREGUARD_KEY_FILE": str(node.directory / "wgkey")})
 
 
 class Network:
     """Nodes of a mesh, each with its kind of site."""
 
-    def __init__(
-        self, lab: Lab, kinds: Iterable[str], *, shared: int = 0, first: list[str] | None = None
-    ) -> None:
-        """Start a node at each site, ``shared`` more at the last one. ``first`` is the first's command."""
+    def __init__(self, lab: Lab, kinds: Iterable[str], *, shared: int = 0) -> None:
+        """Start a node at each site, and ``shared`` more at the last one."""
         self.lab = lab
         lab.etcd.put_config({"Network": NETWORK, "Backend": {"Type": "wireguard", "Mesh": True}})
         self.sites: list[Site] = []
@@ -106,7 +104,7 @@ class Network:
             (node,) = lab.add_nodes()
             self._place(node, self.sites[-1])
         for node in lab.nodes:
-            start(node, command=first if node is lab.nodes[0] else None)
+            start(node)
         for node in lab.nodes:
             node.wait_ready(60)
 
