@@ -61,6 +61,10 @@ class _Prefix6(IPv6Network):
 
 _P = TypeVar("_P", _Prefix4, _Prefix6)
 
+_SAMPLE = IPv4Network("10.5.0.0/16")
+#: Whether ``ipaddress`` hashes address and mask as a pair, as since Python 3.13, and not their XOR.
+_IS_PAIR = hash(_SAMPLE) == hash((int(_SAMPLE.network_address), int(_SAMPLE.netmask)))
+
 
 def ipv4_prefix(number: int, length: int) -> IPv4Network:
     """Return a network from its first address and its length. Raises ``ValueError`` for host bits."""
@@ -86,7 +90,7 @@ def _filled(net: _P, address: Any, number: int, length: int, mask: tuple[Any, in
     net.network_address = address
     net.netmask = netmask
     net._prefixlen = length
-    net._hash = hash(number ^ int(netmask))
+    net._hash = hash((number, int(netmask)) if _IS_PAIR else number ^ int(netmask))
     return net
 
 

@@ -9,7 +9,6 @@ import random
 import re
 import shutil
 import socket
-import ssl
 import subprocess
 import tempfile
 import threading
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
 
+from tests.lab.credentials import trusting
 from tests.lab.etcd_v3 import V3Keys
 from tests.lab.listener import Listener, end
 from tests.lab.wait import wait_for
@@ -166,7 +166,7 @@ class LocalEtcd:
     def _connection(self) -> http.client.HTTPConnection:
         if not self._tls:
             return http.client.HTTPConnection("127.0.0.1", self._port, timeout=DEADLINE)
-        context = ssl.create_default_context(cafile=self._tls / "ca.crt")
+        context = trusting(self._tls / "ca.crt")
         context.load_cert_chain(self._tls / "client.crt", self._tls / "client.key")
         return http.client.HTTPSConnection("127.0.0.1", self._port, timeout=DEADLINE, context=context)
 

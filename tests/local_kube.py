@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import ssl
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.lab.credentials import trusting
 from tests.lab.kube_api.access import Access
 from tests.lab.kube_api.api import Api
 from tests.lab.kube_api.control import Control
@@ -110,7 +110,7 @@ def connected(kube: LocalKube, ca: Path | None = None) -> socket.socket:
     sock = socket.create_connection((host, int(port)), timeout=DEADLINE)
     if ca is None:
         return sock
-    return ssl.create_default_context(cafile=ca).wrap_socket(sock, server_hostname=host)
+    return trusting(ca).wrap_socket(sock, server_hostname=host)
 
 
 def request_bytes(

@@ -22,7 +22,8 @@ context = None
 if account.exists():
     request.add_header("Authorization", "Bearer " + (account / "token").read_text())
     if (account / "ca.crt").exists():
-        context = ssl.create_default_context(cafile=account / "ca.crt")
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.load_verify_locations(account / "ca.crt")
 try:
     with urllib.request.urlopen(request, timeout=float(sys.argv[2]), context=context) as answer:
         print(json.dumps([answer.status, json.load(answer)]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Callable
 from http.client import HTTPResponse
 from socket import socket
@@ -10,6 +11,7 @@ from typing import Any
 from urllib3 import HTTPConnectionPool, HTTPSConnectionPool
 from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.response import BaseHTTPResponse
+from urllib3.util.ssl_ import create_urllib3_context, resolve_cert_reqs
 
 from flanneld.runtime.sockets.http_connection import Response
 from flanneld.runtime.sockets.interruptible import InterruptibleSocket, no_heartbeat
@@ -42,7 +44,17 @@ class Pool(HTTPConnectionPool):
 
 
 class TlsPool(HTTPSConnectionPool):
+    """Pool that trusts each authority that Go trusts: since Python 3.13 the default refuses some of them."""
+
     ConnectionCls = _TlsConnection
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        context = create_urllib3_context(cert_reqs=resolve_cert_reqs(self.cert_reqs))
+        context.verify_flags &= ~ssl.VERIFY_X509_STRICT
+        if not (self.ca_certs or self.ca_cert_dir):
+            context.load_default_certs()
+        self.conn_kw["ssl_context"] = context
 
 
 def beneath(response: BaseHTTPResponse) -> Response:

@@ -87,13 +87,10 @@ def _exchange(
     from flanneld.runtime.sockets.connection_pools import Pool, TlsPool, body_of
 
     host = url.hostname or ""
+    pool: Pool | TlsPool
     if url.scheme == "https":
-        import ssl
-
-        context = ssl.create_default_context(cafile=request.ca_file or None)
-        pool: Pool | TlsPool = TlsPool(
-            host, _port(url), interruptible_socket=interruptible_socket, ssl_context=context
-        )
+        authorities = request.ca_file or None
+        pool = TlsPool(host, _port(url), interruptible_socket=interruptible_socket, ca_certs=authorities)
     else:
         pool = Pool(host, _port(url), interruptible_socket=interruptible_socket)
     try:

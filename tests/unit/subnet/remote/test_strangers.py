@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.lab.credentials import trusting
 from tests.lab.wait import PATIENCE, wait_for
 from tests.local_etcd import free_port, make_certificates
 from tests.unit.subnet.remote.servers import CONFIG
@@ -35,7 +36,7 @@ class Daemon:
 
     def __init__(self, directory: Path, tls: Path) -> None:
         self.port = free_port()
-        self.tls = ssl.create_default_context(cafile=tls / "ca.crt")
+        self.tls = trusting(tls / "ca.crt")
         flags = [
             "-serve-only",
             f"-listen=127.0.0.1:{self.port}",
