@@ -6,6 +6,7 @@ import math
 import select
 import ssl
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from http.client import HTTPConnection, HTTPException, HTTPResponse, IncompleteRead
 from io import BufferedReader
 from socket import socket
@@ -106,7 +107,9 @@ class HttpConnection:
         assert self._http is not None
         self._http.sock.settimeout(seconds)
         self._http.waiting = waiting
-        self._http.request(method, target, body.encode() if body is not None else None, dict(headers))
+        # A server may answer at the head, such as 401 or 413, and end the connection before it has read the rest.
+        with suppress(BrokenPipeError, ConnectionResetError):
+            self._http.request(method, target, body.encode() if body is not None else None, dict(headers))
         response = self._http.getresponse()
         assert isinstance(response, Response)
         return response

@@ -54,7 +54,7 @@ def restart(cluster: Cluster, choices: Choices) -> tuple[SimulatedHost, tuple[in
     """A daemon is restarted, and then reads from a replica that is behind.
 
     Peers that the replica lacks are not reached until the watch has told of them. Etcd's reads are quorum
-    reads, and lists of nodes without a version are the latest, so only a store that breaks its word is so.
+    reads, so this is an API server with an old cache, or a store that breaks its word.
     """
     host, age = cluster.hosts[choices.pick((1, 2, 3))], choices.pick(range(1, 8))
     until = cluster.world.time + RESTART + BEHIND
