@@ -107,7 +107,7 @@ class HttpConnection:
         assert self._http is not None
         self._http.sock.settimeout(seconds)
         self._http.waiting = waiting
-        # A server may answer at the head, such as 401 or 413, and end the connection before it has read the rest.
+        # A server may answer at the head, with 401 or 413, and end the connection without reading the rest.
         with suppress(BrokenPipeError, ConnectionResetError):
             self._http.request(method, target, body.encode() if body is not None else None, dict(headers))
         response = self._http.getresponse()
