@@ -29,6 +29,7 @@ def test_cleanup_removes_all_of_flannel_and_nothing_else(
 ) -> None:
     lab.etcd.put_config({"Network": "10.5.0.0/16", "Backend": backend})
     node, peer = lab.add_nodes(2)
+    wait_for(lambda: not any(route["flags"] for route in node.routes()), what="the uplink to have a carrier")
     before = (node.routes(), node.run("iptables-save").stdout, node.link("flannel.1"))
     for each in (node, peer):
         each.start("--ip-blackhole-route", *flags)

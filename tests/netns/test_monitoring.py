@@ -89,7 +89,7 @@ def remove_config(lab: Lab, node: Node, _peer: Node) -> None:
     [
         (nothing, set()),
         (stop_store, {"FlannelStoreUnreachable", "FlannelCondition"}),
-        (contest, {"FlannelContested"}),
+        (contest, {"FlannelContested", "FlannelCondition"}),
         (claim_twice, {"FlannelPeersUnreachable"}),
         (remove_config, {"FlannelNotReady", "FlannelCondition"}),
     ],

@@ -43,6 +43,15 @@ def test_step_that_was_not_run_is_a_failure_unless_it_is_optional(tmp_path: Path
     assert passed(done(tmp_path, [Step("image", reason="no --long", optional=True), Step("tests", TESTS)]))
 
 
+def test_what_a_search_finds_is_told_with_its_command_and_fails_no_run(tmp_path: Path) -> None:
+    search = shell("search", "exit 1")
+    search.optional = True
+    steps = done(tmp_path, [Step("tests", TESTS), search])
+    assert passed(steps)
+    assert "found    search" in summary(steps)
+    assert "repeat: sh -c 'exit 1' pytest" in summary(steps)
+
+
 def test_tests_in_the_machine_need_its_kernel(tmp_path: Path) -> None:
     for status, verdict in ((1, "not run"), (0, "passed")):
         kernel = shell("kernel", f"sleep 0.2; exit {status}")
