@@ -1,4 +1,4 @@
-"""The README's two commands, the Debian package and the image on a later Debian than this host's."""
+"""The README's demo, the Debian package and the image on a later Debian than this host's."""
 
 from __future__ import annotations
 
@@ -70,14 +70,14 @@ def debian(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Debian]:
     shutil.rmtree(root)
 
 
-def test_demo_and_unit_tests_of_the_readme_pass_on_a_later_debian(debian: Debian) -> None:
+def test_demo_of_the_readme_is_well_on_a_later_debian(debian: Debian) -> None:
     assert "All is well" in debian.run("./dist/demo")
-    debian.run("./tests/run", "tests/unit", "docs")
 
 
 def test_package_built_on_a_later_debian_is_installed_there(debian: Debian) -> None:
-    package = debian.run("./dist/deb", "/srv").splitlines()[-1]
-    debian.run("dpkg", "--install", package)
+    said = debian.run("./dist/deb", "/srv").splitlines()
+    package = next(line for line in said if line.endswith(".deb"))
+    debian.run("apt-get", "install", "-y", "--no-install-recommends", package)
     assert __version__ in debian.run("flanneld", "-version")
     assert __version__ in debian.run("flannelctl", "--version")
 
