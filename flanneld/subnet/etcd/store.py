@@ -103,7 +103,7 @@ class EtcdStore:
     ) -> None:
         self._prefix = prefix
         self._store = store
-        self._use(client)
+        self._use(client, name or (f"etcd at {store} under {prefix}" if choose else ""))
         #: None once the API is known.
         self._choose = choose
         self._pause_time = pause_time
@@ -124,17 +124,15 @@ class EtcdStore:
         #: for example after a restore of etcd from a backup.
         self._sent: set[str] = set()
         self.is_self: IsSelf = is_same_node
-        if name or choose:
-            self.name = name or f"etcd at {store} under {prefix}"
 
-    def _use(self, client: KeyClient) -> None:
+    def _use(self, client: KeyClient, name: str = "") -> None:
         root = client.root(self._prefix)
         self.api = client.api
         self.config_key = config_key(client, self._prefix)
         self._reader = LeaseReader(posixpath.join(root, "subnets"))
         self._endpoints = posixpath.join(root, "endpoints")
         self._requests = client
-        self.name = f"etcd {client.api} at {self._store} under {root}"
+        self.name = name or f"etcd {client.api} at {self._store} under {root}"
 
     @property
     def addresses(self) -> frozenset[IPAddress]:
@@ -150,17 +148,17 @@ class EtcdStore:
         return config
 
     def stored(self, public_ip: IPAddress | None) -> LeaseAttrs | None:
-        return next((lease.attrs for _, lease in self._list().with_public_ip(public_ip)), None)
+        return next((lease.attrs for _, lease in self.listing().with_public_ip(public_ip)), None)
 
     def read_leases(self) -> Iterable[Lease]:
-        return self._list().leases.values()
+        return self.listing().leases.values()
 
     def acquire(
         self, config: Config, attrs: LeaseAttrs, previous: LeaseKey, local: LocalFacts = NO_FACTS
     ) -> Lease:
         self.is_self = local.is_self
         for _ in range(TRIES):
-            listing = self._list()
+            listing = self.listing()
             self._known = None
             try:
                 found = lease = self._reuse(config, attrs, previous, listing, local.written)
@@ -179,9 +177,16 @@ class EtcdStore:
 
     def listing(self, *, fresh: bool = False) -> Listing:
         """Return all leases, read at most ``FRESH`` seconds ago, or by a new request."""
+        if self._closed:
+            raise Cancelled
+        if self._choose is not None:
+            raise Retryable("it is not known yet which API of etcd to use", "read the network config first")
         if fresh:
             self._known = None
-        return self._list()
+        listing = self._known
+        if listing is None or not listing.is_fresh():
+            listing = self._known = self._unwatched = self._reader.read_all(self._requests)
+        return listing
 
     def yield_to_earlier(self, lease: Lease) -> None:
         """Remove our new lease if an earlier one overlaps it. Raises ``LeaseTaken`` then.
@@ -290,18 +295,6 @@ class EtcdStore:
         self._watches.close()
         self._requests.cancel()
 
-    # ---- reading -----------------------------------------------------------------------------
-
-    def _list(self) -> Listing:
-        if self._closed:
-            raise Cancelled
-        if self._choose is not None:
-            raise Retryable("it is not known yet which API of etcd to use", "read the network config first")
-        listing = self._known
-        if listing is None or not listing.is_fresh():
-            listing = self._known = self._unwatched = self._reader.read_all(self._requests)
-        return listing
-
     # ---- acquiring ---------------------------------------------------------------------------
 
     def _reuse(
@@ -359,15 +352,10 @@ class EtcdStore:
         """Return a free lease: the previous one, else one without ``connected`` and nodes' public IPs."""
         taken = self._taken(config, listing)
         avoid = (*connected, *public_ips_in(config, listing.leases.values()))
-        wanted = dict(zip(FAMILIES, previous, strict=True))
-        unsure = dict(zip(FAMILIES, self._unsure, strict=True))
-        found = {
-            pool.family: self._pick_subnet(
-                pool, wanted[pool.family], unsure[pool.family], listing, taken, avoid
-            )
-            for pool in config.ranges
-        }
-        subnet, ipv6_subnet = found.get(4), found.get(6)
+        subnet, ipv6_subnet = (
+            self._pick_subnet(pool, wanted, unsure, listing, taken, avoid) if pool else None
+            for pool, wanted, unsure in zip(map(config.range, FAMILIES), previous, self._unsure, strict=True)
+        )
         assert not isinstance(subnet, IPv6Network)
         assert not isinstance(ipv6_subnet, IPv4Network)
         return (subnet, ipv6_subnet)
