@@ -21,9 +21,9 @@ DEFAULT_BACKEND = "udp"
 _PREFIX: dict[Family, str] = {4: "", 6: "IPv6"}
 _ADDRESS: dict[Family, type[IPAddress]] = {4: IPv4Address, 6: IPv6Address}
 _NETWORK: dict[Family, type[IPNetwork]] = {4: IPv4Network, 6: IPv6Network}
-#: Keys of flannel 0.20 that later versions dropped.
 #: Stands for the public IPs of all nodes in MasqueradeExceptions.
 _NODES = "nodes"
+#: Keys of flannel 0.20 that later versions dropped.
 _DROPPED_KEYS = ("Networks", "IPv6Networks")
 
 

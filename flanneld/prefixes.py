@@ -62,7 +62,7 @@ class _Prefix6(IPv6Network):
 _P = TypeVar("_P", _Prefix4, _Prefix6)
 
 _SAMPLE = IPv4Network("10.5.0.0/16")
-#: Whether ``ipaddress`` hashes address and mask as a pair, as since Python 3.13, and not their XOR.
+#: True if ``ipaddress`` hashes address and mask as a pair, as since Python 3.13, and not their XOR.
 _IS_PAIR = hash(_SAMPLE) == hash((int(_SAMPLE.network_address), int(_SAMPLE.netmask)))
 
 

@@ -43,7 +43,7 @@ POLL = 60.0
 KEPT = 10_000
 #: Seconds between two checks for expired keys, and for writes of other processes.
 TICK = 1.0
-#: Owner of the leases of the host with the file. It is no hash, so no secret is its.
+#: Owner of the leases of the host with the file. It is no hash, so no secret matches it.
 LOCAL = "this host"
 #: Seconds between two records of the time. After a reboot it goes on from the last one.
 _RECORD = 60.0
@@ -300,7 +300,7 @@ def _note(
 class EmbeddedClient:
     """``KeyClient`` of a store in this process. ``cancel`` ends this client and leaves the store open.
 
-    What it writes is of ``owner``, and of nobody if that is empty.
+    ``owner`` is the owner of the keys it writes; empty for none.
     """
 
     api = "embedded"

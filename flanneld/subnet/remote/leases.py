@@ -334,9 +334,9 @@ class LeaseStore:
     def _check_owner(
         self, network: str, key: LeaseKey | str, caller: Caller, *, is_changed: bool = True
     ) -> None:
-        """Raise ``Denied`` unless the caller may change a lease: it is its own, or nobody's yet.
+        """Raise ``Denied`` unless the caller may change a lease: it is its own, or has no owner yet.
 
-        A lease of an earlier version is nobody's. With an ended token its node may renew it as it is.
+        A lease of an earlier version has none. With an ended token its node may renew it as it is.
         """
         if self._owned is None or caller.owner is None:
             return
