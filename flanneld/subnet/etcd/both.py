@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import TypeVar
 
 from msgspec.structs import replace
 
@@ -38,6 +39,8 @@ from flanneld.subnet.etcd.union import LeaseUnion, OwnInBoth
 from flanneld.subnet.store import LONGEST_SILENCE, NO_FACTS, Deliver, IsSelf, LocalFacts
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 #: Seconds to wait before a missing half is restored. An operator cannot revoke a lease in both APIs at once;
 #: this is enough for a script.
@@ -165,11 +168,13 @@ class BothStores:
             return self._own.whole()
 
     def publish_endpoints(self, name: str, text: str) -> None:
-        for side in self._sides:
-            side.publish_endpoints(name, text)
+        _, problem = self._ask_each(lambda side: side.publish_endpoints(name, text))
+        if problem:
+            raise problem
 
     def endpoints(self) -> dict[str, str]:
-        return {name: text for side in reversed(self._sides) for name, text in side.endpoints().items()}
+        found, _ = self._ask_each(lambda side: side.endpoints())
+        return {name: text for each in reversed(found.values()) for name, text in each.items()}
 
     def watch(self, deliver: Deliver, alive: Callable[[], None]) -> None:
         hear = self.hearing(deliver)
@@ -225,20 +230,24 @@ class BothStores:
     # ---- acquiring ---------------------------------------------------------------------------
 
     def _listings(self, *, fresh: bool) -> tuple[dict[EtcdStore, Listing], Retryable | None]:
-        """Return the leases of each readable API, and the error of one that is not.
+        """Return the leases of each readable API, and the error of one that is not; see ``_ask_each``."""
+        return self._ask_each(lambda side: side.listing(fresh=fresh))
 
-        Raises ``Retryable`` if no API can be read.
+    def _ask_each(self, ask: Callable[[EtcdStore], T]) -> tuple[dict[EtcdStore, T], Retryable | None]:
+        """Return the result of each API that works, and the error of one that does not.
+
+        Raises ``Retryable`` if none works.
         """
-        listings: dict[EtcdStore, Listing] = {}
+        results: dict[EtcdStore, T] = {}
         problem: Retryable | None = None
         for side in self._sides:
             try:
-                listings[side] = side.listing(fresh=fresh)
+                results[side] = ask(side)
             except Retryable as reason:
                 problem = reason
-        if problem and not listings:
+        if problem and not results:
             raise problem
-        return listings, problem
+        return results, problem
 
     def _take(
         self,

@@ -482,6 +482,16 @@ def test_while_one_refuses_us_the_other_serves_and_no_peer_is_lost(
             again.acquire(parse(CONFIG), attrs(2), NO_PREVIOUS)
 
 
+def test_while_one_refuses_us_endpoints_are_in_the_other() -> None:
+    with running_etcd("--bcrypt-cost=4") as etcd, running(etcd) as node:
+        node.manager.network_config()
+        close_v3(etcd)
+        with pytest.raises(Retryable, match="refuses access"):
+            node.manager.publish_endpoints("one=", "203.0.113.7:51820")
+        assert node.open("v2").endpoints() == {"one=": "203.0.113.7:51820"}
+        assert node.manager.endpoints() == {"one=": "203.0.113.7:51820"}
+
+
 def test_a_start_while_one_refuses_us_removes_nothing() -> None:
     with running_etcd("--bcrypt-cost=4") as etcd, running(etcd) as node:
         node.put("v2", 2, 12)
