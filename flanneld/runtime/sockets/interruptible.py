@@ -34,6 +34,10 @@ class Unreachable(Exception):
     """Error for a connection that could not be made. The text gives the reason."""
 
 
+class UnknownName(Unreachable):
+    """Error for a host whose name the resolver does not know, or does not answer for in time."""
+
+
 class InterruptibleSocket:
     """Connection of one thread, one at a time. It is held from before it connects."""
 
@@ -118,9 +122,9 @@ class InterruptibleSocket:
             self._changed.wait_for(lambda: answers or self._cut, timeout)
         self.check()
         if not answers:
-            raise Unreachable(f"its name was not resolved within {timeout:g} s")
+            raise UnknownName(f"its name was not resolved within {timeout:g} s")
         if not answers[0]:
-            raise Unreachable("its name cannot be resolved")
+            raise UnknownName("its name cannot be resolved")
         return answers[0]
 
 

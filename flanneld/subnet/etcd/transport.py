@@ -24,7 +24,7 @@ from flanneld.runtime.sockets.http_connection import (
     Response,
     ResponseTooLarge,
 )
-from flanneld.runtime.sockets.interruptible import TooSlow, Unreachable
+from flanneld.runtime.sockets.interruptible import TooSlow, UnknownName, Unreachable
 from flanneld.subnet.etcd.endpoints import Server, Servers, ssl_text
 from flanneld.subnet.etcd.http import Answer, Request, ServerFailed
 from flanneld.subnet.etcd.keys import Position
@@ -244,7 +244,7 @@ def failing_after(timeout: float, server: Server) -> Iterator[None]:
     try:
         yield
     except Unreachable as error:
-        remedy = NO_NAME if str(error).startswith("its name") else NO_SERVER
+        remedy = NO_NAME if isinstance(error, UnknownName) else NO_SERVER
         raise ServerFailed(str(error), remedy, sent=False) from None
     except (HTTPException, OSError) as error:
         raise server_failed(error, timeout, server) from None
