@@ -6,7 +6,7 @@ import logging
 import os
 import resource
 import ssl
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -74,7 +74,7 @@ def run(wanted: Options, environ: Mapping[str, str]) -> int:
     service.start()
     notifier.status(f"server on {service.where}, leases in {service.store.name}")
     notifier.ready()
-    ticks = []
+    ticks: list[tuple[Callable[[], None], float]] = [(notifier.try_again, 1.0)]
     interval = process.watchdog_interval(environ)
     if interval is not None:
         ticks.append((lambda: None if supervisor.overdue() else notifier.watchdog(), interval))

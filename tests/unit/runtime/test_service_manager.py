@@ -17,6 +17,7 @@ import pytest
 
 from flanneld.runtime import process
 from flanneld.runtime.process import Notifier, watchdog_interval
+from tests.lab.wait import wait_for
 
 
 def receiver(address: str) -> socket.socket:
@@ -141,6 +142,20 @@ def test_lost_readiness_is_sent_again_until_it_arrives(
         notifier.try_again()
         notifier.watchdog()
         assert [received(manager) for _ in range(2)] == ["READY=1", "WATCHDOG=1"]
+
+
+def test_lost_readiness_of_a_lease_server_is_sent_again(tmp_path: Path) -> None:
+    address, log = tmp_path / "notify", tmp_path / "log"
+    flags = ["-serve-only", "-listen=127.0.0.1:0", f"-store={tmp_path / 'leases.db'}"]
+    command = [sys.executable, "-m", "flanneld", *flags, '-network={"Network":"10.5.0.0/16"}']
+    environ = os.environ | {"NOTIFY_SOCKET": str(address)}
+    with log.open("wb") as file, subprocess.Popen(command, env=environ, stderr=file) as server:
+        try:
+            wait_for(lambda: "cannot send" in log.read_text(), what="a lost message")
+            with receiver(str(address)) as manager:
+                assert received(manager) == "READY=1"
+        finally:
+            server.terminate()
 
 
 def test_a_service_manager_that_does_not_read_does_not_hold_us_up(
