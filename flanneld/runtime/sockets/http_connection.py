@@ -179,9 +179,6 @@ class LiveBody:
             size += len(pieces[-1])
         return b"".join(pieces)
 
-    def close(self) -> None:
-        self._response.close()
-
     def _has_data(self) -> bool:
         """Return True if a read returns at once, as far as that is known without one."""
         if self._buffer.closed or self._response.length == 0 or self._failure is not None:
@@ -260,6 +257,3 @@ class LineStream:
             if not piece:
                 raise HTTPException("the answer has ended")
         return None
-
-    def close(self) -> None:
-        self._body.close()
