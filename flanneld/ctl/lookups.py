@@ -233,7 +233,7 @@ class Lost(Struct, frozen=True, gc=False):
 
     ``cause`` is ``filter`` (reverse path), ``forwarding`` of an interface, ``uplink`` (another interface than
     the daemon's), ``rule`` or ``route``; ``about`` is its interface or text. ``number`` of the ``asked``
-    packets of this kind are lost so.
+    packets of this kind are lost so, in these ``families``.
     """
 
     packets: str
@@ -243,7 +243,7 @@ class Lost(Struct, frozen=True, gc=False):
     commands: tuple[Command, ...] = ()
     number: int = 1
     asked: int = 1
-    family: Family = 4
+    families: frozenset[Family] = frozenset({4})
     #: Route of a kind that leads nowhere, as ip-route(8) deletes it; empty if there is none.
     removal: str = ""
 
@@ -270,17 +270,19 @@ def lost_packets(
     """Return each cause of a loss once, on the way to the ``chosen`` peers or to some. Raises ``OSError``."""
     host = _Host(HostView(), names)
     asked = list(questions(told, chosen_of(told) if chosen is None else chosen, container_devices))
+    wrong = ((each, way) for each in asked if (way := host.ask(each)) is not None)
+    return by_cause(asked, ((each, host.explain(each, way, told)) for each, way in wrong))
+
+
+def by_cause(asked: Iterable[Question], lost: Iterable[tuple[Question, Lost]]) -> list[Lost]:
+    """Return each cause once, with the number and the families of the packets that it loses (pure)."""
     found: dict[tuple[str, str], Lost] = {}
-    for question in asked:
-        wrong = host.ask(question)
-        if wrong is not None:
-            lost = host.explain(question, wrong, told)
-            alike = found.get((lost.cause, lost.about))
-            number = alike.number + 1 if alike else 1
-            family = question.target.version
-            found[lost.cause, lost.about] = replace(alike or lost, number=number, family=family)
+    for question, each in lost:
+        key, family = (each.cause, each.about), frozenset({question.target.version})
+        alike = found.get(key, replace(each, number=0, families=family))
+        found[key] = replace(alike, number=alike.number + 1, families=alike.families | family)
     total = Counter(each.packets for each in asked)
-    return [replace(lost, asked=total[lost.packets]) for lost in found.values()]
+    return [replace(each, asked=total[each.packets]) for each in found.values()]
 
 
 def chosen_of(told: Status) -> list[ParsedPeer]:

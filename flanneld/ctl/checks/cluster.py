@@ -366,7 +366,8 @@ def off_link(facts: Facts) -> Iterator[Finding]:
 @check("K", "tunnel", "peers answer through the tunnel")
 def tunnel(facts: Facts) -> Iterator[Finding]:
     # The silence of these families is the effect of a cause on this host that is known.
-    explained = {drop.family for drop in facts.filtered} | {lost.family for lost in facts.lost}
+    explained = {family for drop in facts.filtered for family in drop.families}
+    explained |= {family for lost in facts.lost for family in lost.families}
     if explained and facts.status.backend == "wireguard":
         return  # one tunnel may carry both families
     answered = {

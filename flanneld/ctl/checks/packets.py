@@ -70,7 +70,7 @@ class Drop(Struct, frozen=True, gc=False):
     is_firewalld: bool = False
     doubt: str = ""
     drops_the_rest: bool = False
-    family: Family = 4
+    families: frozenset[Family] = frozenset({4})
 
     @property
     def state(self) -> str:
@@ -193,8 +193,10 @@ def _mentioned(bases: Iterable[BaseChain], around: Container[IPNetwork]) -> list
     return list(found)
 
 
-def dropped(bases: Sequence[BaseChain], packets: Sequence[Flow]) -> Iterator[tuple[BaseChain, Flow, Fate]]:
-    """Yield each drop, once for a rule (pure)."""
+def dropped(
+    bases: Sequence[BaseChain], packets: Sequence[Flow]
+) -> Iterator[tuple[BaseChain, Flow, Fate, frozenset[Family]]]:
+    """Yield each drop with the families that it concerns, once for a rule (pure)."""
     found: dict[tuple[str, Fate, tuple[Opening, ...]], tuple[BaseChain, list[Flow]]] = {}
     for flow in packets:
         for base, decided in foreign.fates(bases, flow.packet, flow.hooks):
@@ -202,10 +204,11 @@ def dropped(bases: Sequence[BaseChain], packets: Sequence[Flow]) -> Iterator[tup
                 found.setdefault((str(base), decided, flow.openings), (base, []))[1].append(flow)
     for (_, decided, _), (base, lost) in found.items():
         kinds = {flow.kind for flow in lost}
-        yield base, replace(lost[0], kind=lost[0].kind if len(kinds) == 1 else ""), decided
+        kind = lost[0].kind if len(kinds) == 1 else ""
+        yield base, replace(lost[0], kind=kind), decided, frozenset(flow.family for flow in lost)
 
 
-def _described(base: BaseChain, flow: Flow, decided: Fate) -> Drop:
+def _described(base: BaseChain, flow: Flow, decided: Fate, families: frozenset[Family]) -> Drop:
     return Drop(
         str(base),
         str(flow),
@@ -214,7 +217,7 @@ def _described(base: BaseChain, flow: Flow, decided: Fate) -> Drop:
         base.is_firewalld,
         foreign.text_of(base, decided.doubt),
         foreign.drops_the_rest(base, decided),
-        base.family,
+        families,
     )
 
 

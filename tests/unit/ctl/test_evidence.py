@@ -17,7 +17,8 @@ from flanneld.ctl.facts import lacking_features
 from flanneld.ctl.lookups import Question, _before, chosen_of, questions
 from flanneld.ctl.path_mtu import sample
 from flanneld.diagnostics.status import PeerStatus, Status, known
-from flanneld.network.firewall.fate import DROP, Rule, Test
+from flanneld.model import FAMILIES
+from flanneld.network.firewall.fate import DROP, Packet, Rule, Test
 from flanneld.network.firewall.foreign import BaseChain
 from flanneld.network.genetlink import SeenDevice, SeenPeer
 from flanneld.network.lookups import PolicyRule
@@ -71,9 +72,29 @@ def test_rule_about_one_peer_of_5000_is_found() -> None:
     base = BaseChain("native", 4, "inet wall", "c", "forward", False, {"c": steps})
     chosen = lookups.some(lookups.reached_peers(LARGE), [ip_network("10.20.7.0/24")])
     found = list(dropped([base], list(lookups.flows(LARGE, chosen, {4: "cni0"}))))
-    assert [(flow.name, decided.by) for _, flow, decided in found] == [
+    assert [(flow.name, decided.by) for _, flow, decided, _ in found] == [
         ("packets of its containers to other nodes", "no packets to 10.20.7.0/24")
     ]
+
+
+def test_rule_for_both_families_is_one_drop_of_both() -> None:
+    chains = {"c": (Rule(DROP, (), text="drop"),)}
+    bases = [BaseChain("native", family, "inet wall", "c", "input", False, chains) for family in FAMILIES]
+    packets = [
+        lookups.Flow("UDP 8472", Packet("eth0", "", ip_address(there), ip_address(here)), lookups.INWARDS, ())
+        for there, here in (("192.0.2.2", "192.0.2.1"), ("2001:db8::2", "2001:db8::1"))
+    ]
+    assert [families for *_, families in dropped(bases, packets)] == [frozenset(FAMILIES)]
+
+
+def test_cause_in_both_families_is_one_loss_of_both() -> None:
+    asked = [
+        Question(lookups.TO_NODES, ip_address(text), None, "", lambda _: False)
+        for text in ("192.0.2.2", "2001:db8::2", "192.0.2.3")
+    ]
+    by_eth1 = lookups.Lost(lookups.TO_NODES, "uplink", "eth1", "the route is dev eth1")
+    (found,) = lookups.by_cause(asked, [(each, by_eth1) for each in asked[:2]])
+    assert (found.number, found.asked, found.families) == (2, 3, frozenset(FAMILIES))
 
 
 def test_flows_are_those_between_nodes_and_between_containers() -> None:
