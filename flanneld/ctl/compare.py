@@ -145,13 +145,8 @@ def _completed(link: SeenLink, should: Link | None) -> SeenLink:
     return replace(link, make=links.completed(should, link.make)) if should else link
 
 
-def route_taken(target: IPAddress) -> RouteTaken:
-    """Return the result of a route lookup. Raises ``OSError``."""
-    return lookups()(target)
-
-
 def lookups() -> Callable[[IPAddress], RouteTaken]:
-    """Return ``route_taken`` for many lookups, on one socket."""
+    """Return a function for route lookups on one socket. It raises ``OSError``."""
     kernel = Kernel()
     names: dict[int, str] = {}
 

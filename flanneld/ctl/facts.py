@@ -24,7 +24,7 @@ from flanneld.ctl.lookups import Lost
 from flanneld.ctl.path_mtu import PathToPeer, sample
 from flanneld.ctl.source import DataSource, Unknown
 from flanneld.diagnostics.status import PeerStatus, Status, known, resources
-from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork
+from flanneld.model import FAMILIES, IPAddress, IPNetwork
 from flanneld.network import host_settings, interfaces, processes, survey
 from flanneld.network.firewall.foreign import has_firewalld
 from flanneld.network.firewall.netlink import has_guard
@@ -163,19 +163,16 @@ def gather(source: DataSource) -> Facts:
     path = Path(source.options.subnet_file)
     desired = compare.desired_objects(told)
     found = compare.read(told, desired)
-    families = _families(told)
     ours = [link for link in found.links if is_flannels(link)]
     addresses = tuple(lookups.host_addresses())
     devices = known(told.devices) or [link.name for link in ours]
-    ways = containers.container_devices(addresses, devices, told.own_subnets)
+    ways = containers.container_devices(told, addresses, devices)
     names = {link.index: link.name for link in found.links}
     ways_out = {told.uplink_name, *devices, *ways.values()}
     queues = {index: name for index, name in names.items() if name in ways_out}
     before = packets.queue_drops(queues)
     paths, now = tuple(_paths(told)), clock.wall()
     told = encryption.with_sessions(told, paths, now)
-    services = known(told.kube_subnet_mgr)
-    services = source.options.kube_subnet_mgr if services is None else services
     return Facts(
         status=told,
         origin=source.origin,
@@ -188,7 +185,7 @@ def gather(source: DataSource) -> Facts:
         addresses=addresses,
         entries=(*compare.compare(told, desired, found), *_outside(source)),
         detours=tuple(compare.shadowing_routes(told, found, compare.lookups())),
-        host=host_settings.findings(host_settings.read_facts(families, told.uplink_name, services=services)),
+        host=_host_findings(source),
         managed=tuple(_managed(ours)),
         firewalls=tuple(_firewalls()),
         is_guarded=any(map(has_guard, FAMILIES)),
@@ -278,8 +275,12 @@ def _passing(told: Status, paths: Collection[PathToPeer]) -> Iterator[tuple[str,
             yield asked[target]
 
 
-def _families(told: Status) -> tuple[Family, ...]:
-    return tuple(network.version for network, _ in told.ranges) or FAMILIES[:1]
+def _host_findings(source: DataSource) -> tuple[HostFinding, ...]:
+    told = source.status
+    families = tuple(network.version for network, _ in told.ranges) or FAMILIES[:1]
+    services = known(told.kube_subnet_mgr)
+    services = source.options.kube_subnet_mgr if services is None else services
+    return host_settings.findings(host_settings.read_facts(families, told.uplink_name, services=services))
 
 
 def _managed(ours: list[SeenLink]) -> Iterator[tuple[str, str]]:

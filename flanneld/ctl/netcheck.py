@@ -12,9 +12,10 @@ from typing import Any
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from flanneld.ctl.checks.containers import container_devices
 from flanneld.ctl.checks.packets import Drop, drops_towards
 from flanneld.ctl.compare import wanted_route
-from flanneld.ctl.lookups import carriers
+from flanneld.ctl.lookups import carriers, host_addresses
 from flanneld.ctl.nodes import answer_remedy, our_addresses, port_of, target_of, told, vxlan_of
 from flanneld.ctl.output import TextTable
 from flanneld.ctl.path_mtu import PathToPeer, paths, peer_named
@@ -174,7 +175,8 @@ def examine(source: DataSource, wanted: Wanted, tell: Callable[[str], None]) -> 
     tell("largest packets")
     has_sizes = known(status.mtu) and known(status.uplink)
     sizes = paths(peers, status, path_mtus, container) if has_sizes else []
-    drops, port = drops_towards(status), port_of(source)
+    drops = drops_towards(status, container_devices(status, host_addresses()))
+    port = port_of(source)
     is_mute = False
     for peer in peers:
         found = list(Walk(peer, status, port, wanted.count, tell).stages(container))

@@ -13,8 +13,8 @@ from flanneld.ctl.compare import (
     desired_objects,
     differences,
     follows,
+    lookups,
     read,
-    route_taken,
     wanted_route,
 )
 from flanneld.ctl.lookups import Lost, does_not_forward, host_addresses, lost_packets, parsed, reached_peers
@@ -55,7 +55,7 @@ def examine(target: IPAddress, told: Status, sender: IPAddress | None) -> list[H
 
     found = read(told, desired_objects(told))
     addresses = tuple(host_addresses())
-    devices = container_devices(addresses, known(told.devices) or (), told.own_subnets)
+    devices = container_devices(told, addresses)
     first: list[Hop] = []
     if sender is not None:
         containers = read_containers(told, found.links, [address for _, address in addresses])
@@ -70,9 +70,8 @@ def examine(target: IPAddress, told: Status, sender: IPAddress | None) -> list[H
     names = {link.index: link.name for link in found.links}
     peers = [parsed(each) for each in reached_peers(told) if _subnet_with(target, each.networks)]
     lost = lost_packets(told, names, devices, peers) if peers else []
-    hops = trace(
-        target, told, found, route_taken, drops_towards(told)(target), masquerading_rules(told), lost
-    )
+    drops = drops_towards(told, devices)(target)
+    hops = trace(target, told, found, lookups(), drops, masquerading_rules(told), lost)
     if peers and does_not_forward(target):
         first.append(Hop("forwarding", "off", "PROBLEM", "this node passes no packet of a container on"))
     return [*first, *hops]

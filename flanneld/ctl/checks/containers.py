@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from flanneld.compat.glog import counted
 from flanneld.ctl.findings import Advice, Finding, Fix, check, few
 from flanneld.ctl.lookups import container_of
-from flanneld.diagnostics.status import PeerStatus, Status
+from flanneld.diagnostics.status import PeerStatus, Status, known
 from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork
 from flanneld.network.host import HostView, entered, named_namespaces, number_of
 from flanneld.network.rtnetlink.links import SeenLink
@@ -47,10 +47,14 @@ class Container(Struct, frozen=True, gc=False):
 
 
 def container_devices(
-    addresses: Collection[tuple[str, IPAddress]], ours: Collection[str], own: Collection[IPNetwork]
+    told: Status, addresses: Iterable[tuple[str, IPAddress]], ours: Collection[str] = ()
 ) -> dict[Family, str]:
-    """Return the device to this node's containers, by family: one with an address in our subnet (pure)."""
+    """Return the device to this node's containers, by family: one with an address in our subnet (pure).
+
+    ``ours`` are flannel's devices if the status does not tell them.
+    """
     found: dict[Family, str] = {}
+    ours, own = known(told.devices) or ours, told.own_subnets
     for name, address in addresses:
         if name not in ours and any(address in net for net in own):
             found.setdefault(address.version, name)

@@ -18,7 +18,6 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from flanneld.compat.glog import counted
-from flanneld.ctl.checks.containers import container_devices
 from flanneld.ctl.checks.host import let_in
 from flanneld.ctl.findings import Advice, Finding, Fix, Severity, check
 from flanneld.ctl.lookups import (
@@ -29,7 +28,6 @@ from flanneld.ctl.lookups import (
     Lost,
     ParsedPeer,
     flows,
-    host_addresses,
     parsed,
     reached_peers,
     some,
@@ -82,20 +80,17 @@ class Drop(Struct, frozen=True, gc=False):
         return f"drops {self.flow}: {self.rule or 'its policy'}{unless}"
 
 
-def drops_towards(told: Status) -> Callable[[IPAddress], list[Drop]]:
+def drops_towards(told: Status, devices: Mapping[Family, str]) -> Callable[[IPAddress], list[Drop]]:
     """Return a function for what is dropped here of the packets from and to the peer with an address.
 
-    The packet filters are read once, for the first peer: they may have thousands of rules.
+    ``devices`` are those of containers. The packet filters are read once, for the first peer: they may have
+    thousands of rules.
     """
-
-    @cache
-    def here() -> tuple[list[BaseChain], dict[Family, str]]:
-        ways = container_devices(tuple(host_addresses()), known(told.devices) or (), told.own_subnets)
-        return _bases(told), ways
+    bases = cache(lambda: _bases(told))
 
     def towards(target: IPAddress) -> list[Drop]:
         peers = [each for each in reached_peers(told) if any(target in net for net in each.networks)]
-        return _drops(told, *here(), list(map(parsed, peers))) if peers else []
+        return _drops(told, bases(), devices, list(map(parsed, peers))) if peers else []
 
     return towards
 
