@@ -159,7 +159,7 @@ def _config(cluster: Cluster) -> Iterator[tuple[ClusterNode, str]]:
 
 
 def _mtu(cluster: Cluster) -> Iterator[tuple[ClusterNode, str]]:
-    if cluster.stored is not None and any(True for node, _ in _config(cluster)):
+    if cluster.stored is not None and any(_config(cluster)):
         return  # the nodes that run another config are named
     yield from _by_told(cluster, "MTU", lambda told: told.mtu)
 

@@ -114,7 +114,7 @@ def _inside(
 
 
 #: Bridges that container runtimes make for their containers, by default.
-_RUNTIMES_BRIDGES = frozenset({"cni0", "docker0"})
+RUNTIMES_BRIDGES = ("cni0", "docker0")
 
 
 def former_subnets(facts: Facts) -> dict[str, PeerStatus]:
@@ -298,7 +298,7 @@ def other_bridge(facts: Facts) -> Iterator[Finding]:
     for name, address in facts.addresses:
         outside = not any(address in network for network in facts.networks)
         if (
-            name in bridges & _RUNTIMES_BRIDGES
+            name in bridges.intersection(RUNTIMES_BRIDGES)
             and outside
             and not address.is_link_local
             and facts.has_ports(name)

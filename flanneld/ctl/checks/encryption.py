@@ -252,36 +252,43 @@ def charon(facts: Facts) -> Iterator[Finding]:
         yield Finding(problem, evidence, why, Advice(advice))
 
 
-def _conditions(facts: Facts, part: str) -> Iterator[tuple[str, str]]:
-    """Yield the daemon's conditions of a part, each with its remedy."""
+def _conditions(
+    facts: Facts,
+    part: str,
+    evidence: str,
+    why: str,
+    *,
+    before: str = "",
+    severity: Severity = Severity.PROBLEM,
+) -> Iterator[Finding]:
+    """Yield a finding for each of the daemon's conditions of a part; ``before`` comes before the remedy."""
     health = known(facts.status.health)
     for each in (known(health.conditions) or ()) if health else ():
         if each.part == part:
             problem, _, remedy = each.problem.partition("; ")
-            yield problem, remedy
+            yield Finding(problem, evidence, why, Advice(f"{before}{remedy}"), severity=severity)
 
 
 @check("M", "bypass", "no route or policy leads past the encryption")
 def bypass(facts: Facts) -> Iterator[Finding]:
-    for problem, remedy in _conditions(facts, "encryption"):
-        yield Finding(
-            problem,
-            "read from the kernel by the daemon",
-            "what should be encrypted can be read on the way, so this node is not ready",
-            Advice(f"see who needs it, then {remedy}"),
-        )
+    yield from _conditions(
+        facts,
+        "encryption",
+        "read from the kernel by the daemon",
+        "what should be encrypted can be read on the way, so this node is not ready",
+        before="see who needs it, then ",
+    )
 
 
 @check("M", "symmetric NAT", "in a mesh, peers behind NAT can meet this node")
 def symmetric_nat(facts: Facts) -> Iterator[Finding]:
-    for problem, remedy in _conditions(facts, "mesh"):
-        yield Finding(
-            problem,
-            "asked of two peers inside the tunnel by the daemon",
-            "packets between their containers and ours are lost",
-            Advice(remedy),
-            severity=Severity.HINT,
-        )
+    yield from _conditions(
+        facts,
+        "mesh",
+        "asked of two peers inside the tunnel by the daemon",
+        "packets between their containers and ours are lost",
+        severity=Severity.HINT,
+    )
 
 
 @check("M", "cloned keys", "each node has a key of its own")

@@ -52,13 +52,14 @@ def dropping(facts: Facts) -> Iterator[Finding]:
 @check("E", "rules", "the daemon's own rules are in place")
 def rules(facts: Facts) -> Iterator[Finding]:
     firewall, uplink = known(facts.status.firewall), facts.status.uplink_name
-    for family in firewall.not_in_place if firewall else ():
-        yield Finding(
-            f"the rules for {family} are not in place",
-            f"they belong into {firewall.place if firewall else ''}",
-            "packets keep the wrong address, or are dropped",
-            Advice("see the daemon's log: it says why, and tries again"),
-        )
+    if firewall:
+        for family in firewall.not_in_place:
+            yield Finding(
+                f"the rules for {family} are not in place",
+                f"they belong into {firewall.place}",
+                "packets keep the wrong address, or are dropped",
+                Advice("see the daemon's log: it says why, and tries again"),
+            )
     outside = [str(address) for name, address in facts.addresses if name == uplink and address.is_global]
     packets = listed(between_nodes(facts.status))
     if outside and packets and not facts.is_guarded and not described(facts.status.backend or "").encrypts:
@@ -149,12 +150,12 @@ def bridges(facts: Facts) -> Iterator[Finding]:
 
 @check("G", "bridge subnet", "bridges of this host are in our subnet")
 def bridge_subnet(facts: Facts) -> Iterator[Finding]:
-    own = facts.status.own_subnets
+    own, former = facts.status.own_subnets, former_subnets(facts)
     networks = facts.networks
     for name, address in facts.addresses if own else ():
         inside = any(address in network for network in networks)
         is_ours = name in facts.devices or any(address in net for net in own)
-        if not inside or is_ours or name in former_subnets(facts):
+        if not inside or is_ours or name in former:
             continue
         evidence = f"our subnet is {', '.join(map(str, own))}"
         if not facts.is_bridge(name):

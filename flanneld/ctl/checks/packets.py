@@ -18,6 +18,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from flanneld.compat.glog import counted
+from flanneld.ctl.checks.containers import RUNTIMES_BRIDGES
 from flanneld.ctl.checks.host import let_in
 from flanneld.ctl.findings import Advice, Finding, Fix, Severity, check
 from flanneld.ctl.lookups import (
@@ -337,7 +338,7 @@ def _way_out(lost: Lost, facts: Facts) -> str:
 
 def _addressing(facts: Facts) -> str:
     nets = [net for net in facts.status.own_subnets if net.version == 4] or facts.status.own_subnets
-    bridge = next((name for name in ("cni0", "docker0") if facts.link(name)), "BRIDGE")
+    bridge = next((name for name in RUNTIMES_BRIDGES if facts.link(name)), "BRIDGE")
     return "; ".join(f"ip address add {net[1]}/{net.prefixlen} dev {bridge}" for net in nets)
 
 
