@@ -134,7 +134,7 @@ def checks() -> str:
     for check in CHECKS:
         themes.setdefault(check.theme, []).append(f"{check.name}: {check.meaning}")
     rows = [(theme, THEMES[theme], "<br>".join(each)) for theme, each in themes.items()]
-    return table(("", "Theme", "Checks, and when all is well"), *rows)
+    return table(("", "Theme", "Checks: what each one expects"), *rows)
 
 
 def metrics() -> str:
@@ -150,7 +150,7 @@ def rules() -> str:
     for rule in RULES:
         severities.setdefault(rule.severity, []).append(f"{rule.name}: {rule.meaning}")
     rows = [(severity, "<br>".join(each)) for severity, each in severities.items()]
-    return table(("Otherwise", "Rules, and when all is well"), *rows)
+    return table(("Otherwise", "Rules: what each one expects"), *rows)
 
 
 def faults_that_the_doctor_names() -> str:

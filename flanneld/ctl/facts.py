@@ -18,7 +18,7 @@ from flanneld.ctl.checks.containers import Container
 from flanneld.ctl.checks.encryption import CharonState
 from flanneld.ctl.checks.packets import Drop, Translation
 from flanneld.ctl.checks.stale_objects import CniFile, LeftRules
-from flanneld.ctl.checks.store import EtcdWord, ask_etcd
+from flanneld.ctl.checks.store import EtcdHealth, ask_etcd
 from flanneld.ctl.compare import ActualState, Comparison, ShadowingRoute
 from flanneld.ctl.lookups import Lost
 from flanneld.ctl.path_mtu import PathToPeer, sample
@@ -96,7 +96,7 @@ class Facts(Struct, frozen=True, gc=False):
     #: The store's network config now; None if it is not known.
     stored: Config | None = None
     #: None unless the store has a problem, and is an etcd that answers.
-    etcd: EtcdWord | None = None
+    etcd: EtcdHealth | None = None
     clock_is_synchronised: bool | None = None
     #: Paths to a few peers, each with the size that it carries.
     paths: tuple[PathToPeer, ...] = ()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from flanneld.network.genetlink import SeenDevice
 
 #: Seconds to wait for charon's answer. It answers within milliseconds unless it hangs.
-_PATIENCE = 2.0
+_TIME_LIMIT = 2.0
 #: Tables of encrypting backends that are in the kernel: WireGuard's keys and peers, and policies of XFRM.
 KERNEL_TABLES = frozenset({"wireguard", "xfrm-policies"})
 
@@ -65,7 +65,7 @@ def _associations() -> Mapping[str, ConnectionSas]:
 
     kernel = Associations()
     try:
-        with charon.ViciConnection(time_limit=_PATIENCE) as connection:
+        with charon.ViciConnection(time_limit=_TIME_LIMIT) as connection:
             listed = [*connection.listing("list-sas", "list-sa")]
         found = by_connection(listed, kernel.spis())
     except (Retryable, OSError):
@@ -159,7 +159,7 @@ def charon_of(told: Status) -> CharonState | None:
     if Path(charon.SOCKET).exists() and not os.access(charon.SOCKET, os.W_OK):
         return None
     try:
-        with charon.ViciConnection(time_limit=_PATIENCE) as connection:
+        with charon.ViciConnection(time_limit=_TIME_LIMIT) as connection:
             connection.ask("version")
     except charon.NoCharon:
         try:

@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from flanneld.ctl.facts import Facts
 
 #: Seconds to wait for an answer of etcd, and from which on its clock and ours differ.
-_PATIENCE, _CLOCK_OFF = 2.0, 300.0
+_TIME_LIMIT, _CLOCK_OFF = 2.0, 300.0
 #: A lease that expires within this time, in seconds, should have been renewed.
 _SOON = 600.0
 
 
-class EtcdWord(Struct, frozen=True, gc=False):
-    """What a server of etcd says besides: its clock and its health, which need no quorum.
+class EtcdHealth(Struct, frozen=True, gc=False):
+    """Clock and health of an etcd server, which it tells without a quorum.
 
     ``ahead`` are the seconds that this host's clock is ahead of it.
     """
@@ -48,7 +48,7 @@ class EtcdWord(Struct, frozen=True, gc=False):
     said: str
 
 
-def ask_etcd(told: Status) -> EtcdWord | None:
+def ask_etcd(told: Status) -> EtcdHealth | None:
     """Ask the first server of etcd that a problem names; None without one, or without an answer.
 
     Nothing secret is sent, so that a certificate that is not valid by this clock does no harm.
@@ -65,15 +65,15 @@ def ask_etcd(told: Status) -> EtcdWord | None:
     scheme, server = found.groups()
     anyone = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     anyone.check_hostname, anyone.verify_mode = False, ssl.CERT_NONE
-    secure = HTTPSConnection(server, timeout=_PATIENCE, context=anyone)
-    connection = secure if scheme == "https" else HTTPConnection(server, timeout=_PATIENCE)
+    secure = HTTPSConnection(server, timeout=_TIME_LIMIT, context=anyone)
+    connection = secure if scheme == "https" else HTTPConnection(server, timeout=_TIME_LIMIT)
     try:
         with closing(connection):
             connection.request("GET", "/health")
             answer = connection.getresponse()
             ahead = wall() - parsedate_to_datetime(answer.headers.get("Date", "")).timestamp()
             said = answer.read(200).decode(errors="replace").strip()
-            return EtcdWord(found[0], ahead, answer.status == 200, said)
+            return EtcdHealth(found[0], ahead, answer.status == 200, said)
     except (OSError, HTTPException, ValueError):
         return None
 

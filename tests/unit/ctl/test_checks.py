@@ -24,7 +24,7 @@ from flanneld.ctl.checks.encryption import CharonState
 from flanneld.ctl.checks.kernel import NEW_MAC
 from flanneld.ctl.checks.packets import Drop, Translation
 from flanneld.ctl.checks.stale_objects import CniFile, LeftRules
-from flanneld.ctl.checks.store import EtcdWord, ask_etcd
+from flanneld.ctl.checks.store import EtcdHealth, ask_etcd
 from flanneld.ctl.compare import Comparison, Difference, Outside, ShadowingRoute
 from flanneld.ctl.doctor import CHECKS, as_json, examine, report, verdict
 from flanneld.ctl.facts import Facts, LackingFeature
@@ -280,12 +280,12 @@ CASES: dict[str, list[Facts]] = {
     ],
     "clock": [
         replace(WELL, clock_is_synchronised=False),
-        *(replace(WELL, etcd=EtcdWord("https://etcd:2379", off, True, "")) for off in (7200.0, -7200.0)),
+        *(replace(WELL, etcd=EtcdHealth("https://etcd:2379", off, True, "")) for off in (7200.0, -7200.0)),
     ],
     "store": [
         replace(
             told(lambda d: d["store"].update(problem="etcd does not answer")),
-            etcd=EtcdWord("http://etcd:2379", 1.0, False, '{"health":"false","reason":"RAFT NO LEADER"}'),
+            etcd=EtcdHealth("http://etcd:2379", 1.0, False, '{"health":"false","reason":"RAFT NO LEADER"}'),
         ),
         told(lambda d: d["store"].update(problem="etcd does not answer", remedy="see that it runs")),
         replace(WELL, unknown=(Unknown(SourcePart.STORE, "etcd does not answer"),)),
