@@ -290,7 +290,8 @@ FAULTS = {
         cuts=False,
         severity=HINT,
         heal=NO_WALL,
-        advice="nft insert rule inet wall c ip saddr 10.5.0.0/16 ip daddr 10.5.0.0/16 return",
+        advice="nft insert rule inet wall c ip saddr 10.5.0.0/16 ip daddr 10.5.0.0/16 return; "
+        "nft insert rule inet wall c ip6 saddr fc00:5::/48 ip6 daddr fc00:5::/48 return",
     ),
     "INPUT of the peer drops the port": Fault(
         "tunnel",

@@ -125,16 +125,19 @@ def read_drops(told: Status, devices: Mapping[Family, str]) -> list[Drop]:
 
 
 class Translation(Struct, frozen=True, gc=False):
-    """Rule that gives packets between containers another sender, and the command that spares them."""
+    """Rule that gives packets between containers another sender, and the commands that spare them."""
 
     chain: str
     rule: str
-    command: Command
+    commands: tuple[Command, ...]
 
 
-def read_translations(told: Status, devices: Mapping[Family, str]) -> Iterator[Translation]:
-    """Yield each rule of this host that translates the sender of packets of containers to other nodes."""
-    found = set[tuple[str, str]]()
+def read_translations(told: Status, devices: Mapping[Family, str]) -> list[Translation]:
+    """Return the rules of this host that translate the sender of packets of containers to other nodes.
+
+    A rule of a table inet is about both families, and a command spares the network of one.
+    """
+    found: dict[tuple[str, str], Translation] = {}
     packets = [
         flow.packet
         for flow in flows(told, some(reached_peers(told)), devices)
@@ -145,9 +148,11 @@ def read_translations(told: Status, devices: Mapping[Family, str]) -> Iterator[T
         for base, decided in (
             each for packet in packets for each in foreign.fates(bases, packet, ("postrouting",))
         ):
-            if decided.act == MASQUERADE and decided.certain and (str(base), decided.by) not in found:
-                found.add((str(base), decided.by))
-                yield Translation(str(base), foreign.text_of(base, decided.by), base.spare(network))
+            if decided.act == MASQUERADE and decided.certain:
+                key, spare = (str(base), decided.by), base.spare(network)
+                alike = found.get(key, Translation(str(base), foreign.text_of(base, decided.by), ()))
+                found[key] = replace(alike, commands=tuple(dict.fromkeys((*alike.commands, spare))))
+    return list(found.values())
 
 
 def _bases(told: Status) -> list[BaseChain]:
@@ -242,7 +247,7 @@ def translation(facts: Facts) -> Iterator[Finding]:
             f"packets of containers to other nodes are masqueraded: {each.chain}",
             each.rule,
             "containers there see an address of this node as the sender, and so do policies and logs",
-            Advice(f"have that program spare the network, as this rule does: {line((each.command,))}"),
+            Advice(f"have that program spare the network, as this does: {line(each.commands)}"),
             about=each.chain,
             severity=Severity.HINT,
         )

@@ -375,9 +375,7 @@ CASES: dict[str, list[Facts]] = {
         replace(container(attached_to="veth1"), links=(*WELL.links, replace(link("veth1"), index=9)))
     ],
     "translation": [
-        replace(
-            WELL, translated=(Translation("chain POSTROUTING of table ip nat", "-j MASQUERADE", ACCEPT[0]),)
-        )
+        replace(WELL, translated=(Translation("chain POSTROUTING of table ip nat", "-j MASQUERADE", ACCEPT),))
     ],
     "bridge address": [
         replace(WELL, containers=(replace(CONTAINER, reached_by=way),)) for way in ("", "eth0")
