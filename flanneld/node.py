@@ -335,7 +335,7 @@ class Node:
 
         settings = firewall_settings(self.options, member.config, member.lease.key, member.previous)
         assert self.reconciler is not None
-        nodes = self.reconciler.peers.public_ips if member.config.spares_nodes else None
+        nodes = self.reconciler.peers.public_ips if settings.spares_nodes else None
         firewall = Firewall(settings, stop=self.tasks.stop, make_loop=self.make_loop, nodes=nodes)
         self.firewall = firewall
         return firewall

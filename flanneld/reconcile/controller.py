@@ -190,7 +190,7 @@ class Controller:
         """Do the due work. Return the time of the next step."""
         news = [event for events in self.event_queue.drain() for event in events]
         self._take_events(news, now)
-        if news:
+        if news and self.peers.synced:
             self._on_leases()
         self.peers.log_changes(now)
         self._news.take(now)

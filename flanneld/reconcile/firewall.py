@@ -55,6 +55,7 @@ class FirewallSettings(Struct, frozen=True, gc=False):
 
     ``former`` are the networks of the last run, if known. ``native`` selects a table of our own in
     nftables. ``resync`` is in seconds. With ``guards`` another worker guards the tunnel.
+    With ``spares_nodes`` packets to other nodes are not masqueraded.
     """
 
     nets: tuple[Nets, ...]
@@ -65,6 +66,7 @@ class FirewallSettings(Struct, frozen=True, gc=False):
     native: bool = False
     resync: float = 5.0
     guards: bool = False
+    spares_nodes: bool = False
 
 
 def pairs(networks: Iterable[IPNetwork], subnets: LeaseKey) -> tuple[Nets, ...]:
@@ -97,6 +99,7 @@ def firewall_settings(
         native=config.enable_nftables,
         resync=options.iptables_resync,
         guards=options.guard_tunnel,
+        spares_nodes=config.spares_nodes and purpose.masquerade,
     )
 
 
@@ -193,8 +196,8 @@ class Firewall(Worker):
     """Worker for the rules of all families, which chooses its tables itself.
 
     Its first step puts the rules in place, if ``prepare`` has not. The second warns of other programs'
-    chains. ``nodes`` returns the addresses to spare beside the configured ones, None while it is not known;
-    until then those of an earlier run are spared.
+    chains. ``nodes`` returns the addresses to spare beside the configured ones, None if they are not known.
+    Until ``leases_changed`` was called, those of an earlier run are spared.
     """
 
     def __init__(
@@ -213,11 +216,11 @@ class Firewall(Worker):
         self.problem = ""
         self._nodes = nodes
         self._desired_rules: dict[str, dict[Key, Resource]] = {}
-        self._has_news = nodes is not None
+        self._has_news = False
         self._next_look = 0.0
 
     def leases_changed(self) -> None:
-        """Look soon at the nodes again. From any thread."""
+        """Look soon at the nodes: all leases are known, and some may have changed. From any thread."""
         if self._nodes is not None:
             self._has_news = True
             self.cancel()

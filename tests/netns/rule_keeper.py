@@ -60,6 +60,7 @@ def main(given: dict[str, Any]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     try:
         firewall.prepare(clock.now())
+        firewall.leases_changed()
     except Fatal as failure:
         print(failure, flush=True)
         return 1

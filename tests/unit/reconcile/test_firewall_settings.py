@@ -56,6 +56,13 @@ def test_exceptions_are_of_each_family_and_need_masquerading() -> None:
     assert wishes(more=SPARED).nets == NETS
 
 
+def test_nodes_are_spared_only_by_masquerading() -> None:
+    nodes = ', "MasqueradeExceptions": ["nodes"]'
+    assert wishes("-ip-masq", more=nodes).spares_nodes
+    assert not wishes(more=nodes).spares_nodes
+    assert not wishes("-ip-masq", more=SPARED).spares_nodes
+
+
 def test_exceptions_are_refused_with_the_rules_of_v012() -> None:
     with pytest.raises(Fatal, match=r"rules of v0\.12 have none; start without -iptables-rules=v0\.12"):
         wishes("-ip-masq", "-iptables-rules=v0.12", more=SPARED)

@@ -15,7 +15,7 @@ from flanneld.backends import vxlan
 from flanneld.backends.contract import Factory
 from flanneld.backends.host_gw import HostGw
 from flanneld.errors import Retryable
-from flanneld.model import Cached, Lease, LeaseAttrs, Snapshot
+from flanneld.model import Cached, IPAddress, Lease, LeaseAttrs, Snapshot
 from flanneld.network.rtnetlink.kernel import InterfaceChanged, ResourceRemoved
 from flanneld.network.uplink_election import InterfaceChoice
 from flanneld.reconcile.controller import Controller
@@ -60,6 +60,8 @@ class Node:
             record=self.record.update,
         )
         self.inbox = Inbox(lambda: None, world.now)
+        #: The peers' public IPs each time when leases may have changed.
+        self.told: list[set[IPAddress] | None] = []
         self.controller = Controller(
             local,
             RemovalGuard(),
@@ -67,6 +69,7 @@ class Node:
             make_loop=Supervisor().loop,
             on_move=lambda: None,
             on_synced=lambda: None,
+            on_leases=lambda: self.told.append(self.controller.peers.public_ips()),
             reread=lambda: None,
             event_queue=self.inbox,
         )
@@ -131,6 +134,15 @@ def test_routes_of_cached_leases_stay_until_the_store_confirms_that_they_are_uns
     node.inbox.put([Snapshot((LEASE,))])
     node.step()
     assert node.routes_to_peer() == []
+
+
+def test_changed_leases_are_told_of_once_all_are_known(node: Node) -> None:
+    node.inbox.put([Cached((LEASE,), "a file")])
+    node.step()
+    assert node.told == []
+    node.inbox.put([Snapshot((LEASE,))])
+    node.step()
+    assert node.told == [{PEER}]
 
 
 def test_device_that_another_program_removed_is_recorded_as_it_is_made_again(world: World) -> None:
