@@ -24,9 +24,9 @@ class ContestBackoff:
     """Backoff of a contested table: frequent repairs within a minute double the pause before the next.
 
     A short pause follows each of the first ``few`` repairs. A firewall reload may flush all tables twice,
-    once for each family, and an operator may reload it again. From ``many`` repairs on the table is
-    contested, until ``memory`` seconds pass without a repair. So it is once one entry is repaired again
-    within ``again`` seconds.
+    once for each family, and an operator may reload it again. The table becomes
+    contested with the ``many``th repair, or if one entry is repaired again within ``again`` seconds. It is
+    until ``memory`` seconds pass without a repair.
     """
 
     def __init__(
@@ -54,13 +54,13 @@ class ContestBackoff:
         self._forget()
         now = clock.now()
         self._repairs.append(now)
-        former = {key for key, at in self._entries.items() if now - at < self._again}
+        if self._is_contest:
+            return False
         repaired = dict.fromkeys(islice(entries, _ENOUGH), now)
-        self._entries = {**{key: self._entries[key] for key in former}, **repaired}
-        is_again = not former.isdisjoint(repaired)
-        begins = not self._is_contest and (is_again or len(self._repairs) >= self._many)
-        self._is_contest |= begins
-        return begins
+        recent = {key: at for key, at in self._entries.items() if now - at < self._again}
+        self._entries = {**recent, **repaired}
+        self._is_contest = not recent.keys().isdisjoint(repaired) or len(self._repairs) >= self._many
+        return self._is_contest
 
     def is_tried(self) -> bool:
         """Return True if the table is contested. May be called from any thread."""
