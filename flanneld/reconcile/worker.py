@@ -73,7 +73,7 @@ class Worker:
         self.use(tables)
 
     def use(self, tables: Sequence[Table], desired: Mapping[str, State] | None = None) -> None:
-        """Take these tables, with the maps of who keeps their desired state. In the thread of ``step``."""
+        """Take these tables; ``desired`` are their maps if others keep them. In the thread of ``step``."""
         self.tables = frozenset(table.name for table in tables)
         self._desired: dict[str, dict[Key, Resource]] = {table.name: {} for table in tables}
         self.reconciler = Reconciler(
