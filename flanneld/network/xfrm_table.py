@@ -154,10 +154,10 @@ def _read_templates(data: bytes) -> tuple[Tunnel | None, str]:
         return None, ""
     if len(data) < _TMPL.size:
         raise MalformedNetlink
-    to, decode_spi, protocol, family, source, reqid, mode, _, optional, *algorithms = _TMPL.unpack_from(data)
+    to, spi, protocol, family, source, reqid, mode, _, optional, *algorithms = _TMPL.unpack_from(data)
     is_usual = (len(data), protocol, family, mode) == (_TMPL.size, _ESP, _AF_INET, _MODE_TUNNEL)
     tunnel = Tunnel(IPv4Address(source[:4]), IPv4Address(to[:4]), reqid, bool(optional))
-    if not is_usual or any(decode_spi) or set(algorithms) != {_ALL_ALGORITHMS}:
+    if not is_usual or any(spi) or set(algorithms) != {_ALL_ALGORITHMS}:
         return tunnel, "with other templates"
     return tunnel, ""
 

@@ -20,7 +20,7 @@ from flanneld.network.firewall.netlink import GUARD, Netfilter, has_guard
 from flanneld.network.firewall.nftables import load, run
 from flanneld.network.firewall.rules import NFT_FAMILY
 from flanneld.state.resources import GUARDS, Key, Kind, Resource
-from flanneld.state.table import Claim, Put, Report, Scope, Seen
+from flanneld.state.table import Claim, Put, Report, Scope, Seen, Table
 
 _SET, _CHAIN = "nodes", "input"
 #: Seconds between two readings: what others remove is no loss of packets.
@@ -36,7 +36,7 @@ class Admitted(Struct, frozen=True, gc=False):
 
     @property
     def key(self) -> Key:
-        return (GUARDS[4 if self.address.version == 4 else 6], int(self.address))
+        return (GUARDS[self.address.version], int(self.address))
 
     def __str__(self) -> str:
         return f"guard lets in {self.address}"
@@ -65,13 +65,11 @@ def admits(lease: Lease, families: Iterable[Family] = FAMILIES) -> Iterator[Admi
             yield Admitted(public)
 
 
-class GuardTable:
+class GuardTable(Table):
     """Table of one family's guard, in the kernel's thread. Raises ``Fatal`` without libnftables."""
 
-    worker = "kernel"
     vital = False
-    needs: frozenset[str] = frozenset()
-    audit: float | None = _AUDIT
+    audit = _AUDIT
 
     def __init__(self, family: Family) -> None:
         self.name = GUARDS[family]
@@ -141,9 +139,6 @@ class GuardTable:
     def explain(self, put: Put) -> str:
         """Return the command that does what ``put`` would do."""
         return f"nft '{'; '.join(self._made([put.want]))}'"
-
-    def close(self, *, remove: bool) -> None:
-        """Keep the guard: the tunnel works without a daemon."""
 
 
 def _seen(resource: Resource, scope: Scope) -> Seen:

@@ -14,7 +14,7 @@ from flanneld.model import Family, IPNetwork
 from flanneld.network.firewall.driver import Rejected, Unavailable
 from flanneld.network.firewall.edits import Edit
 from flanneld.network.firewall.fate import UNKNOWN, Rule, Test
-from flanneld.network.firewall.nft_json import VERDICTS, ListedRule, understood
+from flanneld.network.firewall.nft_json import VERDICTS, JsonCommand, ListedRule, understood
 from flanneld.network.firewall.rules import (
     NATIVE_FORWARD,
     NATIVE_POSTRTG,
@@ -24,12 +24,9 @@ from flanneld.network.firewall.rules import (
     Rules,
 )
 
-JsonCommand = dict[str, Any]
-
 _LIBRARY = "libnftables.so.1"
 #: Table in which rules are tried.
 _TRIAL = "flannel-trial"
-
 
 #: Hooks of our chains. The policy accepts packets that no rule matches.
 _HOOKS: Mapping[str, Mapping[str, Any]] = {
@@ -99,10 +96,10 @@ def commands(family: Family, edits: Iterable[Edit], listing: NftablesListing) ->
     if drops and not listing.others and drops == set(listing.rules):
         return [{"delete": {"table": table_json(family)}}]
     made = [{"add": {"table": {**table_json(family), "comment": "rules of flanneld"}}}]
-    return made + [command for edit in edits for command in chain_commands(family, edit, listing.handles)]
+    return made + [command for edit in edits for command in _chain_commands(family, edit, listing.handles)]
 
 
-def chain_commands(family: Family, edit: Edit, handles: Handles) -> Iterator[JsonCommand]:
+def _chain_commands(family: Family, edit: Edit, handles: Handles) -> Iterator[JsonCommand]:
     """Yield the commands of one edit."""
     name = edit.chain[1]
     place = {"family": NFT_FAMILY[family], "table": edit.chain[0]}
@@ -180,7 +177,7 @@ class Nftables:
         tried = (
             Edit((_TRIAL, name), flush=True, append=inside) for (_, name), inside in rules.items() if inside
         )
-        made = (order for edit in tried for order in chain_commands(self._family, edit, {}))
+        made = (order for edit in tried for order in _chain_commands(self._family, edit, {}))
         self._run([{"add": {"table": place}}, *made, {"delete": {"table": place}}])
 
     def script(self, edits: Sequence[Edit]) -> Iterator[str]:
