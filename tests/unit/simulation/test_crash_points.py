@@ -107,7 +107,6 @@ class Watch:
 
     def __init__(self, cluster: Cluster, choices: Choices, deaths: int) -> None:
         self.wrong: list[str] = []
-        self.points = 0
         self._cluster = cluster
         self._choices = choices
         self._deaths = deaths
@@ -120,11 +119,9 @@ class Watch:
 
     def _at_effect(self, host: SimulatedHost, when: str, *, may_die: bool) -> None:
         self.wrong += (f"{host.name} {when}: {line}" for line in self._now_wrong())
-        if may_die and self._deaths:
-            self.points += 1
-            if self._choices.pick((False, True)):
-                self._deaths -= 1
-                raise Crash(when)
+        if may_die and self._deaths and self._choices.pick((False, True)):
+            self._deaths -= 1
+            raise Crash(when)
 
     def _now_wrong(self) -> Iterator[str]:
         hosts = self._cluster.hosts
