@@ -32,6 +32,16 @@ TIME_LIMIT = 10.0
 _MOST_ITEMS = 200_000
 #: Log events to read at a time.
 _AT_A_TIME = 1000
+#: Paths used by distributions, in upstream's order, tried after PATH.
+FOLDERS = ("/usr/lib/strongswan", "/usr/lib/ipsec", "/usr/libexec/strongswan", "/usr/libexec/ipsec")
+#: Variable in the environment of a charon that a daemon has started: a digest of the settings then.
+_MARK = "FLANNELD_CHARON"
+#: Seconds for charon to notify its peers of its end, then until a killed process is gone; and between checks.
+_END_LIMIT, _KILL_LIMIT, _LOOK = 2.0, 5.0, 0.01
+#: Bytes of its output to read at a time.
+_OUTPUT = 64 << 10
+#: Variables of our environment that charon gets: others may contain passwords.
+_PASSED = ("PATH", "LANG", "LD_LIBRARY_PATH", "STRONGSWAN_CONF", "LEAK_DETECTIVE_DISABLE", "TZ")
 
 
 class NoCharon(Retryable):
@@ -47,7 +57,7 @@ class CharonRefused(Retryable):
 
 
 class ViciConnection:
-    """Connection to charon. Raises ``NoCharon``, ``CharonHangs``, ``CharonRefused`` and ``Malformed``."""
+    """Connection to charon. Raises ``NoCharon``, ``CharonHangs``, ``CharonRefused`` and ``MalformedVici``."""
 
     def __init__(self, path: str = SOCKET, time_limit: float = TIME_LIMIT) -> None:
         self._time_limit = time_limit
@@ -186,18 +196,6 @@ def _failure(failure: OSError) -> Retryable:
     return NoCharon(f"charon is not reached: {cause_of(failure) or os.strerror(failure.errno or 0)}")
 
 
-#: Paths used by distributions, in upstream's order, tried after PATH.
-FOLDERS = ("/usr/lib/strongswan", "/usr/lib/ipsec", "/usr/libexec/strongswan", "/usr/libexec/ipsec")
-#: Variable in the environment of a charon that a daemon has started: a digest of the settings then.
-_MARK = "FLANNELD_CHARON"
-#: Seconds for charon to notify its peers of its end, then until a killed process is gone; and between checks.
-_END_LIMIT, _KILL_LIMIT, _LOOK = 2.0, 5.0, 0.01
-#: Bytes of its output to read at a time.
-_OUTPUT = 64 << 10
-#: Variables of our environment that charon gets: others may contain passwords.
-_PASSED = ("PATH", "LANG", "LD_LIBRARY_PATH", "STRONGSWAN_CONF", "LEAK_DETECTIVE_DISABLE", "TZ")
-
-
 def find_charon() -> str:
     """Return charon's path. Raises ``Fatal`` if it is not installed."""
     import shutil  # other backends only look for a charon that runs
@@ -316,7 +314,7 @@ class CharonProcess:
 
 
 def end_running(pid: int) -> bool:
-    """Send SIGTERM to a charon that ``running`` has found. Return False if it cannot be sent."""
+    """Send SIGTERM to a charon that ``running_charon`` has found. Return False if it cannot be sent."""
     return _mark_of(pid) is None or _send(pid, signal.SIGTERM)
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
@@ -13,6 +15,7 @@ from msgspec import Struct
 from flanneld.backends.udp import control
 from flanneld.backends.udp.control import UdpProxy
 from flanneld.errors import Retryable
+from flanneld.runtime import waits
 
 if TYPE_CHECKING:
     from flanneld.runtime.command import LastingProcess
@@ -20,6 +23,8 @@ if TYPE_CHECKING:
 READY = "ready"
 #: Seconds. An answer takes milliseconds, a process start 0.1 s; both take longer on a busy machine.
 ANSWER_PATIENCE, _START_PATIENCE = 3.0, 10.0
+#: Seconds that the kernel may take to end a process.
+_END_PATIENCE = 5.0
 _NEEDED = ("PATH", "LANG", "LD_LIBRARY_PATH")
 
 
@@ -120,9 +125,7 @@ class ProxyClient:
         except TimeoutError:
             # It hangs, and holds what its successor needs. The pid of an untrusted process is not reliable.
             if trusted and pidfd >= 0:
-                from flanneld.backends.udp import tables  # rarely needed
-
-                tables.end_process(pidfd)
+                end_process(pidfd)
         except OSError:
             pass  # The closed connection is the answer.
         finally:
@@ -223,6 +226,13 @@ def succeed(tun: str) -> list[control.PeerEntry]:
     finally:
         client.close()
         ProxyClient(tun, of_anybody=True).leave(device_stays=True)
+
+
+def end_process(pidfd: int) -> None:
+    """Kill a process and wait for its end, which frees its resources."""
+    with suppress(ProcessLookupError, PermissionError):
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+    waits.readable(pidfd, _END_PATIENCE)
 
 
 def _pidfd_of(pid: int) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -18,7 +17,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from flanneld.backends.udp import control
-from flanneld.backends.udp.client import NoProxy, ProxyClient, ProxySilent, RunningProxy
+from flanneld.backends.udp.client import NoProxy, ProxyClient, ProxySilent, RunningProxy, end_process
 from flanneld.backends.udp.control import PROXIES, PROXY_PEERS, ProxyPeer, UdpProxy
 from flanneld.runtime import clock, waits
 from flanneld.state.resources import LINKS, Resource
@@ -32,9 +31,9 @@ PERIOD, _LOOK = 2.0, 1.0
 IDLE_FOR, BUSY_FOR = 5.0, 15.0
 #: Consecutive checks that must agree.
 _LOOKS = 3
+#: Seconds between two reads of a table without notifications.
+_AUDIT_PERIOD = 30.0
 _TICKS = os.sysconf("SC_CLK_TCK")
-#: Seconds that the kernel may take to end a process.
-_END_PATIENCE = 5.0
 
 
 class Activity(Struct, frozen=True, gc=False):
@@ -72,13 +71,6 @@ def verdict(silent: float, looks: list[Activity]) -> str:
     if silent >= BUSY_FOR and (runs or 2 * asleep > len(looks)):
         return "does other things"
     return ""
-
-
-def end_process(pidfd: int) -> None:
-    """Kill a process and wait for its end, which frees its resources."""
-    with suppress(ProcessLookupError, PermissionError):
-        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-    waits.readable(pidfd, _END_PATIENCE)
 
 
 class ProxyWatchdog:
@@ -171,10 +163,6 @@ class ProxyWatchdog:
         finally:
             os.close(pidfd)
         return False
-
-
-#: Seconds between two reads without notifications.
-_AUDIT_PERIOD = 30.0
 
 
 class ProxyTable(Table):
