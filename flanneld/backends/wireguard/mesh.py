@@ -1,9 +1,9 @@
-"""Mesh of nodes behind NAT, with ``"Mesh": true``: each tells the others where it may be reached.
+"""Mesh of nodes behind NAT, with ``"Mesh": true``: each publishes the endpoints that may lead to it.
 
-Endpoints have a place of their own in the store. Any change of a lease's data makes the peers, Go's among
-them, set this node anew, and they would lose an endpoint that has roamed. The table tries what is published
-here (``rotation``). To learn how a NAT shows it, a node asks two peers inside the tunnel, from where they
-see it. Nobody else is asked, and no packet is relayed.
+Endpoints have keys of their own in the store. After a change of a lease's data the peers, Go's among them,
+configure this node again, and lose an endpoint that has roamed. The table tries the published endpoints
+(``rotation``). To learn its endpoint outside a NAT, a node asks two peers, inside the tunnel. It asks no
+other server, and no packet is relayed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NAME = "mesh"
 MOST = 8
 #: Seconds between keepalive packets of a node behind NAT, as WireGuard's documentation has it.
 NAT_KEEPALIVE = 25
-#: Seconds between two questions where peers see us, and until the next if nobody could be asked.
+#: Seconds between two questions to peers, and until the next if no peer answered.
 _ASK, _ASK_SOON = 60.0, 2.0
 #: Peers that are asked: two show whether a NAT shows us to each in the same way.
 _ASKED = 2
@@ -80,7 +80,7 @@ class Mesh:
 
     @property
     def problem(self) -> str:
-        """What keeps peers behind NAT from meeting this node, with a remedy; empty for nothing."""
+        """Reason why peers behind NAT cannot meet this node, with a remedy; empty without one."""
         if self.nat is not Nat.SYMMETRIC:
             return ""
         ports = " or ".join(sorted({str(port) for port in self.ports.values()}))
@@ -105,10 +105,10 @@ def parse(text: str) -> Endpoint | None:
     """Return the endpoint in a text, None if there is none."""
     host, _, port = text.rpartition(":")
     try:
-        address = ip_address(host.removeprefix("[").removesuffix("]"))
-    except ValueError:
+        address, number = ip_address(host.removeprefix("[").removesuffix("]")), int(port)
+    except ValueError:  # also for a port of thousands of digits
         return None
-    return (address, int(port)) if port.isdecimal() and 0 < int(port) <= 65535 else None
+    return (address, number) if port.isdecimal() and 0 < number <= 65535 else None
 
 
 def usable(text: str, networks: Collection[IPNetwork], local: Collection[IPAddress]) -> tuple[Endpoint, ...]:
@@ -186,7 +186,7 @@ class MeshTask:
         self._outage = Outage(log, "Exchanging endpoints with the store", "The store has our endpoints again")
 
     def step(self, now: float) -> float:
-        """Ask, announce and read what is due. Return the time of the next step."""
+        """Ask peers, announce and read endpoints if it is time. Return the time of the next step."""
         uplink = self._uplink()
         self._follow(uplink, now)
         local = [each for family in FAMILIES if (each := uplink.local(family)) is not None]
@@ -214,7 +214,7 @@ class MeshTask:
         self._seen = ()
 
     def _reflect(self, local: Collection[IPAddress]) -> None:
-        """Ask peers where they see us."""
+        """Ask peers at which endpoints they see us, and set the kind of NAT."""
         asked = to_ask(self._sessions())
         answers = self._ask(asked) if asked else ()
         self._ask_at = clock.now() + (_ASK if answers else _ASK_SOON)
@@ -226,7 +226,7 @@ class MeshTask:
         self._mesh.nat = nat
         self._seen = tuple(sorted({each for each in answers if each[0] not in local}, key=text_of))
         if nat is Nat.SYMMETRIC:
-            self._seen = ()  # nobody else reaches us there
+            self._seen = ()  # only the peer that was asked reaches us there
 
     def _announce(self, endpoints: str, now: float) -> None:
         is_news = endpoints != self._announced and now >= self._announce_at

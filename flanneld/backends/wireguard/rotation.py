@@ -21,7 +21,7 @@ Timeline of a search, which begins when a peer is silent or was never met:
     0, 5, ..    first round: each candidate for 5 s, in the order of its announcement
     then        later rounds: each candidate for 15 s, in another order on each node and in each round
     news        a candidate that was not known is tried at once, and the first round begins again
-    handshake   the search is over, wherever the answer came from
+    handshake   the search is over, whichever endpoint the answer came from
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Search(Struct, frozen=True, gc=False):
 
 
 class Rotation(Struct, frozen=True, gc=False):
-    """What is known of a peer. ``called`` is the time of the first packet that no handshake answered."""
+    """State of a peer. ``called`` is the time of the first packet that no handshake answered."""
 
     sent: int | None = None
     called: float | None = None

@@ -84,7 +84,8 @@ def test_endpoints_of_this_host_and_of_the_network_are_left_out() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", ",", "x", "1.2.3.4", "1.2.3.4:0", "1.2.3.4:70000", "[::1", "1.2.3.4:-5", "::"]
+    "text",
+    ["", ",", "x", "1.2.3.4", "1.2.3.4:0", "1.2.3.4:70000", "[::1", "1.2.3.4:-5", "::", f"1.2.3.4:{9:05000}"],
 )
 def test_a_text_without_an_endpoint_is_none(text: str) -> None:
     assert usable(text, [], []) == ()
@@ -423,6 +424,12 @@ def test_a_node_that_moved_or_was_suspended_greets_its_peers_and_asks_again(time
         other.peers[member.number].endpoint == member.here
         for other in world.members
         if other is not member and kind_of(other) in (Site.PUBLIC, Site.FULL_CONE)
+    )
+    # A NAT that lets in only answers dropped the greeting: its nodes search once the peer is silent.
+    world.run(300, time, world.members)
+    assert world.unmet(world.members) == []
+    assert all(
+        other.peers[member.number].endpoint == member.here for other in world.members if other is not member
     )
 
 
