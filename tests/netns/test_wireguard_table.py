@@ -16,8 +16,8 @@ from pyroute2 import WireGuard as Reader
 
 from flanneld.backends.wireguard import keys
 from flanneld.backends.wireguard.resources import AllowedIp, DeviceKey, WgPeer
-from flanneld.backends.wireguard.rotation import GIVEN_UP
-from flanneld.backends.wireguard.table import ROAMING, WireGuardTable
+from flanneld.backends.wireguard.rotation import DEAD, GIVEN_UP
+from flanneld.backends.wireguard.table import WireGuardTable
 from flanneld.model import Secret
 from flanneld.network.rtnetlink import devices as links
 from flanneld.runtime import clock
@@ -363,7 +363,7 @@ def test_an_endpoint_that_has_roamed_is_left_alone_while_it_lives(pair: list[Hos
     one.table.close(remove=False)
     one.table = WireGuardTable([DEVICE], one.table._wall_clock)
     assert one.audit() == ([], [])
-    one.now = ROAMING + 1
+    one.now = DEAD + 1
     (put,), _ = one.audit()
     assert put.want == other.as_peer()
     one.repair()
@@ -424,7 +424,7 @@ def test_a_wrong_psk_is_named_in_the_log(pair: list[Host], caplog: pytest.LogCap
     one.repair()
     one.namespace.ip(f"link set {DEVICE} down", f"link set {DEVICE} up")  # forgets the session
     one.namespace.ip(f"route replace {other.subnet} dev {DEVICE}")
-    one.now = ROAMING + 1
+    one.now = DEAD + 1
     one.audit()
     call(one, other)
     one.audit()

@@ -11,7 +11,6 @@ import errno
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from itertools import chain
 
 from msgspec import Struct, field
@@ -33,8 +32,8 @@ from flanneld.network.genetlink import Endpoint, SeenDevice, SeenPeer, WireGuard
 from flanneld.network.interfaces import index_of
 from flanneld.runtime import clock
 from flanneld.runtime.complaints import Once
-from flanneld.state.resources import Key, Resource
-from flanneld.state.table import Failure, Put, Report, Scope, Seen, TunnelSession
+from flanneld.state.resources import LINKS, Key, Resource
+from flanneld.state.table import Failure, Put, Report, Scope, Seen, Table, TunnelSession
 
 log = logging.getLogger(__name__)
 
@@ -44,9 +43,6 @@ _AUDIT = 30.0
 _LOOK = 1.0
 #: Seconds between two turns of a mesh after the first round of all searches.
 _TURN = 5.0
-#: Seconds after a handshake in which a roamed endpoint is kept. With traffic, handshakes come every 120 s,
-#: and keys expire after 180 s (WireGuard's REJECT_AFTER_TIME).
-ROAMING = 180.0
 #: Public key of a peer that exists only during one message: an allowed IP moved to it is removed with it.
 _THROWAWAY = b"flannel: takes an allowed IP away"[:32]
 #: Peers named in one log line, at most.
@@ -78,7 +74,7 @@ class _Batch(Struct):
     allowed_ips: dict[bytes, list[AllowedIp]] = field(default_factory=dict)
 
 
-class WireGuardTable:
+class WireGuardTable(Table):
     """Table of keys, peers and allowed IPs of some devices. The devices themselves are in the links' table.
 
     ``wall_clock`` gives seconds since 1970, as the kernel counts the times of handshakes. With ``mesh`` the
@@ -87,10 +83,8 @@ class WireGuardTable:
 
     name = TABLE
     what = "the keys and peers of WireGuard"
-    needs = frozenset({"links"})
-    worker = "kernel"
-    vital = True
-    audit: float | None = _AUDIT
+    needs = frozenset({LINKS})
+    audit = _AUDIT
 
     def __init__(
         self,
@@ -152,7 +146,7 @@ class WireGuardTable:
             return found.preshared_key == want.preshared_key
         if (found.preshared_key, found.keepalive) != (want.preshared_key, want.keepalive):
             return False
-        has_roamed = peer.endpoint is not None and abs(now - peer.last_handshake) < ROAMING
+        has_roamed = peer.endpoint is not None and is_alive(peer, now)
         if peer.endpoint != wanted and not (has_roamed and self._given.get(want.key, wanted) == wanted):
             self._given.pop(want.key, None)
             return False
@@ -269,13 +263,17 @@ class WireGuardTable:
         now = clock.now()
         self._next_look = now + _LOOK
         if self.mesh is not None and (now >= self._next_turn or self.mesh.greets):
-            with suppress(OSError):  # the next audit will say so
-                self._turn(self.mesh, now)
+            # Cleared before the packets are sent: after a second move they are sent once more.
+            if greets := self.mesh.greets:
+                self.mesh.greets = False
+            try:
+                self._turn(self.mesh, now, greets=greets)
+            except OSError:  # the next audit will say so
+                self.mesh.greets |= greets
         return any(index_of(name) != index for name, index in self._indexes.items())
 
-    def _turn(self, mesh: Mesh, now: float) -> None:
+    def _turn(self, mesh: Mesh, now: float, *, greets: bool) -> None:
         """Read the devices, and let each peer that is searched for take its next endpoint."""
-        greets, mesh.greets = mesh.greets, False
         searched: set[str] = set()
         is_first = False
         for name in self._devices:
