@@ -37,7 +37,7 @@ exec chroot "$root" env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/root "$@"
 
 
 class Debian:
-    """A Debian of that release with a clone of this project in ``/srv/flanneld``."""
+    """Root file system of Debian ``RELEASE`` with a clone of this project in ``/srv/flanneld``."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -86,4 +86,4 @@ def test_image_on_a_later_debian_runs_the_daemon() -> None:
     machine = run("dpkg", "--print-architecture").stdout.strip()
     with BuiltImage(Architecture(machine, f"linux/{machine}", RELEASE)) as image:
         assert __version__ in image.run("/opt/bin/flanneld", "-version")
-        assert "trixie" in image.run("cat", "/etc/os-release")
+        assert RELEASE in image.run("cat", "/etc/os-release")
