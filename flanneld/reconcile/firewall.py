@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from ipaddress import ip_network
 from typing import cast
 
@@ -108,11 +108,13 @@ def _rules(
 ) -> tuple[dict[Family, Rules], str]:
     """Return the rules of each family in a place, and a problem if there are too many to spare."""
     style: Style = "native" if place == "native" else settings.style
-    all_nets = [each.sparing(more) for each in settings.nets] if more else settings.nets
+    all_nets: Sequence[Nets] = [each.sparing(more) for each in settings.nets] if more else settings.nets
     most = max((len(each.spared) for each in all_nets), default=0)
     problem = ""
     if style != "native" and most > MOST_SPARED:
-        all_nets = settings.nets
+        all_nets = [
+            replace(each, spared=()) if len(each.spared) > MOST_SPARED else each for each in settings.nets
+        ]
         problem = (
             f"nodes see this node's address in place of the containers': {most} MasqueradeExceptions, and"
             f" iptables is given {MOST_SPARED} at most; set EnableNFTables in the network config"
@@ -303,9 +305,10 @@ class Firewall(Worker):
             log.info("Setting up masking rules with %s", tools)
         if purpose.forward:
             log.info("Changing default FORWARD chain policy to ACCEPT for the network, with %s", tools)
-        if self._nodes is not None:
-            used = [table for table in placed.tables if table.is_used]
-            rules, _ = _rules(self._settings, placed.place, [net for each in used for net in each.spared()])
+        used = [table for table in placed.tables if table.is_used]
+        earlier = [net for each in used for net in each.spared()] if self._nodes is not None else []
+        rules, self.problem = _rules(self._settings, placed.place, earlier)
+        if earlier:
             placed = replace(placed, desired=tuple(each.desired(rules[each.family]) for each in used))
         self.placed = placed
         self._desired_rules = desired_by_table(placed.desired)

@@ -427,9 +427,12 @@ def test_nodes_of_an_earlier_run_are_spared_until_the_leases_are_known(machine: 
     assert "192.0.2.8" not in "".join(machine.state(way))
 
 
-def test_too_many_nodes_for_iptables_are_a_condition_and_none_for_nftables(machine: Host, way: str) -> None:
-    nodes = [f"192.0.{number // 128}.{2 * (number % 128) + 1}" for number in range(257)]
-    keeper = machine.keep(nodes=nodes, **WAYS[way])
+@pytest.mark.parametrize("wish", ["nodes", "spared"])
+def test_too_many_exceptions_for_iptables_are_a_condition_and_none_for_nftables(
+    machine: Host, way: str, wish: str
+) -> None:
+    addresses = [f"192.0.{number // 128}.{2 * (number % 128) + 1}" for number in range(257)]
+    keeper = machine.keep(**WAYS[way] | {wish: addresses})
     if way == "nftables":
         wait_for(lambda: "192.0.2.1" in machine.native(), SOON, "the nodes to be spared")
         assert "MasqueradeExceptions" not in keeper.log()
