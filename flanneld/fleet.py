@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from flanneld.diagnostics.observation import Observation
 from flanneld.diagnostics.serving import Checks, HealthServer
 from flanneld.errors import Cancelled, FlannelError, Retryable
 from flanneld.lease_server import LeaseService, open_file_store
+from flanneld.network.firewall import nftables
+from flanneld.network.firewall.driver import Unavailable
 from flanneld.network_names import Choice, NetworkNames, RemoteNames, StoreNames
 from flanneld.node import Node
 from flanneld.option_values import is_network_name
@@ -225,6 +228,8 @@ def run(wanted: Options, environ: Mapping[str, str]) -> int:
     fleet = Fleet(
         wanted, environ, supervisor, notifier, file, service.server.metrics_text if service else str
     )
+    with suppress(Unavailable):
+        nftables.load()  # while descriptors are low
     fleet.start()
     ticks: list[tuple[Callable[[], None], float]] = [(fleet.claims.drain, DRAIN), (notifier.try_again, 1.0)]
     interval = process.watchdog_interval(environ)

@@ -20,8 +20,8 @@ log = logging.getLogger(__name__)
 
 #: File descriptors needed: the daemon holds 15, a request or a command takes 10 more.
 _NEEDED = 64
-#: File descriptors with the connections of the health server and the status, at most.
-_WANTED = 256
+#: File descriptors of a daemon with 64 networks, 20 each, and the connections of its servers.
+_WANTED = 4096
 #: Seconds until a running thread yields. An event passes two threads to the kernel, so Python's 5 ms are too
 #: long.
 _SWITCH_INTERVAL = 0.0001

@@ -7,6 +7,7 @@ take a file descriptor each, and no thread.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import math
 import select
@@ -35,6 +36,10 @@ READABLE, WRITABLE = select.POLLIN, select.POLLOUT
 
 #: Connections to accept before others go on: the newest must not all come before those that are there.
 _AT_ONCE = 16
+#: Descriptors from here on make room for others if they can: see ``_lifted``.
+_CROWDED = 512
+#: First descriptor that select(2) cannot wait for, __FD_SETSIZE of linux/posix_types.h.
+_BEYOND_SELECT = 1024
 #: Seconds to wait without free file descriptors; the connection stays in the queue meanwhile.
 _STARVED = 0.1
 #: Prefix length of one IPv6 source: a host may use 2^64 addresses of its network.
@@ -165,6 +170,7 @@ class PolledServer:
             else:
                 self._closing.wait(_STARVED)
             return
+        connection = _lifted(connection)
         source = _source(connection, address)
         fds = tuple(self._open)
         surplus = to_evict([self._open[fd].source for fd in fds], source, self._limits)
@@ -269,6 +275,20 @@ def send(connection: socket.socket, data: bytes) -> Generator[int, None, None]:
             rest = rest[connection.send(rest) :]
         except BlockingIOError:
             yield WRITABLE
+
+
+def _lifted(connection: socket.socket) -> socket.socket:
+    """Return the connection with a high descriptor if it has no low one.
+
+    The low ones are for libraries that wait with select(2), such as libnftables, which would end the process.
+    """
+    if connection.fileno() < _CROWDED:
+        return connection
+    with contextlib.suppress(OSError):  # the limit may be lower
+        number = fcntl.fcntl(connection, fcntl.F_DUPFD_CLOEXEC, _BEYOND_SELECT)
+        connection.close()
+        return socket.socket(fileno=number)
+    return connection
 
 
 def _source(connection: socket.socket, address: object) -> ConnectionOrigin:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from flanneld.subnet.embedded.store import open_file
 from tests.lab import Lab, Node, wait_for
+from tests.lab.daemon import own_command
 from tests.lab.ping import Ping
 from tests.netns.test_remote import REMOTE, server
 
@@ -57,8 +59,8 @@ def is_gone(path: Path) -> bool:
     return not path.exists()
 
 
-def start(node: Node, *flags: str) -> None:
-    node.start(f"--subnet-dir={directory(node)}", *flags)
+def start(node: Node, *flags: str, command: Sequence[str] | None = None) -> None:
+    node.start(f"--subnet-dir={directory(node)}", *flags, command=command)
 
 
 @pytest.mark.parametrize("over", ["etcd", "server"])
@@ -139,4 +141,30 @@ def test_fifty_networks_are_served_by_one_daemon() -> None:
         wait_for(lambda: sum(node.service_manager.ready() for node in nodes) == 2, 120, "READY=1 of both")
         for name in names:
             wait_for(partial(leads_to, one, subnet(other, name)), 60, f"a route of {name}")
+        # They try the rules one after the other: a chain that another one has just removed is no refusal.
+        assert not any("refuses" in node.log() for node in nodes)
         assert one.stop().status == 0
+
+
+def test_rules_in_nftables_come_back_where_select_cannot_take_the_descriptors() -> None:
+    names = [f"net{number}" for number in range(64)]
+    with Lab(api="v3") as lab:
+        for number, name in enumerate(names):
+            backend = {"Type": "vxlan", "VNI": number + 1}
+            config = {"Network": f"10.{100 + number}.0.0/16", "Backend": backend}
+            put(lab, name, {**config, "EnableNFTables": number == 0})  # one network may have it
+        (node,) = lab.add_nodes(1)
+        # As systemd starts a service.
+        command = ("prlimit", "--nofile=1024:8192", *own_command())
+        start(node, "--ip-masq", f"--networks={','.join(names)}", command=command)
+        descriptors = Path(f"/proc/{node.pid}/fd")
+        wait_for(lambda: len(list(descriptors.iterdir())) > 1024, 120, "many descriptors")
+
+        def has_rules() -> bool:
+            listed = node.run("nft", "list", "table", "ip", "flannel-ipv4", check=False)
+            return "masquerade" in listed.stdout
+
+        wait_for(has_rules, 60, "the rules")
+        node.run("nft", "delete", "table", "ip", "flannel-ipv4")
+        wait_for(has_rules, 60, "the rules to be back")
+        assert node.stop().status == 0

@@ -251,7 +251,7 @@ def store_in_overlay(lab: Lab, node: Node, address: str) -> Iterator[None]:
 
 
 def test_store_inside_network_stays_reached(lab: Lab, backend: dict[str, Any]) -> None:
-    one, other = lab.cluster(backend)
+    one, other = lab.cluster(backend, **CONFIG)
     connect(one, other)
     inside = one.env()["FLANNEL_SUBNET"].partition("/")[0]
     with store_in_overlay(lab, one, inside):

@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from flanneld.errors import Fatal
 from flanneld.model import FAMILIES, Family, IPAddress, Lease
-from flanneld.network.firewall.driver import Rejected, Unavailable
+from flanneld.network.firewall.driver import Unavailable
 from flanneld.network.firewall.netlink import GUARD, Netfilter, has_guard
 from flanneld.network.firewall.nftables import load, run
 from flanneld.network.firewall.rules import NFT_FAMILY
@@ -76,7 +76,7 @@ class GuardTable(Table):
         self.what = f"the guard of the tunnel for IPv{family}"
         self._family = family
         try:
-            self._library = load()
+            load()
         except Unavailable as missing:
             raise Fatal(f"cannot guard the tunnel: {missing.problem}", missing.remedy) from missing
 
@@ -86,7 +86,7 @@ class GuardTable(Table):
                 return
         ports: list[int] = []
         table = {"family": NFT_FAMILY[self._family], "name": GUARD}
-        for item in run(self._library, [{"list": {"table": table}}])["nftables"]:
+        for item in run([{"list": {"table": table}}])["nftables"]:
             match item:
                 case {"set": {"name": "nodes", "elem": [*elements]}}:
                     for each in elements:
@@ -99,7 +99,7 @@ class GuardTable(Table):
     def put(self, puts: Sequence[Put]) -> Report:
         """Admit nodes, then set the rules, in one transaction. Raises ``Retryable``."""
         wanted = [put.want for put in puts]
-        self._run(self._made(wanted))
+        run("\n".join(self._made(wanted)))
         return Report(made=wanted)
 
     def _made(self, wanted: Sequence[Resource]) -> Iterator[str]:
@@ -124,17 +124,11 @@ class GuardTable(Table):
         """Let in these nodes no more; without its rules the guard goes. Raises ``Retryable``."""
         place = f"{NFT_FAMILY[self._family]} {GUARD}"
         if any(isinstance(each, Guarded) for each in found):
-            self._run([f"delete table {place}"])
+            run(f"delete table {place}")
         else:
             nodes = ", ".join(str(each.address) for each in found if isinstance(each, Admitted))
-            self._run([f"delete element {place} {_SET} {{ {nodes} }}"])
+            run(f"delete element {place} {_SET} {{ {nodes} }}")
         return Report(removed=list(found))
-
-    def _run(self, commands: Iterable[str]) -> None:
-        status, _, error = self._library.cmd("\n".join(commands))
-        if status:
-            said = " ".join(str(error).split())
-            raise Rejected(f"nftables refuses the guard: {said}", "see `nft list ruleset`")
 
     def explain(self, put: Put) -> str:
         """Return the command that does what ``put`` would do."""
@@ -149,5 +143,5 @@ def retire(*, dry_run: bool) -> Iterator[str]:
     """Remove the guards of both families, and yield a line for each. Raises ``Retryable``."""
     for family in filter(has_guard, FAMILIES):
         if not dry_run:
-            run(load(), [{"delete": {"table": {"family": NFT_FAMILY[family], "name": GUARD}}}])
+            run([{"delete": {"table": {"family": NFT_FAMILY[family], "name": GUARD}}}])
         yield f"nftables: table {NFT_FAMILY[family]} {GUARD}"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from ipaddress import IPv4Network, IPv6Network
 from typing import Any
 
@@ -36,6 +38,9 @@ _HOOKS: Mapping[str, Mapping[str, Any]] = {
 #: Objects at the head of a listing.
 _HEADS = frozenset({"metainfo", "table"})
 _STATEMENTS = {verdict: statement for statement, verdict in VERDICTS.items()}
+
+#: Held while the library runs: a process has one context of it, for one thread at a time.
+_TURN = threading.Lock()
 
 #: Kernel handles of the rules in each chain, by which they are deleted.
 Handles = dict[tuple[Chain, Rule], list[int]]
@@ -159,8 +164,8 @@ class Nftables:
     name = "nftables"
 
     def __init__(self, family: Family) -> None:
+        load()
         self._family = family
-        self._library = load()
         self._listing = NftablesListing({}, {}, others=False)
 
     def read(self) -> Rules:
@@ -169,7 +174,7 @@ class Nftables:
 
     def apply(self, edits: Sequence[Edit]) -> None:
         """Apply edits planned from the last ``read`` in one transaction."""
-        self._run(self._orders(edits))
+        run(self._orders(edits))
 
     def check(self, rules: Rules) -> None:
         """Try rules in a table that is gone in the same transaction. Raises ``Rejected``."""
@@ -178,7 +183,7 @@ class Nftables:
             Edit((_TRIAL, name), flush=True, append=inside) for (_, name), inside in rules.items() if inside
         )
         made = (order for edit in tried for order in _chain_commands(self._family, edit, {}))
-        self._run([{"add": {"table": place}}, *made, {"delete": {"table": place}}])
+        run([{"add": {"table": place}}, *made, {"delete": {"table": place}}])
 
     def script(self, edits: Sequence[Edit]) -> Iterator[str]:
         yield "nft -j -f - <<'END'"
@@ -190,31 +195,38 @@ class Nftables:
 
     def _list(self) -> NftablesListing:
         table = table_json(self._family)
-        tables = self._run([{"list": {"tables": {"family": table["family"]}}}])
+        tables = run([{"list": {"tables": {"family": table["family"]}}}])
         names = [item["table"]["name"] for item in tables["nftables"] if "table" in item]
         if NATIVE_TABLE[self._family] not in names:
             return NftablesListing({}, {}, others=False)
-        answer = self._run([{"list": {"table": table}}])
+        answer = run([{"list": {"table": table}}])
         try:
             return read_listing(self._family, answer)
         except ValueError as error:
             raise Rejected(f"cannot read our rules in nftables: {error}", "see `nft list ruleset`") from error
 
-    def _run(self, commands: list[JsonCommand]) -> Any:
-        return run(self._library, commands)
 
-
-def run(library: Any, commands: list[JsonCommand]) -> Any:
-    """Run the commands in one transaction. Raises ``Rejected``."""
-    status, answer, error = library.json_cmd({"nftables": commands})
+def run(commands: list[JsonCommand] | str) -> Any:
+    """Run commands, JSON or lines for nft(8), in one transaction. Raises ``Unavailable``, ``Rejected``."""
+    library = load()
+    with _TURN:
+        if isinstance(commands, str):
+            status, answer, error = library.cmd(commands)
+        else:
+            status, answer, error = library.json_cmd({"nftables": commands})
     if status:
         said = " ".join(str(error).split())
         raise Rejected(f"nftables refuses our rules: {said}", "see `nft list ruleset`")
     return answer
 
 
+@cache
 def load() -> Any:
-    """Import the Python binding on demand: it is optional, and so is the library that it loads."""
+    """Import the Python binding on demand: it is optional, and so is the library that it loads.
+
+    The library waits for its socket with select(2), which ends a process where the socket's number is 1024 or
+    more: whoever opens many descriptors loads it before. Raises ``Unavailable``.
+    """
     import ctypes
 
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -123,6 +124,9 @@ def _usual() -> Flavour | None:
 RulePlace = Literal["nft", "legacy", "native"]
 PLACES: tuple[RulePlace, ...] = ("nft", "legacy", "native")
 
+#: Held while rules are tried: the networks of a daemon would try theirs in the same chain.
+_TRIAL = threading.Lock()
+
 
 def driver(place: RulePlace, family: Family, commands: IptablesRunner) -> Driver:
     """Return the basic driver of a place. Raises ``Unavailable``."""
@@ -146,8 +150,9 @@ def must_be_native(
     """
     try:
         for family, rules in desired.items():
-            if not _has_own_chain(flavour, family):
-                Restore(flavour, family, commands).check(rules)
+            with _TRIAL:
+                if not _has_own_chain(flavour, family):
+                    Restore(flavour, family, commands).check(rules)
     except IptablesFailed as failure:
         refusal = next(iter(failure.stderr.strip().splitlines()), failure.problem)
     except Retryable as failure:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import socket
 import subprocess
 import sys
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
-from flanneld.runtime.server import ConnectionOrigin, Limits, _source, to_evict
+from flanneld.runtime.server import _CROWDED, ConnectionOrigin, Limits, _lifted, _source, to_evict
 
 LIMITS = Limits(3.0, connections=6, per_source=3, reserved=2)
 HERE, ELSEWHERE = (
@@ -69,6 +72,24 @@ def test_oldest_connection_goes_when_there_is_no_descriptor_for_a_new_one() -> N
         clients[-1].sendall(b"?")
         assert clients[-1].recv(10) == b"yes"
         assert clients[0].recv(10) == b""
+
+
+def test_connections_of_a_crowd_leave_the_low_descriptors_to_others() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    with ExitStack() as crowd:
+        crowd.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        one, other = map(crowd.enter_context, socket.socketpair())
+        assert _lifted(one) is one
+        null = crowd.enter_context(Path(os.devnull).open())
+        for _ in range(_CROWDED):
+            crowd.callback(os.close, os.dup(null.fileno()))
+        duplicate = one.dup()
+        lifted = crowd.enter_context(_lifted(duplicate))
+        assert lifted.fileno() >= 1024
+        assert duplicate.fileno() == -1
+        other.sendall(b"?")
+        assert lifted.recv(10) == b"?"
 
 
 def test_clients_of_one_ipv6_subnet_are_one_source() -> None:
