@@ -119,6 +119,15 @@ def test_each_folder_of_the_package_has_a_line() -> None:
     assert sorted(named) == sorted({f"{folder}/" for folder in modules})
 
 
+def test_each_module_says_in_its_first_line_what_it_holds() -> None:
+    """The page has no list of modules: these lines are the list."""
+    texts = {str(path): path.read_text() for path in (ROOT / "flanneld").rglob("*.py")}
+    first = {
+        name: (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0] for name, text in texts.items()
+    }
+    assert [name for name, line in first.items() if texts[name] and not line.endswith((".", ":"))] == []
+
+
 @pytest.mark.parametrize("row", rows("Where to make a change"), ids=lambda row: row[0])
 def test_a_change_touches_few_files_and_they_exist(row: list[str]) -> None:
     files = re.findall(r"`((?:flanneld|tests|docs|dist)/[^`]*)`", row[1])
