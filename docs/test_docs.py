@@ -16,6 +16,7 @@ import yaml
 
 from flanneld import config, options
 from flanneld.backends.registry import BUILT_IN, described
+from flanneld.ctl import commands
 from flanneld.ctl import main as flannelctl
 from flanneld.ctl.checks.cluster import RULES
 from flanneld.ctl.doctor import CHECKS
@@ -180,7 +181,7 @@ def test_report_that_is_shown_has_the_number_of_checks() -> None:
     assert f"\n    {len(CHECKS)} checks: 1 problem, 0 hints\n" in page("flannelctl")
 
 
-@pytest.mark.parametrize("command", flannelctl.COMMANDS)
+@pytest.mark.parametrize("command", commands.COMMANDS)
 def test_each_command_is_shown(command: str) -> None:
     assert f"    flannelctl {command} " in TEXT
 

@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import re
-import shlex
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,15 +19,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from msgspec import Struct
-from msgspec.structs import asdict
 
 from flanneld import __version__, options
 from flanneld.compat.flags import quoted
-from flanneld.compat.glog import counted
-from flanneld.ctl import output, store_commands, views
+from flanneld.ctl import output, store_commands
+from flanneld.ctl.commands import ALIASES, COMMANDS
 from flanneld.ctl.output import TextTable
-from flanneld.ctl.source import DataSource, find_source
-from flanneld.diagnostics.status import NotUnderstood, known
+from flanneld.ctl.source import find_source
+from flanneld.diagnostics.status import NotUnderstood
 from flanneld.errors import FlannelError, cause_of
 from flanneld.runtime import clock
 
@@ -36,12 +34,7 @@ from flanneld.runtime import clock
 _GARBAGE = 1_000_000
 #: Seconds between two queries of ``--watch``.
 _WATCH_EVERY = 2.0
-#: Seconds within which the fixes of the doctor take effect.
-_HEALED_WITHIN = 15.0
 FINE, PROBLEMS, USAGE, NO_DAEMON = 0, 1, 2, 3
-
-#: Tables for people, a function that returns the value for JSON, and True if something is wrong.
-CommandAnswer = tuple[list[TextTable], Callable[[], Any], bool]
 
 
 def main() -> None:
@@ -120,7 +113,7 @@ class Answered(Struct, frozen=True):
 def _ask(arguments: argparse.Namespace, flags: Sequence[str], environ: Mapping[str, str]) -> Answered:
     arguments.find = partial(find_source, flags, environ, arguments.socket)
     source = arguments.find()
-    shown, plain, wrong = COMMANDS[arguments.command](source, arguments)
+    shown, plain, wrong = COMMANDS[arguments.command][0](source, arguments)
     return Answered(shown, plain, wrong or not source.is_understood, source.origin == "daemon")
 
 
@@ -220,7 +213,7 @@ def command_line() -> argparse.ArgumentParser:
     parser = _Parser("flannelctl", description=about, allow_abbrev=False, parents=[shared])
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for name, (_, meaning) in _HELP.items():
+    for name, (_, meaning) in COMMANDS.items():
         also = [old for old, new in ALIASES.items() if new == name]
         command = commands.add_parser(name, parents=[shared], help=meaning, aliases=also, allow_abbrev=False)
         if name == "status":
@@ -301,186 +294,3 @@ def _complain(text: str, status: int, *, as_json: bool) -> int:
     if as_json:
         _say([], lambda: {"error": text}, as_json=True)
     return status
-
-
-# ---- the commands -------------------------------------------------------------------------------
-
-
-def _status(source: DataSource, _arguments: argparse.Namespace) -> CommandAnswer:
-    health = known(source.status.health)
-    wrong = health is not None and bool(health.missing or health.late or known(health.conditions))
-    return _noted(
-        source,
-        [views.status(source)],
-        # Peers and events have commands of their own.
-        lambda: {"origin": source.origin, **source.document(but=("peers", "events"))},
-        wrong=wrong,
-    )
-
-
-def _peers(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
-    wrong = any(peer.state not in ("in the kernel", "pending") for peer in source.status.each_peer)
-    return _noted(
-        source,
-        [views.peers(source, is_wide=_is_wide(arguments))],
-        partial(_part, source, "peers"),
-        wrong=wrong,
-    )
-
-
-def _routes(source: DataSource, _arguments: argparse.Namespace) -> CommandAnswer:
-    from flanneld.ctl import compare
-
-    desired = compare.desired_objects(source.status)
-    found = compare.read(source.status, desired)
-    entries = [*compare.compare(source.status, desired, found), *compare.outside(source.status)]
-    wrong = any(entry.state in ("missing", "different", "not wanted") for entry in entries)
-    objects = [compare.described(entry) for entry in entries]
-    return _noted(source, [views.routes(entries)], lambda: {"objects": objects}, wrong=wrong)
-
-
-def _events(source: DataSource, _arguments: argparse.Namespace) -> CommandAnswer:
-    return _noted(source, [views.events(source)], partial(_part, source, "events"), wrong=False)
-
-
-def _trace(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
-    from flanneld.ctl.trace import examine
-
-    hops = examine(arguments.address, source.status, arguments.from_container)
-    rows = [(hop.hop, hop.state, hop.found, hop.note) for hop in hops]
-    table = TextTable(("hop", "state", "found", "note"), rows)
-    plain = {"hops": [asdict(hop) for hop in hops]}
-    return _noted(source, [table], lambda: plain, wrong=any(hop.state == "PROBLEM" for hop in hops))
-
-
-def _doctor(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
-    from flanneld.ctl.doctor import Report, fixes, run_fixes
-
-    is_cluster, is_json = getattr(arguments, "cluster", False), arguments.output == "json"
-    first = Report.of(source, is_cluster=is_cluster)
-    chosen = fixes(first.findings) if getattr(arguments, "fix", False) else []
-    if not chosen:
-        return first.tables(), first.plain, first.is_wrong
-    if not is_json:
-        output.show(first.tables())
-    number = counted(sum(map(len, chosen)), "command")
-    try:
-        store_commands.ask(f"Run {number}, those after fix of each PROBLEM?", arguments)
-    except FlannelError as refusal:
-        sys.stderr.write(f"flannelctl: {refusal}\n")
-        return [], first.plain, True
-    ran = run_fixes(chosen)
-    # The daemon may still be repairing, or starting.
-    again = output.until_good(
-        lambda: Report.of(arguments.find(), is_cluster=is_cluster),
-        lambda report: not report.is_wrong,
-        _HEALED_WITHIN,
-    )
-    rows = [("failed" if why else "ran", shlex.join(each), why) for each, why in ran]
-    told = [{"command": each, "failure": why} for each, why in ran]
-    is_wrong = again.is_wrong or any(why for _, why in ran)
-    return [TextTable((), rows), *again.tables()], lambda: {"ran": told, **again.plain()}, is_wrong
-
-
-def _nodes(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
-    from flanneld.ctl import nodes
-
-    cluster, found = nodes.examine(source)
-    plain = nodes.plain(cluster, found)
-    wrong = any(each["state"] == "PROBLEM" for each in plain)
-    unanswered = nodes.unanswered(cluster, source)
-    return _noted(
-        source,
-        [nodes.table(cluster, found, is_wide=_is_wide(arguments))],
-        lambda: {"nodes": plain},
-        unanswered,
-        wrong=wrong,
-    )
-
-
-def _graph(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
-    from flanneld.ctl import graph, nodes
-
-    cluster, found = nodes.examine(source)
-    listed = nodes.table(cluster, found)
-    columns, rows = tuple(listed.columns), [tuple(row) for row in listed.rows]
-    made = graph.vertices(columns, rows)
-    not_known = list(map(str, source.unknown))
-    plain = {"nodes": nodes.plain(cluster, found), "edges": graph.edges(made), "not_known": not_known}
-    if arguments.format == "html":
-        lines = graph.page(made, columns[4:-1], clock.utc_text(cluster.now))
-    else:
-        lines = {"text": graph.text, "dot": graph.dot}[arguments.format](made)
-    shown = [TextTable((), [(part,) for line in lines for part in line.split("\n")])]
-    return shown, lambda: plain, any(each.state == "PROBLEM" for each in made)
-
-
-def _netcheck(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
-    from flanneld.ctl.netcheck import Wanted, examine
-
-    wanted = Wanted(arguments.peer, arguments.container, arguments.count, arguments.size)
-    with output.progress(sys.stderr) as tell:
-        answer = examine(source, wanted, tell)
-    return _noted(source, answer.tables(), answer.plain, answer.unanswered, wrong=answer.is_wrong)
-
-
-def _bundle(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
-    from flanneld.ctl import bundle
-
-    path = Path(arguments.file or bundle.default_name())
-    reads = ("status", "peers", "routes", "events", "doctor")
-    answers = {name: COMMANDS[name](source, arguments)[1]() for name in reads}
-    bundle.write(path, bundle.gather(answers, source.options), bundle.known_secrets(source.options))
-    return (
-        [TextTable((), [(f"Wrote {path}; look through it before you pass it on",)])],
-        lambda: {"file": str(path)},
-        False,
-    )
-
-
-def _version(source: DataSource, _arguments: argparse.Namespace) -> CommandAnswer:
-    daemon = known(source.status.version)
-    rows = [("flannelctl", __version__), ("flanneld", daemon or "no answer")]
-    plain = {"flannelctl": __version__, "flanneld": daemon}
-    return _noted(source, [TextTable((), rows)], lambda: plain, wrong=False)
-
-
-def _is_wide(arguments: argparse.Namespace) -> bool:
-    return bool(arguments.output == "wide")
-
-
-def _noted(
-    source: DataSource,
-    shown: list[TextTable],
-    plain: Callable[[], dict[str, Any]],
-    more: Sequence[str] = (),
-    *,
-    wrong: bool,
-) -> CommandAnswer:
-    """Return an answer that ends with the missing sources of answers, and ``more`` that is not known."""
-    missing = [*map(str, source.unknown), *more]
-    notes = [TextTable((), [(f"not known: {why}",) for why in missing])] if missing else []
-    return [*shown, *notes], lambda: plain() | {"not_known": missing}, wrong
-
-
-def _part(source: DataSource, name: str) -> dict[str, Any]:
-    """Return a list of the document, as it is."""
-    return {name: source.document().get(name, [])}
-
-
-_HELP: dict[str, tuple[Callable[[DataSource, argparse.Namespace], CommandAnswer], str]] = {
-    "status": (_status, "summary of the daemon and this node"),
-    "peers": (_peers, "the other nodes, with the state of each"),
-    "routes": (_routes, "devices, routes and entries: desired and actual"),
-    "events": (_events, "recent log lines of the daemon"),
-    "trace": (_trace, "path of a packet to an address, hop by hop"),
-    "bundle": (_bundle, "archive of diagnostics without secrets, for a remote expert"),
-    "nodes": (_nodes, "all nodes of the cluster, one a line; sends queries"),
-    "graph": (_graph, "this node and its paths to all others, as text, for Graphviz, or as a page"),
-    "netcheck": (_netcheck, "the paths to peers: where packets stop, and what spoils them; sends probes"),
-    "version": (_version, "versions of flannelctl and of the daemon"),
-    "doctor": (_doctor, "problems of this node, and the commands that solve them"),
-}
-#: Former names of commands, which are accepted, too.
-ALIASES = {"mtu": "netcheck", "ping": "netcheck"}
-COMMANDS = {name: act for name, (act, _) in _HELP.items()}

@@ -8,16 +8,25 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec import UNSET, Struct
 from msgspec.structs import replace
 
 from flanneld.compat.glog import counted
 from flanneld.ctl.findings import Severity
-from flanneld.ctl.output import TextTable
+from flanneld.ctl.output import TextTable, when
 from flanneld.ctl.source import DataSource
-from flanneld.diagnostics.status import PeerStatus, Status, addresses, known, resources, store_kind
+from flanneld.diagnostics.status import (
+    PeerStatus,
+    ProbeStatus,
+    SessionStatus,
+    Status,
+    addresses,
+    known,
+    resources,
+    store_kind,
+)
 from flanneld.errors import FlannelError
 from flanneld.model import IPAddress
 from flanneld.network import survey
@@ -48,21 +57,13 @@ class Told(Struct, frozen=True, gc=False):
     seen: str | None = None
 
 
-class ClusterNode(Struct, frozen=True, gc=False):
-    """One node. ``target`` is the address that was asked; None if no address of this family is known.
+class ClusterNode(PeerStatus, frozen=True, gc=False):
+    """A node by its lease, and its answers. ``target`` is the address that was asked; None without one.
 
     ``query`` is its daemon's reply there, ``echo`` that of its kernel, and ``underlay`` that of its kernel at
     its public IP. The latter two are only asked without an answer of the daemon.
     """
 
-    subnets: tuple[str, ...]
-    public_ips: tuple[str, ...] = ()
-    macs: tuple[str, ...] = ()
-    backend: str | None = None
-    vni: int | None = None
-    expires: float | None = None
-    state: str = ""
-    reason: str = ""
     is_own: bool = False
     #: False if this is our node and no daemon answers there.
     is_running: bool = True
@@ -74,8 +75,8 @@ class ClusterNode(Struct, frozen=True, gc=False):
     told: Told | None = None
 
     @property
-    def name(self) -> str:
-        return ",".join(self.subnets)
+    def vni(self) -> int | None:
+        return min(self.segments, default=None)
 
     @property
     def answers(self) -> str:
@@ -224,7 +225,7 @@ def own_node(status: Status) -> ClusterNode:
         public_ips=uplink.public_ips if uplink else (),
         macs=(known(lease.macs) or ()) if lease else (),
         backend=status.backend,
-        vni=vni,
+        vnis=() if vni is None else (vni,),
         expires=known(lease.expires) if lease else None,
         state="in the kernel",
         is_own=True,
@@ -250,17 +251,10 @@ def own_node(status: Status) -> ClusterNode:
 
 def _of_peer(peer: PeerStatus, own: set[IPAddress]) -> ClusterNode:
     target = target_of(peer, own)
+    lease = {name: getattr(peer, name) for name in PeerStatus.__struct_fields__}
+    lease |= {"macs": tuple(map(str.lower, peer.macs)), "reason": peer.reason or ", ".join(peer.conflicts)}
     return ClusterNode(
-        subnets=peer.subnets,
-        public_ips=peer.public_ips,
-        macs=tuple(mac.lower() for mac in peer.macs),
-        backend=peer.backend,
-        vni=min(peer.segments, default=None),
-        expires=peer.expires,
-        state=peer.state,
-        reason=peer.reason or ", ".join(peer.conflicts),
-        target=target[0] if target else None,
-        in_overlay=target is not None and target[1],
+        **lease, target=target[0] if target else None, in_overlay=target is not None and target[1]
     )
 
 
@@ -292,8 +286,6 @@ def _with_replies(
 
 #: Seconds until a host counts as silent; each is asked twice.
 _WITHIN = 0.6
-_COLUMNS = ("node", "public ip", "state", "rtt", "backend", "vni", "port", "mtu", "version", "store", "note")
-_MORE = ("uplink mtu", "mac", "lease ends", "conditions")
 _MUTE = "does not answer queries"
 #: States in the order of urgency.
 WORST_FIRST = ("PROBLEM", "hint", "ok")
@@ -312,43 +304,109 @@ def echo(targets: Iterable[IPAddress]) -> dict[IPAddress, Reply]:
     return replies | dict.fromkeys(survey.reached(silent, _WITHIN), Reply(error=errno.ECONNREFUSED))
 
 
-def table(cluster: Cluster, found: list[Remark], *, is_wide: bool = False) -> TextTable:
-    """Return one line for each node: this one, then the others, worst first."""
-    by_node = _by_node(found)
-    rows = []
-    for node in sorted(
-        cluster.nodes, key=lambda each: (not each.is_own, WORST_FIRST.index(state(by_node[each.name])))
-    ):
-        told = node.told
-        rows.append(
-            (
-                node.name or "-",
-                ",".join(node.public_ips) or "-",
-                state(by_node[node.name]),
-                "this node" if node.is_own else "-" if node.rtt is None else f"{1000 * node.rtt:.1f} ms",
-                *(
-                    "-" if each is None else str(each)
-                    for each in (
-                        node.backend,
-                        node.vni,
-                        *((told.port, told.mtu, told.version, told.store) if told else (None,) * 4),
-                    )
-                ),
-                *(_wide(node) if is_wide else ()),
-                "; ".join([*(each.text for each in by_node[node.name]), *_more(node)]),
-            )
-        )
-    return TextTable((*_COLUMNS[:-1], *(_MORE if is_wide else ()), _COLUMNS[-1]), rows)
+Node = TypeVar("Node", bound=PeerStatus)
+#: Columns of what the lease says, by their titles.
+_OF_THE_LEASE: Mapping[str, Callable[[PeerStatus], str]] = {
+    "subnet": lambda each: each.name,
+    "node": lambda each: each.name,
+    "public ip": lambda each: ",".join(each.public_ips),
+    "backend": lambda each: each.backend or "",
+    "mac": lambda each: ",".join(each.macs),
+    "lease ends": lambda each: when(each.expires) if each.expires else "",
+}
 
 
-def _wide(node: ClusterNode) -> tuple[str, ...]:
-    """Return the columns of ``_MORE``."""
-    told = node.told or Told()
-    ends = clock.utc_text(node.expires) if node.expires else ""
-    return tuple(
-        each or "-"
-        for each in (str(told.uplink_mtu or ""), ",".join(node.macs), ends, ", ".join(told.conditions))
+def _lease(*titles: str) -> dict[str, Callable[[PeerStatus], str]]:
+    return {title: _OF_THE_LEASE[title] for title in titles}
+
+
+def _table(columns: Mapping[str, Callable[[Node], str]], shown: Iterable[Node]) -> TextTable:
+    """Return a line for each node; unknown values are dashes, but for the last column, a remark."""
+    *shows, remark = columns.values()
+    rows = [(*(show(each) or "-" for show in shows), remark(each)) for each in shown]
+    return TextTable(tuple(columns), rows)
+
+
+def peers_table(source: DataSource, *, is_wide: bool = False) -> TextTable:
+    """Return one line for each other node, as the daemon has it: nothing is sent."""
+    told, now = source.status.each_peer, known(source.status.time) or 0.0
+
+    def of_sessions(show: Callable[[SessionStatus], str]) -> Callable[[PeerStatus], str]:
+        """Show the sessions of a peer: one, or one for each family."""
+        return lambda peer: ", ".join(dict.fromkeys(map(show, known(peer.sessions) or ())))
+
+    columns: dict[str, Callable[[PeerStatus], str]] = {
+        **_lease("subnet", "public ip", "backend"),
+        "state": lambda peer: peer.state,
+    }
+    if any(peer.probe is not UNSET for peer in told):
+        columns["probe"] = lambda peer: _probe(known(peer.probe))
+    if any(peer.sessions is not UNSET for peer in told):
+        columns["handshake"] = of_sessions(lambda each: handshake(each, now))
+        columns["received"] = of_sessions(lambda each: _bytes(each.rx_bytes))
+        columns["sent"] = of_sessions(lambda each: _bytes(each.tx_bytes))
+        columns["endpoint"] = of_sessions(lambda each: each.endpoint)
+    columns |= _lease("mac", "lease ends") if is_wide else {}
+    columns["reason"] = lambda peer: (
+        peer.reason or (f"with {', '.join(peer.conflicts)}" if peer.conflicts else "")
     )
+    return _table(columns, told)
+
+
+def _probe(last: ProbeStatus | None) -> str:
+    if last is None:
+        return "-"
+    return "no answer" if last.rtt is None else f"{1000 * last.rtt:.2f} ms"
+
+
+def handshake(session: SessionStatus, now: float) -> str:
+    """Show how long ago keys were last agreed on; a clock set back makes that the future."""
+    stamp = session.handshake
+    if session.state == "silent":
+        return "no answer"
+    if stamp is None:
+        return "none yet"
+    return f"{now - stamp:.0f} s ago" if stamp <= now else "in the future"
+
+
+def _bytes(number: int) -> str:
+    size, unit = float(number), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def table(cluster: Cluster, found: list[Remark], *, is_wide: bool = False) -> TextTable:
+    """Return one line for each node, as it answers: this one, then the others, worst first."""
+    by_node = _by_node(found)
+
+    def told(name: str) -> Callable[[ClusterNode], str]:
+        return lambda node: _text(getattr(node.told, name, None))
+
+    columns: dict[str, Callable[[ClusterNode], str]] = {
+        **_lease("node", "public ip"),
+        "state": lambda node: state(by_node[node.name]),
+        "rtt": lambda node: (
+            "this node" if node.is_own else "" if node.rtt is None else f"{1000 * node.rtt:.1f} ms"
+        ),
+        **_lease("backend"),
+        "vni": lambda node: _text(node.vni),
+        **{name: told(name) for name in ("port", "mtu", "version", "store")},
+    }
+    if is_wide:
+        columns |= {"uplink mtu": told("uplink_mtu"), **_lease("mac", "lease ends")}
+        columns["conditions"] = lambda node: ", ".join(node.told.conditions) if node.told else ""
+    columns["note"] = lambda node: "; ".join([*(each.text for each in by_node[node.name]), *_more(node)])
+    order = sorted(
+        cluster.nodes, key=lambda each: (not each.is_own, WORST_FIRST.index(state(by_node[each.name])))
+    )
+    return _table(columns, order)
+
+
+def _text(value: object) -> str:
+    return "" if value is None else str(value)
 
 
 def state(found: list[Remark]) -> str:

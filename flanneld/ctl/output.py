@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TextIO, TypeVar
@@ -44,6 +45,14 @@ def table_lines(table: TextTable) -> Iterator[str]:
     for row in rows:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
         yield "  ".join(cells).rstrip()
+
+
+def when(stamp: float | None) -> str:
+    """Show a time since the epoch, in local time."""
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(stamp)) if stamp else "never"
+    except (OverflowError, ValueError):
+        return f"{stamp} s after 1970"
 
 
 def _show_rich(tables: Sequence[TextTable], out: TextIO) -> bool:

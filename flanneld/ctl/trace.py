@@ -18,7 +18,7 @@ from flanneld.ctl.compare import (
     wanted_route,
 )
 from flanneld.ctl.lookups import Lost, does_not_forward, host_addresses, lost_packets, parsed, reached_peers
-from flanneld.ctl.views import handshake
+from flanneld.ctl.nodes import handshake
 from flanneld.diagnostics.status import PeerStatus, Status, known, networks, resources
 from flanneld.errors import FlannelError
 from flanneld.model import Family, IPAddress, IPNetwork

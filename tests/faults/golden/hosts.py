@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from urllib.request import urlopen
 
 from flanneld import __version__
-from flanneld.ctl.main import COMMANDS
+from flanneld.ctl.commands import COMMANDS
 from flanneld.diagnostics import serving
 from tests.faults.golden import stable
 from tests.faults.table import FAULTS

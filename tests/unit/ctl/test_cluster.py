@@ -36,7 +36,7 @@ def node(number: int, **changes: Any) -> ClusterNode:
         public_ips=(f"198.18.0.{number}",),
         macs=(f"02:00:00:00:00:{number:02x}",),
         backend="vxlan",
-        vni=1,
+        vnis=(1,),
         expires=NOW + 80_000,
         state="in the kernel",
         is_own=number == 1,
@@ -75,7 +75,7 @@ MUTE: dict[str, Any] = {"told": None, "query": SILENCE}
         ("conditions", {"told": replace(TOLD, conditions=("store",))}, {LAST}),
         ("conditions", {"told": replace(TOLD, ready=False)}, {LAST}),
         ("configs", {"backend": "udp"}, {LAST}),
-        ("configs", {"vni": 2}, {LAST}),
+        ("configs", {"vnis": (2,)}, {LAST}),
         ("configs", {"told": replace(TOLD, port=4789)}, {LAST}),
         ("configs", {"told": replace(TOLD, network=("10.6.0.0/16 /24",))}, {LAST}),
         ("MTUs", {"told": replace(TOLD, mtu=1400)}, {LAST}),
@@ -129,7 +129,7 @@ def test_store_beats_the_majority(backend: str, said: str) -> None:
     right = {"vni": 2, "port": 4789, "mtu": 1350, "backend": "host-gw"}
     its = {name: value for name, value in right.items() if said.lower().startswith(name)}
     restarted = replace(TOLD, **its)
-    found = replace(cluster(told=restarted, backend=restarted.backend, vni=restarted.vni), stored=stored)
+    found = replace(cluster(told=restarted, backend=restarted.backend, vnis=(restarted.vni,)), stored=stored)
     wrong = {node.name for node in found.nodes} - {LAST} if said else set()
     assert broken(found).get("configs", set()) == wrong
     assert {each.text for each in remarks(found)} == ({said} if said else set())
@@ -145,8 +145,8 @@ def test_each_rule_has_a_case() -> None:
     [
         {},
         # Go's daemon answers no queries, and flannel 0.12 announces no VNI.
-        {**MUTE, "query": Reply(error=111), "vni": None},
-        {**MUTE, "echo": Reply(0.001), "vni": None},
+        {**MUTE, "query": Reply(error=111), "vnis": ()},
+        {**MUTE, "echo": Reply(0.001), "vnis": ()},
         {"expires": None},
     ],
 )

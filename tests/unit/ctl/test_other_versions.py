@@ -15,8 +15,8 @@ from msgspec.structs import replace
 from flanneld.ctl import nodes, path_mtu
 from flanneld.ctl.checks.cluster import remarks
 from flanneld.ctl.checks.encryption import sessions_of
+from flanneld.ctl.commands import COMMANDS
 from flanneld.ctl.doctor import examine
-from flanneld.ctl.main import COMMANDS
 from flanneld.ctl.output import table_lines
 from flanneld.ctl.source import _of_the_daemon
 from flanneld.diagnostics.status import NotUnderstood, Status
@@ -111,7 +111,7 @@ def test_value_of_another_type_is_left_out_or_not_understood(name: str) -> None:
                     continue
             for command in ("status", "peers", "events", "routes", "trace"):
                 try:
-                    shown, plain, _ = COMMANDS[command](source, ARGUMENTS)
+                    shown, plain, _ = COMMANDS[command][0](source, ARGUMENTS)
                 except (NotUnderstood, FlannelError):
                     continue
                 assert [list(table_lines(table)) for table in shown]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flanneld.ctl.views import _bytes
+from flanneld.ctl.nodes import _bytes
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ipaddress import IPv4Network
 
+from flanneld.ctl.nodes import peers_table
 from flanneld.ctl.source import DataSource
-from flanneld.ctl.views import peers
 from flanneld.state.table import TunnelSession, silence
 from tests.unit.ctl.documents import status_of
 
@@ -40,7 +40,7 @@ def test_peers_are_shown_with_their_sessions() -> None:
         "sessions": [session | counts],
     }
     other = {**peer, "subnets": ["10.5.3.0/24"], "sessions": []}
-    table = peers(DataSource("daemon", status_of({"peers": [peer, other], "time": 1000.0})))
+    table = peers_table(DataSource("daemon", status_of({"peers": [peer, other], "time": 1000.0})))
     assert table.columns[4:8] == ("handshake", "received", "sent", "endpoint")
     assert [tuple(row[4:8]) for row in table.rows] == [
         ("30 s ago", "512 B", "5.0 MiB", "192.0.2.2:51820"),
