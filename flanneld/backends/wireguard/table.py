@@ -293,7 +293,7 @@ class WireGuardTable(Table):
                 self._rotations[name][peer.public_key] = state
                 if state.search is not None:
                     searched.add(name_of(peer.public_key))
-                    is_first = is_first or state.search.round == 0
+                    is_first = is_first or (state.search.round == 0 and bool(state.search.known))
                 elif greets and peer.last_handshake:
                     change = Steer(SEARCH_KEEPALIVE, at_once=True)
                 if change is not None:

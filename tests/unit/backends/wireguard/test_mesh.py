@@ -10,7 +10,7 @@ from ipaddress import IPv4Address, ip_address, ip_network
 
 import pytest
 
-from flanneld.backends.wireguard import mesh
+from flanneld.backends.wireguard import mesh, table
 from flanneld.backends.wireguard.mesh import (
     Mesh,
     MeshTask,
@@ -24,7 +24,7 @@ from flanneld.backends.wireguard.mesh import (
 from flanneld.backends.wireguard.rotation import Rotation, observe, steer
 from flanneld.errors import Retryable
 from flanneld.model import IPAddress, Uplink
-from flanneld.network.genetlink import Endpoint, SeenPeer
+from flanneld.network.genetlink import Endpoint, SeenDevice, SeenPeer
 from flanneld.runtime import clock, randomness
 from flanneld.state.table import TunnelSession
 
@@ -119,6 +119,34 @@ def test_a_node_behind_nat_keeps_its_mapping_alive() -> None:
     configured = Mesh(bytes(32), {4: 51820}, 10)
     configured.nat = Nat.SYMMETRIC
     assert configured.keepalive == 10
+
+
+class OnePeer:
+    """Kernel with a device that has one peer, which was never met."""
+
+    def __init__(self) -> None:
+        self.reads = 0
+
+    def read(self, name: str) -> SeenDevice:
+        self.reads += 1
+        return SeenDevice(1, name, 51820, 0, None, None, (SeenPeer(bytes(32)),))
+
+    def write(self, _: Sequence[bytes]) -> dict[int, int]:
+        return {}
+
+
+@pytest.mark.parametrize(("published", "reads"), [((), 2), ((endpoint("192.0.2.1:1"),), 6)])
+def test_device_is_read_each_second_only_while_there_is_an_endpoint_to_try(
+    time: Time, monkeypatch: pytest.MonkeyPatch, published: tuple[Endpoint, ...], reads: int
+) -> None:
+    kernel, found = OnePeer(), Mesh(bytes(32), {4: 51820}, 0)
+    monkeypatch.setattr(table, "WireGuardDevices", lambda: kernel)
+    found.published = {mesh.name_of(bytes(32)): published}
+    looked = table.WireGuardTable(["wg0"], mesh=found)
+    for second in range(6):
+        time.time = float(second)
+        looked.look()
+    assert kernel.reads == reads
 
 
 # ---- a simulated internet ---------------------------------------------------------------------------
