@@ -338,9 +338,10 @@ class Reconciler:
             )
         if each.contest.spend(resource.key for resource in resources if resource.key in self._origins):
             log.warning(
-                "Another program keeps changing %s: backing off; find it with flannelctl events, then stop "
-                "it or exclude flannel's objects there",
+                "Another program keeps changing %s: %s; find it with flannelctl events, then stop it or "
+                "exclude flannel's objects there",
                 each.table.what,
+                "backing off" if each.contest.backs_off else "repairing each change",
             )
 
     def _origins_of(self, each: Upkeep, resources: Iterable[Resource]) -> str:

@@ -48,6 +48,8 @@ class ContestBackoff:
         self._entries: dict[Key, float] = {}
         self._repairs: deque[float] = deque(maxlen=max(_ENOUGH, many))
         self._is_contest = False
+        #: True if contested repairs have longer pauses than others.
+        self.backs_off = last > first
 
     def spend(self, entries: Iterable[Key] = ()) -> bool:
         """Record a repair, of these entries. Return True if the table has become contested with it."""

@@ -196,12 +196,12 @@ def test_a_fight_is_waged_ever_more_slowly_and_named_once(
     pauses = [after - before for before, after in itertools.pairwise(repaired_at[1:])]
     assert len(pauses) < 12
     assert all(pause >= 0.2 * 2 ** max(0, number - 4) for number, pause in enumerate(pauses[:8], start=1))
-    assert sum("keeps changing the things" in each for each in caplog.messages) == 1
+    assert sum("keeps changing the things: backing off" in each for each in caplog.messages) == 1
     assert reconciler.states()[0].contested
 
 
 def test_entry_that_a_program_deletes_five_times_a_second_is_missing_for_less_than_a_twentieth(
-    time: Time,
+    time: Time, caplog: pytest.LogCaptureFixture
 ) -> None:
     table = SimulatedTable(audit=None)
     things = desired_by_table([A])
@@ -221,6 +221,7 @@ def test_entry_that_a_program_deletes_five_times_a_second_is_missing_for_less_th
     time.run(reconciler, 20, oppose, longest=0.001)
     assert missing < 0.05 * 20
     assert deletions > 90
+    assert sum("keeps changing the things: repairing each change" in each for each in caplog.messages) == 1
 
 
 def test_write_undone_before_its_read_counts_as_a_repair(time: Time) -> None:
