@@ -91,7 +91,7 @@ class Controller:
             node.kernel, node.devices, node.record, adopts=bool(node.adopts or node.adopted)
         )
         self._sweep = Sweep(self.peers, self.tables, permits, self._left_behind, removal_guard)
-        self._host = HostWatch(node, self.peers, self.tables, on_move)
+        self._host = HostWatch(node, self.peers, self.tables, on_move=on_move, on_leases=on_leases)
         self._news = KernelNews(node, self.peers, self.tables, self._host, self._left_behind)
         self._loop = make_loop(NAME, self.step, self._sources)
 

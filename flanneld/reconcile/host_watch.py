@@ -94,16 +94,26 @@ LOOK_SPACING = 0.2
 
 
 class HostWatch:
-    """Watch that checks the host on demand and periodically. ``on_move`` is called after a new uplink."""
+    """Watch that checks the host on demand and periodically. ``on_move`` is called after a new uplink.
+
+    ``on_leases`` is called once the host has changed which leases are followed, if all are known.
+    """
 
     def __init__(
-        self, node: LocalNode, peers: Peers, tables: NodeTables, on_move: Callable[[], None]
+        self,
+        node: LocalNode,
+        peers: Peers,
+        tables: NodeTables,
+        *,
+        on_move: Callable[[], None],
+        on_leases: Callable[[], None],
     ) -> None:
         self._node = node
         self._manager = node.uplink_manager
         self._peers = peers
         self._tables = tables
         self._on_move = on_move
+        self._on_leases = on_leases
         self.encryption = EncryptionWatch()
         self._store = StoreWatch(node, peers.desired.get)
         self._once = Once()
@@ -215,6 +225,8 @@ class HostWatch:
             self._tables.change(delta, now)
         elif delta and self._peers.cached:
             self._tables.converge(now)
+        if delta and self._peers.synced:
+            self._on_leases()
 
 
 class KernelNews:

@@ -145,6 +145,23 @@ def test_changed_leases_are_told_of_once_all_are_known(node: Node) -> None:
     assert node.told == [{PEER}]
 
 
+def test_leases_that_the_host_made_unsafe_and_safe_are_told_of(node: Node) -> None:
+    node.inbox.put([Snapshot((LEASE,))])
+    node.step()
+    node.told.clear()
+    taken = PEER_SUBNET.network_address + 9
+    node.kernel.add_address(UPLINK, taken, 32)
+    node.tell_of(UPLINK, taken)
+    node.step()
+    node.step()
+    assert node.told == [set()]
+    node.kernel.delete_address(UPLINK, taken)
+    node.tell_of(UPLINK, taken)
+    node.step()
+    node.step()
+    assert node.told == [set(), {PEER}]
+
+
 def test_device_that_another_program_removed_is_recorded_as_it_is_made_again(world: World) -> None:
     node = Node(world, vxlan.VxlanBackend)
     first = node.device("flannel.1")
