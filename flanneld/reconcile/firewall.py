@@ -259,7 +259,12 @@ class Firewall(Worker):
         """
         self._is_prepared = True
         if self._settings.purpose or self._settings.former:
-            self._set_up(now)
+            self._place()
+        self.use((*self.placed.tables, *self._old_guards()), self._desired_rules)
+        for table in self.placed.tables if self.placed.place != "legacy" else ():
+            if table.is_used:
+                table.listen()
+        super().step(now)
 
     def step(self, now: float) -> float:
         """Do the due work. Return the time of the next step."""
@@ -290,7 +295,8 @@ class Firewall(Worker):
         if changed:
             self.reconciler.change(Delta(tuple(map(Put, changed))), now)
 
-    def _set_up(self, now: float) -> None:
+    def _place(self) -> None:
+        """Choose the tables and their rules, if this host can have any."""
         purpose = self._settings.purpose
         try:
             placed = place_rules(self._settings, self._stop, self.is_alive)
@@ -312,11 +318,6 @@ class Firewall(Worker):
             placed = replace(placed, desired=tuple(each.desired(rules[each.family]) for each in used))
         self.placed = placed
         self._desired_rules = desired_by_table(placed.desired)
-        self.use((*placed.tables, *self._old_guards()), self._desired_rules)
-        for table in placed.tables if placed.place != "legacy" else ():
-            if table.is_used:
-                table.listen()
-        super().step(now)
 
     def _old_guards(self) -> list[Table]:
         """Return the tables of an earlier run that guarded the tunnel, if this one does not."""
@@ -325,7 +326,14 @@ class Firewall(Worker):
             return []
         from flanneld.network.firewall.guard import GuardTable  # rarely needed
 
-        return [GuardTable(family) for family in there]
+        try:
+            return [GuardTable(family) for family in there]
+        except Fatal as missing:
+            log.warning(
+                "An earlier run's guard drops new nodes' packets, and without libnftables it stays; %s",
+                missing.remedy,
+            )
+            return []
 
     def _warn_of_dropping(self) -> None:
         """Warn of chains that drop packets: our rules accept them in one table at most."""

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.lab import Lab, Node, wait_for
+from tests.lab.daemon import ROOT
 from tests.lab.lab import NETWORK
+from tests.netns.firewall_host import host
 from tests.netns.pair import DUAL_STACK
 from tests.netns.test_cleanup import cleanup
+from tests.netns.test_firewall_task import everything
 from tests.netns.test_plan import carry_out, plan
 from tests.netns.test_seeing import flannelctl
 
@@ -124,6 +128,37 @@ def test_guard_goes_with_the_flag_and_with_cleanup(lab: Lab) -> None:
     first.stop()
     assert any("table ip flannel-guard" in line for line in cleanup(first))
     assert not guard(first)
+
+
+LEFT_GUARD = """
+table ip flannel-guard {
+    set nodes { type ipv4_addr; elements = { 192.0.2.1 }; }
+    chain input {
+        type filter hook input priority -10;
+        udp dport 8472 ip saddr != @nodes counter drop comment "8472"
+    }
+}
+"""
+
+
+@pytest.mark.parametrize("rules", [True, False])
+def test_earlier_guard_goes_whether_rules_are_desired_or_not(tmp_path: Path, rules: bool) -> None:
+    with host(tmp_path) as machine:
+        machine.sh("nft -f -", stdin=LEFT_GUARD)
+        log = machine.set_once(masquerade=rules, forward=rules)
+        assert "flannel-guard" not in machine.sh("nft list tables"), log
+
+
+def test_earlier_guard_without_libnftables_is_warned_of_and_the_rules_are_set(tmp_path: Path) -> None:
+    with host(tmp_path) as machine:
+        machine.sh("nft -f -", stdin=LEFT_GUARD)
+        (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['nftables'] = None")
+        keeper = machine.keep(environment={"PYTHONPATH": f"{ROOT}:{tmp_path}"})
+        keeper.stop()
+        (line,) = keeper.lines()
+        assert line.startswith("An earlier run's guard drops new nodes' packets, and without libnftables it")
+        assert "[nftables]" in line
+        assert machine.state("nft") == everything()
 
 
 def test_guard_that_others_remove_is_put_back(lab: Lab) -> None:
