@@ -14,7 +14,7 @@ import pytest
 
 from tests.lab.daemon import ROOT
 from tests.netns.firewall_host import Host, host
-from tests.netns.test_firewall_task import everything, native
+from tests.netns.test_firewall_task import everything, native, remove_everything
 
 SELF = "tests.netns.test_firewall_kernels"
 
@@ -60,16 +60,47 @@ def test_rules_are_in_iptables_again_on_a_kernel_that_takes_them(tmp_path: Path)
         assert machine.state("nftables") == []
 
 
-def test_trial_of_the_rules_leaves_no_trace_and_is_made_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("style", ["own-chains", "v0.12"])
+def test_trial_of_the_rules_leaves_no_trace_and_is_made_once(tmp_path: Path, style: str) -> None:
     with host(tmp_path) as machine:
         environment, notes = machine.spies()
-        machine.keep(environment=environment).stop()
+        machine.keep(environment=environment, style=style).stop()
         assert "FLANNEL-TRIAL" not in machine.sh("iptables-nft-save; ip6tables-nft-save")
         tried = notes.read_text().count("-restore")
         notes.write_text("")
-        machine.keep(environment=environment).stop()
+        machine.keep(environment=environment, style=style).stop()
         assert tried == 4
         assert "-restore" not in notes.read_text()
+
+
+@pytest.mark.parametrize("flavour", ["nft", "legacy"])
+def test_chain_of_a_trial_that_was_killed_goes_with_the_next_start_and_with_cleanup(
+    tmp_path: Path, flavour: str
+) -> None:
+    with host(tmp_path) as machine:
+        words = ("-N FLANNEL-TRIAL", "-A FLANNEL-TRIAL -j RETURN")
+        left = "; ".join(f"iptables-{flavour} -t nat {each}" for each in words)
+        for wishes in ({"flavour": "nft"}, {"flavour": "legacy"}, {"native": True}):
+            machine.sh(left)
+            machine.set_once(**wishes)
+            assert "FLANNEL-TRIAL" not in machine.chains(flavour)
+        machine.sh(left)
+        remove_everything(machine, dry_run=False)
+        assert machine.chains(flavour) == []
+
+
+@pytest.mark.parametrize(("refusals", "place"), [(1, "nft"), (2, "nftables")])
+def test_only_another_refusal_leads_to_nftables(tmp_path: Path, refusals: int, place: str) -> None:
+    with host(tmp_path) as machine:
+        environment, notes = machine.spies()
+        path = machine.directory / "bin/iptables-nft-restore"
+        real = path.read_text().removeprefix("#!/bin/bash\n")
+        refusal = (
+            f"[ $(wc -l <{notes}) -ge {refusals} ] || {{ echo x >>{notes}; echo No chain >&2; exit 1; }}"
+        )
+        path.write_text(f"#!/bin/bash\n{refusal}\n{real}")
+        machine.keep(environment=environment).stop()
+        assert machine.state(place) == (everything() if place == "nft" else native())
 
 
 def _look(machine: Host) -> dict[str, Any]:

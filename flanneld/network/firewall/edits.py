@@ -21,6 +21,7 @@ from flanneld.network.firewall.rules import (
     NATIVE_TABLE,
     OWN_CHAINS,
     POSTROUTING,
+    TRIALS,
     Chain,
     Nets,
     Rules,
@@ -46,7 +47,8 @@ class RuleOwnership(Struct, frozen=True, gc=False):
     def owns(self, chain: Chain, rule: Rule) -> bool:
         """Return True if a rule in one of our own chains is flannel's."""
         marked = rule.comment in _COMMENTS or chain[0] in NATIVE_TABLE.values()
-        return marked and rule.is_plain and all(map(self.covers, networks_of(rule)[:1]))
+        is_ours = marked and rule.is_plain and all(map(self.covers, networks_of(rule)[:1]))
+        return is_ours or chain in TRIALS
 
     def left(self, chain: Chain, found: Sequence[Rule]) -> set[Rule]:
         """Return the rules of an earlier run in a built-in chain."""

@@ -28,7 +28,7 @@ from flanneld.network.firewall.driver import IptablesFailed, IptablesRunner, Rej
 from flanneld.network.firewall.edits import Edit
 from flanneld.network.firewall.fate import ALL_BITS, Rule, Test
 from flanneld.network.firewall.netlink import Netfilter
-from flanneld.network.firewall.rules import IPTABLES_CHAINS, JUMPS, Rules
+from flanneld.network.firewall.rules import IPTABLES_CHAINS, JUMPS, TRIALS, Rules
 from flanneld.runtime import waits
 
 log = logging.getLogger(__name__)
@@ -38,8 +38,7 @@ Flavour = Literal["legacy", "nft"]
 #: Seconds to wait for the xtables lock of the legacy tables.
 LOCK_WAIT = 5
 _LOCK_TAKEN = "xtables lock"
-#: Chain in which rules are tried.
-_TRIAL = "FLANNEL-TRIAL"
+_CHAINS = (*IPTABLES_CHAINS, *TRIALS)
 
 
 def program(flavour: Flavour, family: Family) -> str:
@@ -72,16 +71,21 @@ class Restore:
     def check(self, rules: Rules) -> None:
         """Try rules in a chain that nothing leads to, and remove it. Raises as ``apply`` does.
 
-        Of what is removed in the same transaction iptables-nft would send nothing to the kernel.
+        Of what is removed in the same transaction iptables-nft would send nothing to the kernel. Only a
+        second refusal counts: another daemon in this network namespace may have removed the chain.
         """
         tables: dict[str, list[Rule]] = {}
         for (table, _), inside in rules.items():
             # Whether there is --random-fully is found out when the rules are set.
             plain = (replace(rule, random=False) for rule in inside if rule not in JUMPS.values())
             tables.setdefault(table, []).extend(plain)
-        trials = (((table, _TRIAL), tuple(inside)) for table, inside in tables.items() if inside)
+        trials = ((chain, tuple(tables[chain[0]])) for chain in TRIALS if tables.get(chain[0]))
         edits = ((Edit(chain, flush=True, append=tried), Edit(chain, drop=True)) for chain, tried in trials)
-        self._restore("".join(iptables_text.restore_text([edit]) for pair in edits for edit in pair))
+        text = "".join(iptables_text.restore_text([edit]) for pair in edits for edit in pair)
+        try:
+            self._restore(text)
+        except IptablesFailed:
+            self._restore(text)
 
     def _restore(self, text: str) -> None:
         command = (f"{self.name}-restore", "--noflush", f"--wait={LOCK_WAIT}")
@@ -100,7 +104,7 @@ class Restore:
     def _read_nft(self) -> Rules:
         try:
             with Netfilter() as netfilter:
-                there = [chain for chain in IPTABLES_CHAINS if netfilter.has_chain(self._family, chain)]
+                there = [chain for chain in _CHAINS if netfilter.has_chain(self._family, chain)]
         except OSError as error:
             raise Retryable(f"cannot ask nf_tables: {cause_of(error)}", "run with CAP_NET_ADMIN") from error
         return {
@@ -122,11 +126,11 @@ class Locked(Retryable):
 def read_legacy(family: Family) -> Rules:
     """Return the rules in the legacy tables that may contain ours. Raises ``Retryable``."""
     try:
-        return xtables.read(family, IPTABLES_CHAINS)
+        return xtables.read(family, _CHAINS)
     except PermissionError:
         log.log(V(1), "Only root can list the legacy tables: assuming that ours exist")
     try:
-        return xtables.read(family, IPTABLES_CHAINS, {table for table, _ in IPTABLES_CHAINS})
+        return xtables.read(family, _CHAINS, {table for table, _ in _CHAINS})
     except OSError as error:
         raise Retryable(
             f"cannot read the legacy tables: {cause_of(error)}", "run with CAP_NET_ADMIN"

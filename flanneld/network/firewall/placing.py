@@ -30,6 +30,7 @@ from flanneld.network.firewall.rules import (
     IPTABLES_CHAINS,
     NATIVE_TABLE,
     NFT_FAMILY,
+    TRIALS,
     Chain,
     Rules,
 )
@@ -146,13 +147,14 @@ def must_be_native(
     """Return True if the kernel refuses the desired rules in iptables' tables, and takes the ``native`` ones.
 
     It may lack x_tables, or a match such as xt_comment, where these are in a package of their own. The rules
-    are tried, unless chains of ours show that it takes them.
+    are tried, unless some that are there show that it takes them.
     """
     try:
         for family, rules in desired.items():
             with _TRIAL:
-                if not _has_own_chain(flavour, family):
-                    Restore(flavour, family, commands).check(rules)
+                there = Restore(flavour, family, commands)
+                if any(rules.values()) and not _holds_some(there, flavour, family, rules):
+                    there.check(rules)
     except IptablesFailed as failure:
         refusal = next(iter(failure.stderr.strip().splitlines()), failure.problem)
     except Retryable as failure:
@@ -172,15 +174,19 @@ def must_be_native(
     return True
 
 
-def _has_own_chain(flavour: Flavour, family: Family) -> bool:
+def _holds_some(driver: Restore, flavour: Flavour, family: Family, rules: Rules) -> bool:
+    """Return True if a chain of ours is there, or else some of these rules, as v0.12's are."""
     own = (FLANNEL_POSTRTG, FLANNEL_FWD)
     try:
         if flavour == "legacy":
-            return bool(xtables.read(family, own))
-        with Netfilter() as netfilter:
-            return any(netfilter.has_chain(family, chain) for chain in own)
-    except OSError:
+            has_own = bool(xtables.read(family, own))
+        else:
+            with Netfilter() as netfilter:
+                has_own = any(netfilter.has_chain(family, chain) for chain in own)
+        found = {} if has_own else driver.read()
+    except (OSError, Retryable):
         return False
+    return has_own or any(rule in found.get(chain, ()) for chain, each in rules.items() for rule in each)
 
 
 def may_hold(place: RulePlace, family: Family, claim: RuleOwnership) -> bool:
@@ -191,7 +197,7 @@ def may_hold(place: RulePlace, family: Family, claim: RuleOwnership) -> bool:
         with Netfilter() as netfilter:
             if place == "native":
                 return netfilter.has_table(family, NATIVE_TABLE[family])
-            chains = (FLANNEL_POSTRTG, FLANNEL_FWD, *(chain for chain, _ in claim.blocks))
+            chains = (FLANNEL_POSTRTG, FLANNEL_FWD, *TRIALS, *(chain for chain, _ in claim.blocks))
             return any(netfilter.has_chain(family, chain) for chain in chains)
     except (NoNetfilter, PermissionError) as reason:
         log.log(V(1), "No search for stale rules in %s: %s", place, reason)

@@ -41,6 +41,8 @@ FLANNEL_FWD: Chain = ("filter", "FLANNEL-FWD")
 
 #: The iptables chains that contain our rules in one style or another.
 IPTABLES_CHAINS = (FLANNEL_POSTRTG, POSTROUTING, FLANNEL_FWD, FORWARDING)
+#: Chains in which rules are tried; a start that was killed may have left them.
+TRIALS: tuple[Chain, ...] = (("nat", "FLANNEL-TRIAL"), ("filter", "FLANNEL-TRIAL"))
 
 #: Names of the families in nftables, also of the tables that iptables-nft makes there.
 NFT_FAMILY: dict[Family, str] = {4: "ip", 6: "ip6"}
@@ -50,7 +52,7 @@ NATIVE_POSTRTG, NATIVE_FORWARD = "postrtg", "forward"
 
 #: Chains that only flannel creates.
 OWN_CHAINS = frozenset(
-    {FLANNEL_POSTRTG, FLANNEL_FWD}
+    {FLANNEL_POSTRTG, FLANNEL_FWD, *TRIALS}
     | {(table, name) for table in NATIVE_TABLE.values() for name in (NATIVE_POSTRTG, NATIVE_FORWARD)}
 )
 
