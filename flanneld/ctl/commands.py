@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,7 +20,7 @@ from flanneld import __version__
 from flanneld.compat.glog import counted
 from flanneld.ctl import output, store_commands
 from flanneld.ctl.output import TextTable, when
-from flanneld.ctl.source import DataSource, last_words
+from flanneld.ctl.source import DataSource, history, last_words
 from flanneld.diagnostics.status import (
     FirewallStatus,
     GuardStatus,
@@ -81,8 +83,43 @@ def _routes(source: DataSource, _arguments: argparse.Namespace) -> CommandAnswer
     return _noted(source, [routes_table(entries)], lambda: {"objects": objects}, wrong=wrong)
 
 
-def _events(source: DataSource, _arguments: argparse.Namespace) -> CommandAnswer:
-    return _noted(source, [events_table(source)], partial(_part, source, "events"), wrong=False)
+def _logs(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
+    """Return the log's last lines, or those about a peer; with ``--follow`` those that were not shown yet."""
+    events, raw = known(source.status.events) or (), source.document().get("events", [])
+    follows = getattr(arguments, "follow", False)
+    if follows:  # out of the daemon's file: the whole status is long
+        events = history(Path(known(source.status.subnet_file) or source.options.subnet_file))
+        raw, former = list(map(asdict, events)), getattr(arguments, "shown", ())
+        arguments.shown = frozenset(events)
+        chosen = [at for at, event in enumerate(events) if event not in former]
+    else:
+        chosen = list(range(len(events)))
+    if name := getattr(arguments, "peer", None):
+        is_about = naming(source.status, name)
+        chosen = [at for at in chosen if is_about(events[at].text)]
+    rows = [
+        (when(each.time), each.severity, each.source, each.text) for each in map(events.__getitem__, chosen)
+    ]
+    plain = {"events": [raw[at] for at in chosen] if events else raw}
+    if follows:
+        return [TextTable((), rows)], lambda: plain, False
+    return _noted(source, [TextTable(("time", "", "from", "event"), rows)], lambda: plain, wrong=False)
+
+
+def naming(status: Status, name: str) -> Callable[[str], bool]:
+    """Return a function that tells whether a text names a peer, by any of its names, or holds ``name``.
+
+    A node that has left has no other name.
+    """
+    from flanneld.ctl.path_mtu import peer_named
+
+    names = {name}
+    with suppress(FlannelError):
+        peer = peer_named(name, status)
+        names = {name, *peer.subnets, *peer.public_ips, *peer.macs}
+    # 10.5.1.2 is neither in 10.5.1.20 nor in 10.5.1.2.9, but in 10.5.1.2:8472.
+    either = "|".join(map(re.escape, names))
+    return lambda text: bool(re.search(rf"(?<![\w.:])(?:{either})(?!\w|\.\w)", text, re.IGNORECASE))
 
 
 def _trace(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
@@ -170,7 +207,7 @@ def _bundle(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
     from flanneld.ctl import bundle
 
     path = Path(arguments.file or bundle.default_name())
-    reads = ("status", "peers", "routes", "events", "doctor")
+    reads = ("status", "peers", "routes", "logs", "doctor")
     answers = {name: COMMANDS[name][0](source, arguments)[1]() for name in reads}
     bundle.write(path, bundle.gather(answers, source.options), bundle.known_secrets(source.options))
     return (
@@ -215,7 +252,7 @@ COMMANDS: dict[str, tuple[Callable[[DataSource, argparse.Namespace], CommandAnsw
     "status": (_status, "summary of the daemon and this node"),
     "peers": (_peers, "the other nodes, with the state of each"),
     "routes": (_routes, "devices, routes and entries: desired and actual"),
-    "events": (_events, "recent log lines of the daemon"),
+    "logs": (_logs, "last lines of the daemon's log, or those about a peer"),
     "trace": (_trace, "path of a packet to an address, hop by hop"),
     "bundle": (_bundle, "archive of diagnostics without secrets, for a remote expert"),
     "nodes": (_nodes, "all nodes of the cluster, one a line; sends queries"),
@@ -225,7 +262,7 @@ COMMANDS: dict[str, tuple[Callable[[DataSource, argparse.Namespace], CommandAnsw
     "doctor": (_doctor, "problems of this node, and the commands that solve them"),
 }
 #: Former names of commands, which are accepted, too.
-ALIASES = {"mtu": "netcheck", "ping": "netcheck"}
+ALIASES = {"mtu": "netcheck", "ping": "netcheck", "events": "logs"}
 
 
 # ---- the tables ---------------------------------------------------------------------------------
@@ -267,14 +304,6 @@ def status_table(source: DataSource) -> TextTable:
 def routes_table(entries: Sequence[Comparison]) -> TextTable:
     rows = [(entry.state, entry.kind, str(entry), entry.owner) for entry in entries]
     return TextTable(("state", "kind", "object", "for"), rows)
-
-
-def events_table(source: DataSource) -> TextTable:
-    rows = [
-        (when(event.time), event.severity, event.source, event.text)
-        for event in known(source.status.events) or ()
-    ]
-    return TextTable(("time", "", "from", "event"), rows)
 
 
 def _daemon(told: Status) -> str:

@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from ipaddress import ip_address
 from itertools import pairwise, zip_longest
 from pathlib import Path
@@ -34,6 +34,8 @@ from flanneld.runtime import clock
 _GARBAGE = 1_000_000
 #: Seconds between two queries of ``--watch``.
 _WATCH_EVERY = 2.0
+#: Seconds between two looks for new lines of the log.
+_FOLLOW_EVERY = 1.0
 FINE, PROBLEMS, USAGE, NO_DAEMON = 0, 1, 2, 3
 
 
@@ -111,7 +113,9 @@ class Answered(Struct, frozen=True):
 
 
 def _ask(arguments: argparse.Namespace, flags: Sequence[str], environ: Mapping[str, str]) -> Answered:
-    arguments.find = partial(find_source, flags, environ, arguments.socket)
+    find = partial(find_source, flags, environ, arguments.socket)
+    if not hasattr(arguments, "find"):
+        arguments.find = cache(find) if getattr(arguments, "follow", False) else find
     source = arguments.find()
     shown, plain, wrong = COMMANDS[arguments.command][0](source, arguments)
     return Answered(shown, plain, wrong or not source.is_understood, source.origin == "daemon")
@@ -119,6 +123,8 @@ def _ask(arguments: argparse.Namespace, flags: Sequence[str], environ: Mapping[s
 
 def _run(arguments: argparse.Namespace, ask: Callable[[], Answered], *, as_json: bool) -> int:
     """Run a command once, until success (``--wait``), or repeatedly (``--watch``). Return the exit status."""
+    if getattr(arguments, "follow", False):
+        return _watch(ask, arguments.watch or _FOLLOW_EVERY, as_json=as_json, is_new=True)
     if arguments.watch is not None:
         return _watch(ask, arguments.watch, as_json=as_json)
     within = getattr(arguments, "wait", None) or 0.0
@@ -127,14 +133,16 @@ def _run(arguments: argparse.Namespace, ask: Callable[[], Answered], *, as_json:
     return answer.status
 
 
-def _watch(ask: Callable[[], Answered], every: float, *, as_json: bool) -> int:
-    """Print each changed answer until an interrupt or a closed output."""
+def _watch(ask: Callable[[], Answered], every: float, *, as_json: bool, is_new: bool = False) -> int:
+    """Print each changed answer until an interrupt or a closed output; one that ``is_new`` has no heading."""
     status = FINE
     with suppress(KeyboardInterrupt):
         for answer in output.changes(ask, lambda answer: answer.shown, every):
             status = answer.status
-            heading = TextTable((), [(f"-- {clock.utc_text(clock.wall())}",)])
-            if not _say([heading, *answer.shown], answer.plain, as_json=as_json, indent=None):
+            heading = [] if is_new else [TextTable((), [(f"-- {clock.utc_text(clock.wall())}",)])]
+            if is_new and not answer.shown[0].rows:
+                continue
+            if not _say([*heading, *answer.shown], answer.plain, as_json=as_json, indent=None):
                 break
     return status
 
@@ -225,6 +233,11 @@ def command_line() -> argparse.ArgumentParser:
                 metavar="SECONDS",
                 help="wait until there is no problem, at most SECONDS seconds (default: 60)",
             )
+        if name == "logs":
+            command.add_argument(
+                "peer", nargs="?", metavar="PEER", help="its subnet, public IP or a container's address"
+            )
+            command.add_argument("-f", "--follow", action="store_true", help="go on with each new line")
         if name == "bundle":
             command.add_argument("file", nargs="?", default="", metavar="FILE", help="the archive to write")
         if name == "doctor":

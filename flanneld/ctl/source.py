@@ -148,7 +148,7 @@ def _of_the_store(wanted: Options, environ: Mapping[str, str]) -> Status:
         devices=tuple(sorted(outcome.domain.links)),
         local=tuple(describe.described(wish, lacking) for wish in local),
         peers=tuple(describe.peers_of(outcome.view, lacking)),
-        events=_history(wanted),
+        events=history(Path(wanted.subnet_file)),
     )
 
 
@@ -158,13 +158,13 @@ def _of_the_host(wanted: Options) -> Status:
     return Status(
         network=NetworkStatus(tuple(RangeStatus(str(net), length) for net, length in previous.ranges)),
         lease=LeaseStatus(subnets) if subnets else None,
-        events=_history(wanted),
+        events=history(Path(wanted.subnet_file)),
     )
 
 
-def _history(wanted: Options) -> tuple[EventStatus, ...]:
-    """Return the events that the daemon left in its file, for one that does not answer."""
-    left = logs.read_events(subnet_file.beside(Path(wanted.subnet_file), "events"))
+def history(path: Path) -> tuple[EventStatus, ...]:
+    """Return the events that the daemon keeps in a file beside its subnet file."""
+    left = logs.read_events(subnet_file.beside(path, "events"))
     return tuple(EventStatus(*event) for event in left)
 
 

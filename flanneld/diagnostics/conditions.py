@@ -116,7 +116,7 @@ def _of_the_kernel(pending: Mapping[Key, Failure], *, contested: bool) -> Iterat
         more = f", and {len(refused) - 1} more" if len(refused) > 1 else ""
         yield f"refused: {refused[0]}{more}"
     if contested:
-        yield "another program keeps changing our objects; see flannelctl events"
+        yield "another program keeps changing our objects; see flannelctl logs"
 
 
 def _of_the_peers(peers: Peers) -> Iterator[str]:

@@ -338,7 +338,7 @@ class Reconciler:
             )
         if each.contest.spend(resource.key for resource in resources if resource.key in self._origins):
             log.warning(
-                "Another program keeps changing %s: %s; find it with flannelctl events, then stop it or "
+                "Another program keeps changing %s: %s; find it with flannelctl logs, then stop it or "
                 "exclude flannel's objects there",
                 each.table.what,
                 "backing off" if each.contest.backs_off else "repairing each change",

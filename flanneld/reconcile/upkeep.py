@@ -109,7 +109,7 @@ class TableState(Struct, frozen=True, gc=False):
         if reason := self.problem or "; ".join(failure.reason for failure in self.failed):
             return reason
         if self.contested:
-            return f"another program keeps changing {self.what}; see flannelctl events"
+            return f"another program keeps changing {self.what}; see flannelctl logs"
         return "" if self.settled else f"{self.what} are not in place"
 
 

@@ -278,5 +278,5 @@ def fights(facts: Facts) -> Iterator[Finding]:
                 f"another program keeps changing {what}",
                 "frequent repairs in the last minute",
                 "between two repairs packets are lost",
-                Advice("flannelctl events names the program, if it still runs; exclude flannel* there"),
+                Advice("flannelctl logs names the program, if it still runs; exclude flannel* there"),
             )

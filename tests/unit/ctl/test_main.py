@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from flanneld import __version__
-from flanneld.ctl.commands import COMMANDS
+from flanneld.ctl.commands import COMMANDS, naming
 from flanneld.ctl.main import FINE, NO_DAEMON, PROBLEMS, USAGE, _problem_of, parse, run
 from flanneld.ctl.output import when
 from flanneld.ctl.source import last_words
@@ -151,7 +151,7 @@ def test_wide_output_has_more_columns(
     assert f"02:00:00:00:00:02  {when(1e9)}" in shown["nodes -o=wide"]
 
 
-@pytest.mark.parametrize("words", [["--output", "json", "events"], ["events", "--output", "json"]])
+@pytest.mark.parametrize("words", [["--output", "json", "logs"], ["events", "--output", "json"]])
 def test_the_format_may_be_given_before_or_behind_the_command(
     words: list[str], where: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -325,3 +325,29 @@ def test_last_words_are_the_last_error_of_the_last_run_or_the_end_of_its_log(
 ) -> None:
     assert last_words(status_of({"events": events})) == said
     assert last_words(Status()) == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "is_about"),
+    [
+        ("Restored route 10.5.2.0/24 via 10.5.2.0 dev flannel.1 onlink", True),
+        ("fdb 02:00:00:00:00:0A dst 198.18.0.2 dev flannel.1", True),
+        ("No answer from 198.18.0.2:8472.", True),
+        ("No answer from 198.18.0.20", False),
+        ("No answer from 1198.18.0.2", False),
+        ("Restored route 110.5.2.0/24", False),
+        ("Restored route 10.5.3.0/24", False),
+    ],
+)
+def test_lines_of_the_log_about_a_peer_have_one_of_its_names(text: str, is_about: bool) -> None:
+    peer = {"subnets": ["10.5.2.0/24"], "public_ips": ["198.18.0.2"], "macs": ["02:00:00:00:00:0a"]}
+    status = status_of({"peers": [peer]})
+    assert [naming(status, name)(text) for name in ("10.5.2.0/24", "198.18.0.2", "10.5.2.9")] == 3 * [
+        is_about
+    ]
+
+
+def test_lines_about_a_node_that_has_left_are_found_by_the_name_that_is_given() -> None:
+    is_about = naming(Status(), "10.5.9.0/24")
+    assert is_about("Lease 10.5.9.0/24 is gone")
+    assert not is_about("Lease 10.5.8.0/24 is gone")

@@ -109,7 +109,7 @@ def test_value_of_another_type_is_left_out_or_not_understood(name: str) -> None:
                     look()
                 except (NotUnderstood, FlannelError):
                     continue
-            for command in ("status", "peers", "events", "routes", "trace"):
+            for command in ("status", "peers", "logs", "routes", "trace"):
                 try:
                     shown, plain, _ = COMMANDS[command][0](source, ARGUMENTS)
                 except (NotUnderstood, FlannelError):

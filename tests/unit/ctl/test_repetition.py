@@ -6,10 +6,12 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from io import StringIO
 from itertools import count, islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -69,23 +71,51 @@ def test_status_waits_until_a_daemon_is_well(tmp_path: Path, capsys: pytest.Capt
     assert '"daemon"' in capsys.readouterr().out
 
 
-def test_watch_says_what_changes_until_it_is_interrupted(tmp_path: Path) -> None:
+@contextmanager
+def flannelctl(folder: Path, *words: str) -> Iterator[Callable[[int], list[Any]]]:
+    """Run a command until the block ends; its value waits for a number of answers."""
     # A shell has its background processes ignore SIGINT, and theirs inherit it.
     heed = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
     code = f"{heed}; from flanneld.ctl.main import main; main()"
-    words = ["--watch", "0.05", "status", f"--subnet-file={tmp_path / 'subnet.env'}", "--output=json"]
-    said = tmp_path / "said"
+    given = [*words, f"--subnet-file={folder / 'subnet.env'}", "--output=json"]
+    said = folder / "said"
+
+    def answers(number: int) -> list[Any]:
+        wait_for(lambda: len(said.read_bytes().splitlines()) >= number, DEADLINE, f"answer {number}")
+        return [json.loads(line) for line in said.read_text().splitlines()]
+
     with said.open("wb") as out:
-        watching = subprocess.Popen([sys.executable, "-c", code, *words], stdout=out)
+        running = subprocess.Popen([sys.executable, "-c", code, *given], stdout=out)
         try:
-            wait_for(lambda: len(said.read_bytes().splitlines()) == 1, DEADLINE, "the first answer")
-            with daemon(tmp_path, HEALTHY):
-                wait_for(lambda: len(said.read_bytes().splitlines()) == 2, DEADLINE, "the daemon's answer")
+            yield answers
         finally:
-            watching.send_signal(2)
-            watching.wait(DEADLINE)
-    origins = [json.loads(line)["origin"] for line in said.read_text().splitlines()]
-    assert origins[:2] == ["host", "daemon"]
+            running.send_signal(2)
+            running.wait(DEADLINE)
+
+
+def test_watch_says_what_changes_until_it_is_interrupted(tmp_path: Path) -> None:
+    with flannelctl(tmp_path, "--watch", "0.05", "status") as answers:
+        answers(1)
+        with daemon(tmp_path, HEALTHY):
+            found = answers(2)
+    assert [each["origin"] for each in found[:2]] == ["host", "daemon"]
+
+
+def test_follower_of_the_log_is_told_each_new_line_once(tmp_path: Path) -> None:
+    file = tmp_path / "flanneld.events"
+
+    def log(number: int, text: str) -> None:
+        with file.open("a") as lines:
+            lines.write(f"{json.dumps([number, 'I', 'main', text])}\n")
+
+    log(1, "Restored route 10.5.2.0/24")
+    with flannelctl(tmp_path, "logs", "10.5.2.0/24", "--follow", "--watch=0.05") as answers:
+        answers(1)
+        log(2, "Restored route 10.5.3.0/24")
+        log(3, "Removed route 10.5.2.0/24")
+        found = answers(2)
+    texts = [[event["text"] for event in answer["events"]] for answer in found]
+    assert texts == [["Restored route 10.5.2.0/24"], ["Removed route 10.5.2.0/24"]]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ from flanneld.options import FLAGS
 #: What each of flannelctl's commands takes beside the options of all of them.
 OWN = {
     "status": ["--wait"],
-    **{command: [] for command in ("peers", "routes", "events", "nodes", "version")},
+    **{command: [] for command in ("peers", "routes", "nodes", "version")},
+    "logs": ["PEER", "--follow"],
     "trace": ["--from-container"],
     "bundle": ["FILE"],
     "graph": ["--format"],
