@@ -188,9 +188,10 @@ def join(
     kernel, uplink = elected.kernel, elected.uplink
     machine = loaded.effects.machine_of(kernel, uplink)
     written = last_run.claim(machine, manager.name, previous.subnets)
+    facts = LocalFacts(written, earlier=last_run.earlier)
     family = config.families[0]
     stored = waiting.ask("the leases", partial(loaded.reach, lambda: manager.stored(uplink.public(family))))
-    is_others = partial(_is_others, manager, stored, written, family, uplink.public(family))
+    is_others = partial(_is_others, manager, stored, facts, family, uplink.public(family))
     if stored is None and written is not None:
         stored = written.attrs
     uplink_manager = waiting.patiently(
@@ -210,7 +211,7 @@ def join(
         log.warning("%s", unread)
     waiting.patiently("claims on this host", lambda: admit(config, uplink_manager.backend))
     avoided = (*connected_networks(kernel, config.families), *map(single, sorted(manager.addresses, key=int)))
-    local = LocalFacts(written, avoided, uplink_manager.is_self)
+    local = structs.replace(facts, connected=avoided, is_self=uplink_manager.is_self)
     attributes = uplink_manager.backend.attributes()
     lease = waiting.ask(
         "a lease", partial(loaded.reach, lambda: acquire(config, attributes, previous.subnets, local))
@@ -310,7 +311,7 @@ def _elected(
 def _is_others(
     manager: Store,
     stored: LeaseAttrs | None,
-    written: Lease | None,
+    local: LocalFacts,
     family: Family,
     public_ip: IPAddress | None,
     announces: Callable[[LeaseAttrs], bool],
@@ -318,8 +319,6 @@ def _is_others(
     """Return True if a lease announces this that is not provably ours, and none of ours does."""
     if stored is not None and announces(stored):
         return False
-    from flanneld.subnet.etcd.leases import is_as_written  # rarely needed, and not there with Kubernetes
-
     found = [lease for lease in manager.read_leases() if announces(lease.attrs)]
-    ours = [each for each in found if each.attrs.public(family) == public_ip or is_as_written(each, written)]
+    ours = [each for each in found if each.attrs.public(family) == public_ip or local.wrote(each)]
     return bool(found) and not ours

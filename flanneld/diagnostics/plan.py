@@ -215,7 +215,6 @@ def _ours(
     snapshot: Snapshot | Cached, attrs: LeaseAttrs, config: Config, previous: LeaseKey, local: LocalFacts
 ) -> Lease | None:
     """Return the lease that startup would reuse: the previous one, else the proven one, else the lowest."""
-    written = local.written
 
     def is_ours(lease: Lease) -> bool:
         return local.is_self(lease.attrs, attrs)
@@ -224,12 +223,7 @@ def _ours(
         order = [int(net.network_address) for net in lease.key if net is not None]
         return lease.key != previous, is_ours(lease), order
 
-    ours = [
-        lease
-        for lease in snapshot.leases
-        if is_ours(lease)
-        or (written is not None and (lease.key, lease.attrs) == (written.key, written.attrs))
-    ]
+    ours = [lease for lease in snapshot.leases if is_ours(lease) or local.wrote(lease)]
     return min((lease for lease in ours if fits(config, lease.key)), key=precedence, default=None)
 
 

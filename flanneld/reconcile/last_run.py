@@ -91,7 +91,8 @@ class RunRecord(Struct, frozen=True, gc=False):
     ours, and those of earlier runs that are still to be swept. ``adopts`` is True if another flanneld ran
     here before and its objects have not been swept yet. ``adopted`` are the destinations of its correct
     unmarked routes, which count as ours. ``store_tried`` is the time of the last trial without a route to
-    the store, in seconds since the epoch.
+    the store, in seconds since the epoch. ``earlier`` are attributes that we wrote into the lease before,
+    last ones first: a backup of the store shows them.
     """
 
     boot_id: str = ""
@@ -105,6 +106,7 @@ class RunRecord(Struct, frozen=True, gc=False):
     adopted: frozenset[IPNetwork] = frozenset()
     store_addresses: tuple[StoreAddress, ...] = ()
     store_tried: int = 0
+    earlier: tuple[LeaseAttrs, ...] = ()
 
 
 def device_of(seen: SeenLink) -> Device | None:
@@ -150,6 +152,8 @@ def stale(devices: Iterable[Device], present: Iterable[SeenLink], desired: Itera
 
 PRODUCT_UUID = Path("/sys/class/dmi/id/product_uuid")
 _VERSION = 1
+#: Earlier attributes to keep. A daily backup of a laptop's cluster needs that many.
+_MOST_EARLIER = 8
 #: Bytes. A few hundred are usual; each adopted route takes 30 more.
 _MAX_SIZE = 4 << 20
 
@@ -271,6 +275,7 @@ def _text(state: RunRecord) -> str:
                     for each in state.store_addresses
                 ],
                 "store_tried": state.store_tried,
+                "earlier": [format_attrs(each, with_ipv6=True) for each in state.earlier],
             },
             indent=1,
         )
@@ -301,6 +306,7 @@ def _parse(content: bytes) -> RunRecord:
             for each in top.get("store_addresses", ())  # not in files of earlier versions
         ),
         store_tried=int(top.get("store_tried", 0)),
+        earlier=tuple(map(parse_attrs, top.get("earlier", ()))),
     )
 
 
@@ -343,6 +349,9 @@ class LastRun:
         #: Addresses of the store, and the time of the last trial without a route to one.
         self.store_addresses = self._state.store_addresses if self._state else ()
         self.store_tried = self._state.store_tried if self._state else 0
+        #: Attributes of our lease, and those before.
+        self._attributes: LeaseAttrs | None = None
+        self.earlier = self._state.earlier if self._state else ()
         self.record = self._file.update
         self.try_again = self._file.try_again
 
@@ -356,23 +365,33 @@ class LastRun:
 
     def joined(self, machine: Machine, store: str, lease: Lease) -> None:
         """Record the lease of this run and the objects that are still to be swept."""
+        last = proven_lease(self._state, machine, store, lease.key)
+        self._attributes, self.earlier = (last.attrs, self.earlier) if last else (None, ())
         self.record(
             boot_id=self._boot_id,
             machine=machine,
             store=store,
             subnets=lease.key,
-            attributes=lease.attrs,
             devices=self.devices,
             adopts=self.adopts,
+            **self._written(lease),
         )
 
     def lease_written(self, lease: Lease) -> None:
         """Record the current attributes of our lease."""
-        self.record(attributes=lease.attrs)
+        self.record(**self._written(lease))
 
     def lease_lost(self) -> None:
         """Give up every claim to the lease, because another node has won it."""
-        self.record(attributes=None)
+        self._attributes, self.earlier = None, ()
+        self.record(attributes=None, earlier=())
+
+    def _written(self, lease: Lease) -> dict[str, object]:
+        """Return the fields of the record that tell what we wrote into our lease."""
+        known = (self._attributes, *self.earlier)
+        earlier = [each for each in known if each is not None and each != lease.attrs]
+        self._attributes, self.earlier = lease.attrs, tuple(earlier[:_MOST_EARLIER])
+        return {"attributes": self._attributes, "earlier": self.earlier}
 
     def subnet_file_written(self) -> None:
         """Record the stamp of the subnet file that we wrote."""

@@ -7,6 +7,7 @@ from ipaddress import IPv4Address, IPv6Address
 from typing import Protocol, runtime_checkable
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from flanneld.config import Config
 from flanneld.errors import Retryable
@@ -17,6 +18,8 @@ Deliver = Callable[[list[Event]], None]
 
 
 LONGEST_SILENCE = 180.0
+#: Backends whose data no other node has: that of vxlan is the MAC of its device.
+_TELLING = frozenset({"vxlan"})
 
 
 #: Function that returns True if the node with the second attributes owns a lease with the first.
@@ -31,11 +34,26 @@ class LocalFacts(Struct, frozen=True, gc=False):
     - ``connected`` are networks of this host's interfaces and addresses of the store, which a new subnet
       avoids.
     - ``is_self`` is the backend's test for our own leases, also used in renewals.
+    - ``earlier`` are attributes of ``written`` that we wrote before its last ones.
     """
 
     written: Lease | None = None
     connected: tuple[IPNetwork, ...] = ()
     is_self: IsSelf = is_same_node
+    earlier: tuple[LeaseAttrs, ...] = ()
+
+    def wrote(self, lease: Lease) -> bool:
+        """Return True if a lease equals ``written`` in key, and in attributes now or earlier.
+
+        A backup of the store shows where this node was before. With a backend whose data no other node has,
+        it may have been anywhere.
+        """
+        if self.written is None or lease.key != self.written.key:
+            return False
+        theirs, ours = lease.attrs, self.written.attrs
+        if ours.backend_type in _TELLING and (ours.backend_data or ours.backend_v6_data):
+            theirs = replace(theirs, public_ip=ours.public_ip, public_ipv6=ours.public_ipv6)
+        return theirs == ours or lease.attrs in self.earlier
 
 
 NO_FACTS = LocalFacts()

@@ -26,17 +26,16 @@ from flanneld.model import (
     Removed,
     Snapshot,
     contests,
-    is_same_node,
     name_of,
 )
 from flanneld.runtime import clock, supervisor, waits
 from flanneld.runtime.complaints import Once
 from flanneld.subnet.allocation import fits
 from flanneld.subnet.etcd.keys import NoConfig, NoSuchApi, Position
-from flanneld.subnet.etcd.leases import Listing, is_as_written, node_address, say_kept
+from flanneld.subnet.etcd.leases import Listing, node_address, say_kept
 from flanneld.subnet.etcd.store import SUBNET_TTL, TRIES, EtcdStore, LeaseTaken, say_allocated, say_found
 from flanneld.subnet.etcd.union import LeaseUnion, OwnInBoth
-from flanneld.subnet.store import LONGEST_SILENCE, NO_FACTS, Deliver, IsSelf, LocalFacts
+from flanneld.subnet.store import LONGEST_SILENCE, NO_FACTS, Deliver, LocalFacts
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +70,7 @@ class BothStores:
         #: APIs in which the current renewal has succeeded, and the attributes it writes.
         self._done: set[str] = set()
         self._announced = LeaseAttrs()
-        self._is_self: IsSelf = is_same_node
+        self._local = NO_FACTS
 
     @property
     def name(self) -> str:
@@ -124,9 +123,9 @@ class BothStores:
     def acquire(
         self, config: Config, attrs: LeaseAttrs, previous: LeaseKey, local: LocalFacts = NO_FACTS
     ) -> Lease:
-        self._is_self = local.is_self
+        self._local = local
         for side in self._all:
-            side.is_self = local.is_self
+            side.local = local
         for attempt in range(TRIES):
             listings, problem = self._listings(fresh=attempt > 0)
             found = key = _ours(list(listings.values()), config, attrs, previous, local)
@@ -137,7 +136,7 @@ class BothStores:
                 union = _union(list(listings.values()))
                 key = self._sides[0].pick(config, previous, union, local.connected)
             try:
-                lease = self._take(key, attrs, listings, local.written)
+                lease = self._take(key, attrs, listings)
             except LeaseTaken as lost:
                 log.log(V(1), "Another node was quicker, trying again: %s", lost)
                 continue
@@ -254,7 +253,6 @@ class BothStores:
         key: LeaseKey,
         attrs: LeaseAttrs,
         listings: dict[EtcdStore, Listing],
-        written: Lease | None = None,
     ) -> Lease:
         """Write our lease to every API, or to none. Raises ``LeaseTaken`` if another node has it."""
         had = {
@@ -266,13 +264,13 @@ class BothStores:
         proven = {
             side: lease
             for side, lease in had.items()
-            if is_as_written(lease, written) and not self._is_self(lease.attrs, attrs)
+            if self._local.wrote(lease) and not self._local.is_self(lease.attrs, attrs)
         }
         is_reserved = any(lease.expires is None for lease in had.values())
         wanted = Lease(attrs, *key, expires=None if is_reserved else clock.now(), asof=-1)
         taken: list[EtcdStore] = []
         with self._own_lock:
-            own = OwnInBoth((side.api for side in self._sides), self._is_self)
+            own = OwnInBoth((side.api for side in self._sides), self._local.is_self)
             for side in self._sides:
                 try:
                     # The index that was read permits overwriting this lease, although its public IP differs.
@@ -289,7 +287,7 @@ class BothStores:
                 except Retryable as problem:
                     log.warning("Our lease %s is not in %s yet: %s", wanted, side.api, problem)
                     # By the time of the renewal there our address may be another one.
-                    side.remember(wanted, written)
+                    side.remember(wanted)
                     continue
                 taken.append(side)
             if not taken:
@@ -303,7 +301,7 @@ class BothStores:
     def _tidy_up(self, listings: dict[EtcdStore, Listing], lease: Lease) -> None:
         """Remove our other leases: a node must not hold two, one in each API."""
         for side, listing in listings.items():
-            for _, other in listing.of(lambda theirs: self._is_self(theirs, lease.attrs)):
+            for _, other in listing.of(lambda theirs: self._local.is_self(theirs, lease.attrs)):
                 if other.key != lease.key and other.expires is not None:
                     log.info("Releasing the lease %s in etcd %s: ours is %s", other, side.api, lease)
                     side.give_back(other.key)
@@ -374,7 +372,7 @@ def _ours(
         lease.key
         for each in listings
         for _, lease in (
-            *each.as_written(local.written),
+            *each.written_by(local),
             *each.of(lambda theirs: local.is_self(theirs, attrs)),
         )
     )
@@ -388,9 +386,7 @@ def _is_contested(key: LeaseKey, attrs: LeaseAttrs, listings: Sequence[Listing],
         lease
         for each in listings
         for lease in each.leases.values()
-        if not local.is_self(lease.attrs, attrs)
-        and contests(lease.key, key)
-        and not is_as_written(lease, local.written)
+        if not local.is_self(lease.attrs, attrs) and contests(lease.key, key) and not local.wrote(lease)
     ]
     for lease in rivals[:1]:
         log.warning(

@@ -108,7 +108,9 @@ class Migration:
 
     def run(self) -> bool:
         config = self._config()
-        old = LeaseReader(posixpath.join(self._old_root, "subnets")).read_all(self._old)
+        old = LeaseReader(
+            posixpath.join(self._old_root, "subnets"), is_ordered=self._old.api != "v2"
+        ).read_all(self._old)
         new = self._leases.read_all(self._new)
         known = set(old.lease_keys())
         others = [net for key in new.lease_keys() if key not in known for net in key if net]

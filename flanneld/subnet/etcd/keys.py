@@ -22,7 +22,7 @@ class Position(Struct, frozen=True, gc=False):
 class StoredKey(Struct, frozen=True, gc=False):
     """A key. ``modified`` is the index of its last change.
 
-    ``created`` is that of its creation. It is 0 if unknown, and in v2, where a renewal by Go sets it anew.
+    ``created`` is that of its creation, 0 if unknown. In v2 a renewal by Go makes the key anew.
 
     ``ttl`` is in seconds. It is None for a key without expiry, infinite if it expires at a time not asked
     for.

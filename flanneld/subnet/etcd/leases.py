@@ -8,7 +8,6 @@ import posixpath
 from collections.abc import Callable, Mapping
 
 from msgspec import Struct, field
-from msgspec.structs import replace
 
 from flanneld.errors import Refused, Retryable
 from flanneld.model import (
@@ -28,13 +27,12 @@ from flanneld.runtime.complaints import BatchedWarnings
 from flanneld.subnet.codec import format_key, parse_attrs, parse_key
 from flanneld.subnet.etcd.keys import KeyClient, KeyReply, NotFound, Position, StoredKey
 from flanneld.subnet.list_watch import RelistNeeded
+from flanneld.subnet.store import LocalFacts
 
 log = logging.getLogger(__name__)
 
 #: Seconds for which a list of all leases need not be read again.
 FRESH = 10.0
-#: Backends whose data no other node has: that of vxlan is the MAC of its device.
-_TELLING = frozenset({"vxlan"})
 
 #: No flannel uses compareAndDelete, but an operator may.
 _GONE = frozenset({"delete", "expire", "compareAndDelete"})
@@ -67,9 +65,9 @@ class Listing(Struct, frozen=True, gc=False):
         found = [item for item in self.leases.items() if is_owner(item[1].attrs)]
         return sorted(found, key=lambda item: [_order(net) for net in item[1].key])
 
-    def as_written(self, written: Lease | None) -> list[tuple[str, Lease]]:
-        """Return the leases that are ``written``, see ``is_as_written``."""
-        return [item for item in self.leases.items() if is_as_written(item[1], written)]
+    def written_by(self, local: LocalFacts) -> list[tuple[str, Lease]]:
+        """Return the leases that this host wrote."""
+        return [item for item in self.leases.items() if local.wrote(item[1])]
 
     def lease_keys(self) -> list[LeaseKey]:
         """Return the keys of all leases, readable or not."""
@@ -83,20 +81,6 @@ class Listing(Struct, frozen=True, gc=False):
         return Snapshot(tuple(self.leases.values()), self.unreadable)
 
 
-def is_as_written(lease: Lease, written: Lease | None) -> bool:
-    """Return True if a lease equals ``written`` in key and attributes.
-
-    With a backend whose data no other node has, the addresses may differ: a backup of etcd shows where this
-    node was before.
-    """
-    if written is None or lease.key != written.key:
-        return False
-    theirs, ours = lease.attrs, written.attrs
-    if ours.backend_type in _TELLING and (ours.backend_data or ours.backend_v6_data):
-        theirs = replace(theirs, public_ip=ours.public_ip, public_ipv6=ours.public_ipv6)
-    return theirs == ours
-
-
 def node_address(attrs: LeaseAttrs) -> IPAddress | None:
     """Return the address that identifies a node."""
     return attrs.public_ip or attrs.public_ipv6
@@ -105,7 +89,7 @@ def node_address(attrs: LeaseAttrs) -> IPAddress | None:
 def say_kept(lease: Lease) -> None:
     """Log that a lease with another public IP than ours was recognised as ours."""
     log.info(
-        "Keeping the lease %s of our former public IP %s: its attributes are as we last wrote them, on this"
+        "Keeping the lease %s of our former public IP %s: its attributes are as we wrote them, on this"
         " hardware",
         lease,
         node_address(lease.attrs),
@@ -113,10 +97,14 @@ def say_kept(lease: Lease) -> None:
 
 
 class LeaseReader:
-    """Reader of the directory ``path``, in which each key is a lease. Threads may share it."""
+    """Reader of the directory ``path``, in which each key is a lease. Threads may share it.
 
-    def __init__(self, path: str) -> None:
+    ``is_ordered`` is True if the creation of a key tells when a node took the lease.
+    """
+
+    def __init__(self, path: str, *, is_ordered: bool = True) -> None:
         self.path = path
+        self._is_ordered = is_ordered
         self._complaints = BatchedWarnings(
             log, "Ignoring {key} in etcd: {reason}", "Ignoring {count} keys in etcd"
         )
@@ -191,11 +179,44 @@ class LeaseReader:
         expires = node.ttl if node.ttl is None or node.ttl == math.inf else clock.now() + node.ttl
         # The same for its two indexes, which are equal until the value changes.
         created = node.modified if node.created == node.modified else node.created
+        created = created if self._is_ordered else 0
         return Lease(attrs, *key, expires=expires, asof=node.modified, created=created)
 
     def complain(self) -> None:
         """Log invalid keys, at most one line a minute. To be called periodically."""
         self._complaints.flush()
+
+
+class OwnLeaseNews:
+    """Events of our own lease. A removal that nobody watched is told if another node has taken it since.
+
+    ``is_ours`` returns True for a key with a value of ours.
+    """
+
+    def __init__(self, reader: LeaseReader, key: LeaseKey, is_ours: Callable[[StoredKey], bool]) -> None:
+        self._reader = reader
+        self._key = key
+        self._is_ours = is_ours
+        #: Index of the last change that is known; 0 before the first one.
+        self._known = 0
+
+    def listed(self, reply: KeyReply) -> list[Event]:
+        """Return the events of a read."""
+        known, node = self._known, reply.node
+        events = self.changed(reply)
+        if node is None or not 0 < known < node.created or self._is_ours(node):
+            return events
+        # Nodes overwrite a lease with conditional writes, which keep the index of its creation.
+        return [Removed(self._key)]
+
+    def changed(self, reply: KeyReply) -> list[Event]:
+        """Return the events of a change."""
+        if reply.node is None:
+            return []
+        self._known = reply.node.modified
+        events = self._reader.news_of(self._key, reply)
+        # An invalid value in our own lease counts as overwritten by another node.
+        return events or [Added(Lease(LeaseAttrs(), *self._key, asof=reply.node.modified))]
 
 
 def _order(net: IPNetwork | None) -> tuple[int, int]:

@@ -21,7 +21,6 @@ from flanneld.config import Config, SubnetRange, parse
 from flanneld.errors import LEASES_END, Cancelled, Retryable
 from flanneld.model import (
     FAMILIES,
-    Added,
     Event,
     IPAddress,
     IPNetwork,
@@ -30,7 +29,6 @@ from flanneld.model import (
     LeaseKey,
     Removed,
     contests,
-    is_same_node,
     name_of,
     overlap,
 )
@@ -38,10 +36,10 @@ from flanneld.runtime import clock, randomness
 from flanneld.runtime.complaints import Once
 from flanneld.subnet.allocation import choose, fits, public_ips_in, unfollowed
 from flanneld.subnet.codec import format_attrs
-from flanneld.subnet.etcd.keys import Conflict, KeyClient, KeyReply, NotFound, Position, watch_keys
-from flanneld.subnet.etcd.leases import LeaseReader, Listing, node_address, say_kept
+from flanneld.subnet.etcd.keys import Conflict, KeyClient, KeyReply, NotFound, Position, StoredKey, watch_keys
+from flanneld.subnet.etcd.leases import LeaseReader, Listing, OwnLeaseNews, node_address, say_kept
 from flanneld.subnet.list_watch import ListWatch, Watches
-from flanneld.subnet.store import NO_FACTS, Deliver, IsSelf, LocalFacts
+from flanneld.subnet.store import NO_FACTS, Deliver, LocalFacts
 
 log = logging.getLogger(__name__)
 
@@ -123,13 +121,14 @@ class EtcdStore:
         #: Values sent for our lease, including those whose answer was lost. A lease with one of them is ours,
         #: for example after a restore of etcd from a backup.
         self._sent: set[str] = set()
-        self.is_self: IsSelf = is_same_node
+        self.local = NO_FACTS
 
     def _use(self, client: KeyClient, name: str = "") -> None:
         root = client.root(self._prefix)
         self.api = client.api
         self.config_key = config_key(client, self._prefix)
-        self._reader = LeaseReader(posixpath.join(root, "subnets"))
+        # In v2 a renewal by Go makes the key anew.
+        self._reader = LeaseReader(posixpath.join(root, "subnets"), is_ordered=client.api != "v2")
         self._endpoints = posixpath.join(root, "endpoints")
         self._requests = client
         self.name = name or f"etcd {client.api} at {self._store} under {root}"
@@ -156,12 +155,12 @@ class EtcdStore:
     def acquire(
         self, config: Config, attrs: LeaseAttrs, previous: LeaseKey, local: LocalFacts = NO_FACTS
     ) -> Lease:
-        self.is_self = local.is_self
+        self.local = local
         for _ in range(TRIES):
             listing = self.listing()
             self._known = None
             try:
-                found = lease = self._reuse(config, attrs, previous, listing, local.written)
+                found = lease = self._reuse(config, attrs, previous, listing)
                 if lease is None:
                     self._chosen = self.pick(config, previous, listing, local.connected)
                     lease = self._create(self._chosen, attrs)
@@ -207,9 +206,9 @@ class EtcdStore:
         """Remove our lease."""
         self._remove(self._reader.key_of(key))
 
-    def remember(self, *leases: Lease | None) -> None:
+    def remember(self, lease: Lease) -> None:
         """Take note of our lease as it may be in the store, so that a renewal recognises it."""
-        self._sent.update(self._value(each.key, each.attrs) for each in leases if each is not None)
+        self._sent.add(self._value(lease.key, lease.attrs))
 
     def renew(self, lease: Lease) -> Lease:
         for _ in range(TRIES):
@@ -262,21 +261,20 @@ class EtcdStore:
         """Return the state machine of ``watch_own``."""
         path = self._reader.key_of(lease.key)
 
+        def is_ours(node: StoredKey) -> bool:
+            found = self._reader.lease(node, lease.key)
+            return found is not None and self._is_ours(node.value, found, lease.attrs)
+
+        news = OwnLeaseNews(self._reader, lease.key, is_ours)
+
         def start(client: KeyClient) -> tuple[list[Event], Position]:
             try:
                 reply = client.fetch(path)
             except NotFound as missing:
                 return [Removed(lease.key)], missing.at
-            return news(reply), reply.at
+            return news.listed(reply), reply.at
 
-        def news(reply: KeyReply) -> list[Event]:
-            events = self._reader.news_of(lease.key, reply)
-            if events or reply.node is None:
-                return events
-            # An invalid value in our own lease counts as overwritten by another node.
-            return [Added(Lease(LeaseAttrs(), *lease.key, asof=reply.node.modified))]
-
-        return watch_keys(self._requests, path, start, news, recursive=False, pace=self._pause_time)
+        return watch_keys(self._requests, path, start, news.changed, recursive=False, pace=self._pause_time)
 
     def reread(self) -> None:
         self._watches.reread()
@@ -303,14 +301,13 @@ class EtcdStore:
         attrs: LeaseAttrs,
         previous: LeaseKey,
         listing: Listing,
-        written: Lease | None,
     ) -> Lease | None:
         """Take the lease that is ours by identity or by proof; remove one that no longer fits the config.
 
         If there are several, the previous one is taken: others may hold anything.
         """
-        mine = listing.of(lambda theirs: self.is_self(theirs, attrs))
-        moved = [each for each in listing.as_written(written) if each not in mine]
+        mine = listing.of(lambda theirs: self.local.is_self(theirs, attrs))
+        moved = [each for each in listing.written_by(self.local) if each not in mine]
         mine = [*moved, *mine]
         fitting = [(path, lease) for path, lease in mine if fits(config, lease.key)]
         fitting.sort(key=lambda item: item[1].key != previous)
@@ -318,7 +315,6 @@ class EtcdStore:
             self._compare_identity(lease, attrs)
             if (path, lease) in moved:
                 say_kept(lease)
-                self.remember(lease)
             is_reserved = lease.expires is None
             renewed = self._replace(path, lease.key, attrs, reserved=is_reserved, modified=lease.asof)
             if (path, lease) not in moved:
@@ -434,10 +430,9 @@ class EtcdStore:
         if node is None:
             raise Conflict(path)
         found = self._reader.lease(node, lease.key)
-        # The last written value proves that the lease is ours, so a node may change its address. What is
-        # older than our last write is from a backup: it shows who had the subnet before us.
-        is_known = node.modified <= lease.asof or node.value in self._sent
-        if found and not is_known and not self.is_self(found.attrs, lease.attrs):
+        # What is older than our last write is from a backup: it shows who had the subnet before us.
+        is_known = node.modified <= lease.asof
+        if found and not is_known and not self._is_ours(node.value, found, lease.attrs):
             owner = node_address(found.attrs)
             raise LeaseTaken(f"the lease {lease} belongs to node {owner} now", "restart to get another")
         reserved = node.ttl is None
@@ -448,6 +443,10 @@ class EtcdStore:
             if lasts is not None:
                 return replace(found, expires=clock.now() + lasts)
         return self._replace(path, lease.key, lease.attrs, reserved=reserved, modified=node.modified)
+
+    def _is_ours(self, value: str, found: Lease, attrs: LeaseAttrs) -> bool:
+        """Return True if a lease is ours by identity, or by what we wrote: our address may have changed."""
+        return value in self._sent or self.local.wrote(found) or self.local.is_self(found.attrs, attrs)
 
     def _create(self, key: LeaseKey, attrs: LeaseAttrs, *, reserved: bool = False) -> Lease:
         ttl = None if reserved else SUBNET_TTL

@@ -54,11 +54,14 @@ def changes(answer: Answer) -> list[KeyReply]:
 _LARGEST = (1 << 63) - 1
 
 
-class _KeyEntry(Struct, gc=False, rename={"modified": "modifiedIndex", "is_dir": "dir"}):
+class _KeyEntry(
+    Struct, gc=False, rename={"modified": "modifiedIndex", "created": "createdIndex", "is_dir": "dir"}
+):
     """A key in a response, as etcd writes it."""
 
     key: str
     modified: int
+    created: int = 0
     value: str = ""
     ttl: Annotated[int, Meta(ge=-_LARGEST, le=_LARGEST)] | None = None
     expiration: str = ""
@@ -67,7 +70,7 @@ class _KeyEntry(Struct, gc=False, rename={"modified": "modifiedIndex", "is_dir":
 
     def node(self) -> StoredKey:
         ttl = 0 if self.ttl is None and self.expiration else self.ttl
-        return StoredKey(self.key, self.value, ttl, self.modified, self.is_dir)
+        return StoredKey(self.key, self.value, ttl, self.modified, self.is_dir, self.created)
 
 
 class _Listed(Struct, gc=False):
@@ -131,11 +134,17 @@ def _node(raw: Mapping[str, Any]) -> StoredKey:
     """Return a node. etcd omits a TTL of 0, but never the expiration time."""
     key, value, modified = raw["key"], raw.get("value") or "", raw["modifiedIndex"]
     ttl = raw.get("ttl", 0 if raw.get("expiration") else None)
-    if not (isinstance(key, str) and isinstance(value, str) and isinstance(modified, int)):
+    created = raw.get("createdIndex") or 0
+    if not (
+        isinstance(key, str)
+        and isinstance(value, str)
+        and isinstance(modified, int)
+        and isinstance(created, int)
+    ):
         raise TypeError
     if not (ttl is None or (isinstance(ttl, int) and abs(ttl) < 1 << 63)):
         raise TypeError
-    return StoredKey(key, value, ttl, modified, bool(raw.get("dir")))
+    return StoredKey(key, value, ttl, modified, bool(raw.get("dir")), created)
 
 
 def _refusal(answer: Answer, body: Mapping[str, Any]) -> Exception:

@@ -231,11 +231,7 @@ class RemoteStore:
     ) -> Lease | None:
         """Return a lease with our former public IP if we wrote it, or if the backend recognizes it."""
         for each in leases:
-            is_as_written = local.written is not None and (each.key, each.attrs) == (
-                local.written.key,
-                local.written.attrs,
-            )
-            is_ours = is_as_written or local.is_self(each.attrs, attrs)
+            is_ours = local.wrote(Lease(each.attrs, *each.key)) or local.is_self(each.attrs, attrs)
             if is_ours and fits(config, each.key) and not is_same_node(each.attrs, attrs):
                 self._written = each.attrs
                 found = Lease(attrs, *each.key, expires=_expires(each, None))

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from ipaddress import IPv4Address, IPv4Network
+from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
-from flanneld.model import Lease, LeaseAttrs
+from flanneld.model import Lease, LeaseAttrs, LeaseKey
 from flanneld.network.rtnetlink.links import SeenLink, is_flannels
 from flanneld.reconcile.last_run import (
     Device,
     FileStamp,
+    LastRun,
     Machine,
     RunRecord,
     adopts_unmarked,
@@ -21,6 +23,7 @@ from flanneld.reconcile.last_run import (
     stale,
 )
 from flanneld.state.resources import ForeignLink, Ipip, Tun, Vxlan, WireGuard
+from flanneld.subnet.store import LocalFacts
 
 MACHINE = Machine("02:18:00:00:00:01", "4c4c4544-0042-3510-8051-b7c04f4d3232")
 ATTRS = LeaseAttrs(IPv4Address("10.0.2.15"), None, "vxlan", {"VtepMAC": "02:00:00:00:00:01"})
@@ -64,6 +67,46 @@ def test_the_same_machine_proves_its_lease(previous: Any) -> None:
 )
 def test_nothing_less_is_a_proof(state: RunRecord | None, machine: Machine) -> None:
     assert proven_lease(state, machine, "etcd", KEY) is None
+
+
+def attrs(number: int, backend: str = "host-gw") -> LeaseAttrs:
+    return LeaseAttrs(IPv4Address(f"192.0.2.{number}"), None, backend)
+
+
+def test_earlier_attributes_of_the_lease_outlive_restarts_until_it_is_another(tmp_path: Path) -> None:
+    def run(machine: Machine, key: LeaseKey, *numbers: int) -> LastRun:
+        last = LastRun(tmp_path / "subnet.env")
+        last.joined(machine, "etcd", Lease(attrs(numbers[0]), *key))
+        for number in numbers[1:]:
+            last.lease_written(Lease(attrs(number), *key))
+        return LastRun(tmp_path / "subnet.env")
+
+    assert run(MACHINE, KEY, 1, 2, 2, 3).earlier == (attrs(2), attrs(1))
+    again = run(MACHINE, KEY, 4, 2)
+    assert again.earlier == (attrs(4), attrs(3), attrs(1))
+    assert again.claim(MACHINE, "etcd", KEY) == Lease(attrs(2), *KEY)
+    assert run(MACHINE, KEY, *range(10, 30)).earlier == tuple(map(attrs, range(28, 20, -1)))
+    assert run(replace(MACHINE, product_uuid="another"), KEY, 5).earlier == ()
+    last = run(MACHINE, (IPv4Network("10.5.9.0/24"), None), 5, 6)
+    assert last.earlier == (attrs(5),)
+    last.lease_lost()
+    assert LastRun(tmp_path / "subnet.env").earlier == ()
+
+
+@pytest.mark.parametrize(
+    ("theirs", "expected"),
+    [
+        (Lease(attrs(2), *KEY), True),
+        (Lease(attrs(1), *KEY), True),
+        (Lease(attrs(3), *KEY), False),
+        (Lease(attrs(1, "ipip"), *KEY), False),
+        (Lease(attrs(1), IPv4Network("10.5.8.0/24")), False),
+    ],
+    ids=["last", "earlier", "another node's", "another backend", "another subnet"],
+)
+def test_lease_in_a_backup_is_ours_by_what_we_once_wrote(theirs: Lease, expected: bool) -> None:
+    assert LocalFacts(Lease(attrs(2), *KEY), earlier=(attrs(1),)).wrote(theirs) is expected
+    assert not LocalFacts(earlier=(attrs(1),)).wrote(theirs)
 
 
 def test_another_subnet_in_subnet_env_is_no_proof() -> None:

@@ -48,6 +48,7 @@ STATE = RunRecord(
         StoreAddress(IPv4Address("10.5.78.9"), 472_221),
     ),
     store_tried=1_700_000_000,
+    earlier=(LeaseAttrs(IPv4Address("10.0.2.14"), backend_type="host-gw"),),
 )
 
 
@@ -63,9 +64,9 @@ def save(path: Path, state: RunRecord) -> None:
 def test_state_of_an_earlier_version_without_the_store_is_read(path: Path) -> None:
     save(path, STATE)
     content = json.loads(path.read_text())
-    del content["store_addresses"], content["store_tried"]
+    del content["store_addresses"], content["store_tried"], content["earlier"]
     path.write_text(json.dumps(content))
-    assert StateFile(path).load() == replace(STATE, store_addresses=(), store_tried=0)
+    assert StateFile(path).load() == replace(STATE, store_addresses=(), store_tried=0, earlier=())
 
 
 @pytest.mark.parametrize(

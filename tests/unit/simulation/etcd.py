@@ -95,7 +95,7 @@ class SimulatedEtcd:
     def put(self, key: str, value: str, ttl: float | None) -> StoredKey:
         before = self.keys.get(key)
         created = before.created if before else self.index + 1
-        node = StoredKey(key, value, ttl, self.index + 1, created=created if self.api == "v3" else 0)
+        node = StoredKey(key, value, ttl, self.index + 1, created=created)
         self.keys[key] = node
         self.ends.pop(key, None)
         if ttl is not None:

@@ -86,11 +86,58 @@ def test_troubled_cluster_is_well_once_it_is_quiet(store: str, seed: int, tmp_pa
     assert cluster.problems() == []
 
 
-@pytest.mark.parametrize(("store", "seed"), [("both", 1967), ("both", 2112)])
+@pytest.mark.parametrize(
+    ("store", "seed"), [("both", 1967), ("both", 2112), ("both", 8777), ("v2", 919191607)]
+)
 def test_cluster_that_once_had_problems_has_none(store: str, seed: int, tmp_path: Path) -> None:
-    """A machine moved and its daemon restarted while v3 was down, which then came back from a backup."""
+    """Machines moved, daemons restarted, and a store came back from a backup, in unlucky orders."""
     _, cluster = troubled(seed, store, tmp_path, deeds=15, nodes=5)
     assert cluster.problems() == []
+
+
+@pytest.mark.parametrize("backend", ["vxlan", "host-gw"])
+def test_machine_that_moved_twice_keeps_its_lease_if_v2_comes_back_from_before(
+    backend: str, tmp_path: Path
+) -> None:
+    world = World(1)
+    with world.running():
+        cluster = cluster_of(world, "both", 3, tmp_path, backend)
+        world.run(SETTLES)
+        host, subnets = cluster.hosts[1], cluster.hosts[1].subnet_env
+        _, v2 = cluster.etcds
+        before = v2.index
+        for _ in range(2):
+            cluster.move(1, 0.0)
+            world.run(SETTLES)
+        v2.set_down(down=True)
+        v2.restore(v2.index - before)
+        host.ended(InterruptedError("killed"))
+        world.run(SETTLES)
+        v2.set_down(down=False)
+        world.run(SETTLES)
+        assert cluster.problems() == []
+        assert host.subnet_env == subnets
+
+
+@pytest.mark.parametrize("store", ["v2", "v3"])
+def test_lease_that_a_newcomer_took_while_its_watch_stalled_is_given_up(store: str, tmp_path: Path) -> None:
+    world = World(1)
+    with world.running():
+        cluster = cluster_of(world, store, 3, tmp_path)
+        world.run(SETTLES)
+        (etcd,) = cluster.etcds
+        subnets = cluster.hosts[1].subnet_env
+        assert isinstance(subnets[0], IPv4Network)
+        key = next(each for each in etcd.leases() if _names(each, subnets[0]))
+        etcd.delete(key)
+        etcd.compact()
+        for watcher in etcd.watchers:
+            watcher.stalled_until = world.time + SETTLES if watcher.concerns(key) else 0.0
+        cluster.add(4).subnet_env = subnets
+        etcd.break_watches()
+        world.run(QUIET)
+        assert cluster.problems() == []
+        assert cluster.hosts[4].subnet_env == subnets
 
 
 @pytest.mark.long

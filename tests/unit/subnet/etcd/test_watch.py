@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterator
 from ipaddress import IPv4Address, IPv4Network
@@ -18,6 +19,7 @@ from flanneld.model import Added, Event, Lease, LeaseAttrs, Removed, Snapshot
 from flanneld.runtime import clock
 from flanneld.subnet.etcd.api_choice import open_etcd
 from flanneld.subnet.etcd.endpoints import EtcdOptions
+from flanneld.subnet.etcd.store import EtcdStore
 from flanneld.subnet.etcd.transport import EtcdTimeouts
 from flanneld.subnet.store import Deliver
 from tests.lab.etcd_v3 import V3Keys
@@ -385,6 +387,34 @@ def test_garbage_in_our_own_lease_is_told_like_anothers_attributes(watched: Watc
     assert lease_of(watched.next(1)) == ("10.1.1.0/24", "None")
     watched.put("10.1.1.0-24", value(3))
     assert lease_of(watched.next(2)) == ("10.1.1.0/24", "192.0.2.3")
+
+
+@pytest.mark.parametrize("api", ["v2", "v3"])
+@pytest.mark.parametrize(
+    ("is_removed", "number", "expected"),
+    [(True, 3, removed("10.1.1.0/24")), (True, 1, "192.0.2.1"), (False, 3, "192.0.2.3")],
+    ids=["taken by another node", "put back for us", "overwritten"],
+)
+def test_removal_of_our_own_lease_between_two_lists_is_told(
+    etcd: LocalEtcd, api: str, is_removed: bool, number: int, expected: Removed | str
+) -> None:
+    with Watched(etcd, api) as watched:
+        assert isinstance(watched.manager, EtcdStore)
+        index = watched.put("10.1.1.0-24", value(1))
+        told: list[Event] = []
+        watch = watched.manager.own_watch(lease("10.1.1.0/24"))
+        watch.step(clock.now(), told.extend)
+        if is_removed:
+            watched.delete("subnets/10.1.1.0-24")
+            watched.put("10.1.1.0-24", value(number))
+        else:
+            # As each node does it: a plain write makes a key of v2 anew.
+            client = watched.manager._requests
+            client.replace(f"{watched.prefix}/subnets/10.1.1.0-24", value(number), 3600, index)
+        watch.reread()
+        while len(told) < 2:
+            watch.step(math.inf, told.extend)
+        assert told[1] == expected or lease_of(told[1])[1] == expected
 
 
 def polls(relay: Relay) -> list[str]:
