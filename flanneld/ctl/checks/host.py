@@ -51,7 +51,7 @@ def dropping(facts: Facts) -> Iterator[Finding]:
 
 @check("E", "rules", "the daemon's own rules are in place")
 def rules(facts: Facts) -> Iterator[Finding]:
-    firewall, uplink = known(facts.status.firewall), facts.status.uplink_name
+    firewall = known(facts.status.firewall)
     if firewall:
         for family in firewall.not_in_place:
             yield Finding(
@@ -60,6 +60,11 @@ def rules(facts: Facts) -> Iterator[Finding]:
                 "packets keep the wrong address, or are dropped",
                 Advice("see the daemon's log: it says why, and tries again"),
             )
+
+
+@check("E", "open tunnel", "strangers send no packets into the tunnel")
+def open_tunnel(facts: Facts) -> Iterator[Finding]:
+    uplink = facts.status.uplink_name
     outside = [str(address) for name, address in facts.addresses if name == uplink and address.is_global]
     packets = listed(between_nodes(facts.status))
     if outside and packets and not facts.is_guarded and not described(facts.status.backend or "").encrypts:

@@ -191,6 +191,7 @@ ACCEPT = (("iptables", "-I", "FORWARD", "-s", "10.5.0.0/16", "-j", "ACCEPT"),)
 FLANNEL = CniFile("/etc/cni/net.d/10-flannel.conflist", ("flannel", "portmap"))
 CALICO = CniFile("/etc/cni/net.d/10-calico.conflist", ("calico",))
 MULTUS = CniFile("/etc/cni/net.d/00-multus.conf", ("multus",))
+OUTSIDE = replace(WELL, addresses=(*WELL.addresses, ("eth0", ip_address("8.8.4.4"))))
 
 #: By the name of a check: what it must find something in.
 CASES: dict[str, list[Facts]] = {
@@ -261,6 +262,7 @@ CASES: dict[str, list[Facts]] = {
         replace(WELL, cni=(FLANNEL,), origin="host", has_subnet_file=False),
     ],
     "rules": [told(lambda d: d.update(firewall={"place": "nft", "not_in_place": ["IPv4"]}))],
+    "open tunnel": [OUTSIDE],
     "keepers": [replace(WELL, firewalls=("firewalld",)), replace(WELL, firewalls=("ufw",))],
     "subnet file": [
         replace(WELL, previous=Previous()),
@@ -830,8 +832,7 @@ def test_a_fix_is_shown_with_a_command_on_each_line_quoted_for_a_shell() -> None
 
 
 def test_open_tunnel_on_a_public_address_is_a_hint() -> None:
-    outside = replace(WELL, addresses=(*WELL.addresses, ("eth0", ip_address("8.8.4.4"))))
-    ((_, found),) = examine(outside)
+    ((_, found),) = examine(OUTSIDE)
     assert found.problem == "whoever reaches 8.8.4.4 by UDP port 8472 sends packets to containers"
     assert (found.severity, found.about) == (Severity.HINT, "eth0")
-    assert examine(replace(outside, is_guarded=True)) == []
+    assert examine(replace(OUTSIDE, is_guarded=True)) == []
