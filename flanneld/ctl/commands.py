@@ -142,6 +142,7 @@ def _doctor(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
         return first.tables(), first.plain, first.is_wrong
     if not is_json:
         output.show(first.tables())
+    arguments.fix = False  # what one run does not heal, a repetition by --watch does not heal either
     number = counted(sum(map(len, chosen)), "command")
     try:
         store_commands.ask(f"Run {number}, those after fix of each PROBLEM?", arguments)

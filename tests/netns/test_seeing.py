@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import stat
 import subprocess
 from collections.abc import Callable
@@ -360,6 +361,23 @@ def test_doctor_runs_the_fixes_that_it_shows_if_it_may(lab: Lab) -> None:
     assert done["ran"] == [{"command": ["sysctl", "-w", "net.ipv4.ip_forward=1"], "failure": ""}]
     assert (done["verdict"].partition(",")[0], findings(node).get("forwarding")) == ("Healthy", None)
     assert flannelctl(node, "doctor", "--fix").returncode == 0
+
+
+def test_watching_doctor_runs_the_fixes_once(lab: Lab, tmp_path: Path) -> None:
+    node, _ = settled(lab)
+    node.namespace.sysctl("net/ipv4/ip_forward", 0)
+    said = tmp_path / "said"
+    with said.open("wb") as out:
+        words = ctl_command(node, "doctor", "--fix", "--yes", "--watch=0.1", "--output=json")
+        watching = node.namespace.start(*words, output=out)
+        try:
+            wait_for(lambda: '"Healthy' in said.read_text(), 40, "the fix")
+            node.namespace.sysctl("net/ipv4/ip_forward", 0)
+            wait_for(lambda: '"Broken' in said.read_text(), 40, "the finding that comes back")
+        finally:
+            watching.send_signal(signal.SIGTERM)
+            watching.wait(20)
+    assert said.read_text().count('"ran"') == 1
 
 
 def test_a_store_that_is_away_is_seen(lab: Lab) -> None:
