@@ -42,7 +42,9 @@ except ModuleNotFoundError as missing:
 
 _SERVICE_HOST = "KUBERNETES_SERVICE_HOST"
 #: Files with credentials that a kubeconfig names.
-_NAMED_FILES = re.compile(r'(?:tokenFile|client-certificate|client-key)"?\s*:\s*"?([^"\s,}]+)')
+_NAMED_FILES = re.compile(
+    r"""(?:tokenFile|client-certificate|client-key)["']?\s*:\s*(?:"([^"]+)"|'([^']+)'|([^\s"',}]+))"""
+)
 #: For each file with credentials the numbers that change with it; None for a missing one.
 Files = tuple[tuple[int, int, int] | None, ...]
 #: Exceptions that the kubernetes package raises for a malformed configuration, or for one that needs a
@@ -160,7 +162,7 @@ class Access:
             config = Path(self._kubeconfig)
             with suppress(OSError):
                 found = _NAMED_FILES.findall(config.read_text(encoding="utf-8", errors="replace"))
-                paths = [config, *(config.parent / name for name in found)]
+                paths = [config, *(config.parent / "".join(names) for names in found)]
         elif not self._url:
             from kubernetes.config.incluster_config import SERVICE_TOKEN_FILENAME
 
