@@ -91,6 +91,11 @@ class LeaseAttrs(Struct, frozen=True, gc=False):
     def public(self, family: Family) -> IPAddress | None:
         return self.public_ip if family == 4 else self.public_ipv6
 
+    @property
+    def public_ips(self) -> tuple[IPAddress, ...]:
+        """The public IPs that it has, that of IPv4 first."""
+        return tuple(ip for ip in (self.public_ip, self.public_ipv6) if ip is not None)
+
     def data(self, family: Family) -> Any:
         return self.backend_data if family == 4 else self.backend_v6_data
 
@@ -98,7 +103,7 @@ class LeaseAttrs(Struct, frozen=True, gc=False):
         """Return addresses, backend and its data for the log. The data may be any text from the store."""
         import json  # the udp proxy, which has no use for it, starts sooner
 
-        ips = [str(ip) for ip in (self.public_ip, self.public_ipv6) if ip] or ["no public IP"]
+        ips = list(map(str, self.public_ips)) or ["no public IP"]
         told = [json.dumps(data)[:200] for data in (self.backend_data, self.backend_v6_data) if data]
         return ", ".join([*ips, f"backend {shown(self.backend_type) or 'unnamed'}", *told])
 

@@ -216,7 +216,7 @@ def _list_leases(chosen: Options, arguments: argparse.Namespace) -> CommandAnswe
     rows = [
         (
             name_of(each.key),
-            ",".join(str(ip) for ip in (each.attrs.public_ip, each.attrs.public_ipv6) if ip) or "-",
+            ",".join(map(str, each.attrs.public_ips)) or "-",
             each.attrs.backend_type or "-",
             clock.utc_text(each.expires_ns / 1e9) if each.expires_ns else "reserved",
         )
@@ -233,7 +233,7 @@ def _delete_lease(chosen: Options, arguments: argparse.Namespace) -> CommandAnsw
     with _leases(chosen) as store:
         key = _key_of(store, arguments)
         lease, _ = store.lease(arguments.name, key)
-        public = [ip for ip in (lease.attrs.public_ip, lease.attrs.public_ipv6) if ip]
+        public = lease.attrs.public_ips
         owner = ", ".join(map(str, public)) or "an unknown node"
         ask(f"delete the lease {name_of(key)} of {owner}?", arguments)
         if any(reply.arrived for reply in nodes.echo(public).values()):

@@ -73,8 +73,8 @@ def public_ips_in(config: Config, leases: Iterable[Lease]) -> Iterator[IPNetwork
     """Yield the nodes' public IPs inside the ranges, of which most clusters have none, as networks."""
     spans = [_span(pool.network) for pool in config.ranges]
     for lease in leases:
-        for public_ip in (lease.attrs.public_ip, lease.attrs.public_ipv6):
-            if public_ip is not None and any(first <= int(public_ip) < after for first, after in spans):
+        for public_ip in lease.attrs.public_ips:
+            if any(first <= int(public_ip) < after for first, after in spans):
                 yield single(public_ip)
 
 

@@ -63,7 +63,7 @@ def decide(
         return KeyAction("refuse", f"in {there} there is something else: {reason.problem}")
     if stored != lease.attrs:
         owner = stored.public_ip or stored.public_ipv6
-        whose = "of the same node, with other data" if owner in _addresses(lease) else f"of {owner}"
+        whose = "of the same node, with other data" if owner in lease.attrs.public_ips else f"of {owner}"
         return KeyAction("refuse", f"{there} has another lease there, {whose}")
     if found.ttl is None:
         return KeyAction("keep")
@@ -209,10 +209,6 @@ class Migration:
     def _refused(self, path: str, why: str) -> bool:
         self._say(f"could not copy {path}: {why}")
         return False
-
-
-def _addresses(lease: Lease) -> tuple[object, ...]:
-    return tuple(ip for ip in (lease.attrs.public_ip, lease.attrs.public_ipv6) if ip)
 
 
 def move(

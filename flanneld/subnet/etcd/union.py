@@ -57,7 +57,7 @@ class LeaseUnion:
     def disputes(self) -> Iterator[tuple[Lease, Lease]]:
         """Yield the leases that two APIs assign to different nodes, as pairs with the effective one first."""
         for found in map(self._found, self._leases()):
-            if len({(each.attrs.public_ip, each.attrs.public_ipv6) for each in found}) > 1:
+            if len({each.attrs.public_ips for each in found}) > 1:
                 yield found[0], found[1]
 
     def _found(self, key: LeaseKey) -> list[Lease]:

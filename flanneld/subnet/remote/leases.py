@@ -474,8 +474,8 @@ def _check_claim(config: Config, wanted: WireLease, named: LeaseKey) -> None:
 
 
 def _check_address(attrs: LeaseAttrs) -> None:
-    for public_ip in (attrs.public_ip, attrs.public_ipv6):
-        if public_ip is not None and not is_a_hosts(public_ip):
+    for public_ip in attrs.public_ips:
+        if not is_a_hosts(public_ip):
             raise Refused(f"the public IP {public_ip} is no host's", "correct -public-ip on its node")
 
 
