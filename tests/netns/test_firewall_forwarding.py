@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from ipaddress import ip_network
 from pathlib import Path
 
 import pytest
 
-from flanneld.network.firewall.foreign import has_firewalld
+from flanneld.network.firewall.driver import IptablesRunner
+from flanneld.network.firewall.foreign import forward_drops, has_firewalld
 from tests.lab import wait_for
 from tests.netns.firewall_host import NETS, WAYS, Host, host
 
@@ -120,6 +123,23 @@ def test_firewalld_is_known_by_what_it_has_in_the_kernel(machine: Host, script: 
         assert not has_firewalld()
         machine.sh(script)
         assert has_firewalld()
+
+
+@pytest.mark.parametrize(("pods", "are_dropped"), [("10.5.0.0/16", False), ("10.6.0.0/16", True)])
+def test_elements_of_an_ipset_decide_what_a_rule_about_it_lets_through(
+    machine: Host, monkeypatch: pytest.MonkeyPatch, pods: str, are_dropped: bool
+) -> None:
+    machine.sh("iptables-nft -A FORWARD -j DROP")
+    accept = "-A FORWARD -m set --match-set pods src -j ACCEPT"
+    environment = machine.stub(
+        ["ipset", "iptables-nft-save"],
+        f"case $0 in *ipset) printf 'create pods hash:net family inet\\nadd pods {pods}\\n' ;;"
+        f" *) printf '*filter\\n:FORWARD ACCEPT [0:0]\\n{accept}\\n-A FORWARD -j DROP\\n' ;; esac",
+    )
+    monkeypatch.setenv("PATH", environment["PATH"])
+    with machine.namespace.entered():
+        dropping = forward_drops(ip_network("10.5.0.0/16"), IptablesRunner(threading.Event()))
+    assert bool(dropping) == are_dropped
 
 
 def test_rules_that_refuse_some_packets_are_not_reported(machine: Host) -> None:

@@ -19,7 +19,7 @@ from flanneld.network.firewall import xtables
 from flanneld.network.firewall.driver import IptablesRunner
 from flanneld.network.firewall.fate import DROP, Chains, Fate, Packet, walked
 from flanneld.network.firewall.iptables import Flavour, program
-from flanneld.network.firewall.iptables_text import read_table
+from flanneld.network.firewall.iptables_text import IpSets, read_ipsets, read_table
 from flanneld.network.firewall.netlink import Hooked, Netfilter
 from flanneld.network.firewall.placing import RulePlace
 from flanneld.network.firewall.rules import NATIVE_TABLE, NFT_FAMILY, Chain
@@ -208,7 +208,11 @@ def _of_iptables(
         text = commands.run((f"{program(place, family)}-save", "-t", table))
     except FlannelError:
         return
-    chains, policies = read_table(text)
+    sets: IpSets = {}
+    if " --match-set " in text:
+        with suppress(FlannelError):
+            sets = read_ipsets(commands.run(("ipset", "save")))
+    chains, policies = read_table(text, sets)
     for name, policy in policies.items():
         if policy != "-":
             qualified = f"{NFT_FAMILY[family]} {table}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from ipaddress import ip_address, ip_network, summarize_address_range
 from itertools import takewhile
 
@@ -68,12 +68,16 @@ _EXTENSIONS = frozenset(
         "physdev",
         "pkttype",
     }
-    | {"state", "tcp", "udp"}
+    | {"set", "state", "tcp", "udp"}
 )
 #: Options about packets that a bridge passes on, and about fragments: no first packet that is routed.
 _OF_OTHER_PACKETS = frozenset(
     {"-f", "--physdev-is-bridged", "--physdev-is-in", "--physdev-is-out", "--physdev-in", "--physdev-out"}
 )
+
+#: Dimensions and elements of each set of ipset(8), such as "ip,port" and "192.0.2.1,udp:8472".
+IpSets = Mapping[str, tuple[str, list[str]]]
+_NO_SETS: IpSets = {}
 
 
 def restore_text(edits: Iterable[Edit]) -> str:
@@ -124,10 +128,22 @@ def read_rules(listing: str) -> tuple[Rule, ...]:
     return tuple(rule.without_text() for rules in chains.values() for rule in rules)
 
 
-def read_table(listing: str) -> tuple[Chains, dict[str, str]]:
+def read_ipsets(listing: str) -> IpSets:
+    """Return the sets in the output of ``ipset save``. One with exceptions has an element that is none."""
+    sets: dict[str, tuple[str, list[str]]] = {}
+    for line in listing.split("\n"):
+        match line.split(" "):
+            case ["create", name, kind, *_]:
+                sets[name] = kind.partition(":")[2], []
+            case ["add", name, element, *options]:
+                sets[name][1].append("nomatch" if "nomatch" in options else element)
+    return sets
+
+
+def read_table(listing: str, sets: IpSets = _NO_SETS) -> tuple[Chains, dict[str, str]]:
     """Return the rules and the policies in the output of ``iptables-save -t TABLE``.
 
-    A policy is the target's name, ``-`` for none.
+    A policy is the target's name, ``-`` for none. A set that is not in ``sets`` has unknown elements.
     """
     chains: dict[str, list[str]] = {}
     policies: dict[str, str] = {}
@@ -137,10 +153,10 @@ def read_table(listing: str) -> tuple[Chains, dict[str, str]]:
             chains[name], policies[name] = [], policy
         elif line.startswith("-A "):
             chains.setdefault(line.split(" ", 2)[1], []).append(line)
-    return LazyChains(chains, lambda lines: tuple(map(_read_rule, lines))), policies
+    return LazyChains(chains, lambda lines: tuple(_read_rule(line, sets) for line in lines)), policies
 
 
-def _read_rule(line: str) -> Rule:
+def _read_rule(line: str, sets: IpSets) -> Rule:
     rule, tests = Rule(text=line), list[Test]()
     try:
         for name, values, negated in _options("".join(line.split(" ", 2)[2:])):
@@ -152,7 +168,7 @@ def _read_rule(line: str) -> Rule:
             elif name == "--comment":
                 rule = replace(rule, comment=values[0])
             elif name != "-m" or values[0] not in _EXTENSIONS:
-                tests.append(_condition(name, values, negated=negated))
+                tests.append(_condition(name, values, sets, negated=negated))
     except ValueError:
         return Rule(UNKNOWN_VERDICT, (UNKNOWN,), text=line)
     return replace(rule, tests=tuple(tests))
@@ -169,12 +185,42 @@ def _with_option(rule: Rule, name: str, values: tuple[str, ...]) -> Rule:
     return replace(rule, extra=f"{rule.extra} {name}".strip())
 
 
-def _condition(name: str, values: tuple[str, ...], *, negated: bool) -> Test:
+def _condition(name: str, values: tuple[str, ...], sets: IpSets, *, negated: bool) -> Test:
+    if name == "--match-set" and len(values) == 2:
+        return _in_set(values[0], values[1], sets, negated=negated)
     if name in _OF_OTHER_PACKETS:
         return replace(NEVER, negated=negated)
     if name == "--tcp-flags" and len(values) == 2:
         return Test("flags", ((_flags(values[1]), _flags(values[0])),), negated)
     return _test(_FIELDS[name], *values, negated=negated) if name in _FIELDS else UNKNOWN
+
+
+def _in_set(name: str, sides: str, sets: IpSets, *, negated: bool = False) -> Test:
+    """Return the test that a set has a packet's properties of these sides, ``src`` or ``dst`` each."""
+    dimensions, elements = sets.get(name, ("", ["unknown"]))
+    try:
+        ways = tuple(tuple(_in_element(dimensions, each, sides, sets)) for each in elements)
+    except ValueError:
+        return UNKNOWN
+    return Test("any", ways, negated)
+
+
+def _in_element(dimensions: str, element: str, sides: str, sets: IpSets) -> Iterator[Test]:
+    for kind, value, side in zip(dimensions.split(","), element.split(","), sides.split(","), strict=False):
+        is_source = side == "src"
+        match kind:
+            case "ip" | "net":
+                yield _test("source" if is_source else "destination", value, negated=False)
+            case "port":
+                protocol, _, port = value.rpartition(":")
+                yield from [_test("protocol", protocol, negated=False)] if protocol else ()
+                yield _test("sport" if is_source else "dport", port.replace("-", ":"), negated=False)
+            case "iface":
+                yield Test("iif" if is_source else "oif", (value,))
+            case "set":
+                yield _in_set(value, sides, sets)
+            case _:
+                yield UNKNOWN
 
 
 def _options(rule: str) -> Iterator[tuple[str, tuple[str, ...], bool]]:

@@ -3,8 +3,8 @@
 Debian's examples, ufw, firewalld, Docker and iptables-legacy were recorded in a namespace where they had set
 their rules; load_balancing and secmark are missing, which need parts of a kernel that was not at hand.
 ``docker-drops`` has the policy that Docker sets where nothing was forwarded before. The rules of
-kube-proxy, Calico, Cilium and libvirt were written after their sources, loaded there and recorded; so were
-``server``, after the nftables wiki, and ``limited``.
+kube-proxy, Calico, Cilium, libvirt and ``ipset`` (kube-router and fail2ban) were written after their sources,
+loaded there and recorded; so were ``server``, after the nftables wiki, and ``limited``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flanneld.ctl.lookups import INWARDS, OUTWARDS, THROUGH
 from flanneld.model import Family, family_of
 from flanneld.network.firewall.fate import DROP, Fate, LazyChains, Packet
 from flanneld.network.firewall.foreign import BaseChain, fates
-from flanneld.network.firewall.iptables_text import read_table
+from flanneld.network.firewall.iptables_text import read_ipsets, read_table
 from flanneld.network.firewall.nft_json import read_chains
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -46,7 +46,7 @@ FLOWS = {
 }
 
 
-#: Verdicts by recording and flow, where they are not "accept".
+#: Verdicts by recordings and flow, where they are not "accept".
 NO_FORWARD = {flow: "drop FORWARD policy" for flow in FLOWS if "pod" in flow}
 EXPECTED: dict[str, dict[str, str]] = {
     "calico.save": {},
@@ -77,9 +77,15 @@ EXPECTED: dict[str, dict[str, str]] = {
         "in, IPv6": "drop filter_INPUT 72",
         **{flow: "drop filter_FORWARD 101" for flow in FLOWS if "pod" in flow},
     },
+    "ipset.save": {
+        "icmp to a pod": "drop FORWARD -A KUBE-POD-FW-AAAAAAAAAAAAAAAA -m comment"
+        ' --comment "rule to REJECT traffic destined for POD name:web namespace: default"'
+        " -m mark ! --mark 0x10000/0x10000 -j REJECT --reject-with icmp-port-unreachable"
+    },
     "kube-proxy-iptables.save": NO_FORWARD,
     "kube-proxy-nft.json": {},
     "legacy.save": {"in": "drop INPUT -A INPUT -p udp -m udp --dport 8472 -j DROP", **NO_FORWARD},
+    "legacy.save docker.save": {"in": "drop INPUT -A INPUT -p udp -m udp --dport 8472 -j DROP", **NO_FORWARD},
     "libvirt.save": {},
     "limited.json": {"in": "drop input policy ? 3", "in, IPv6": "drop input policy ? 3"},
     "server.json": {
@@ -95,7 +101,7 @@ EXPECTED: dict[str, dict[str, str]] = {
 
 
 @pytest.mark.parametrize("flow", FLOWS)
-@pytest.mark.parametrize("name", sorted(path.name for path in RECORDED.iterdir()))
+@pytest.mark.parametrize("name", sorted({*EXPECTED, *(path.name for path in RECORDED.iterdir())}))
 def test_verdict_on_a_packet_is_that_of_the_recorded_packet_filter(name: str, flow: str) -> None:
     assert verdict(name, flow) == EXPECTED[name].get(flow, "accept")
 
@@ -114,13 +120,18 @@ def test_reading_thousands_of_rules_parses_only_those_that_a_packet_meets() -> N
 
 
 def recorded(name: str, family: Family) -> Iterator[BaseChain]:
-    path = RECORDED / name
+    for each in name.split():
+        yield from chains_in(RECORDED / each, family)
+
+
+def chains_in(path: Path, family: Family) -> Iterator[BaseChain]:
     if path.suffix == ".json":
         yield from native(json.loads(path.read_text())["nftables"], family)
         return
-    for text in path.read_text().split("*")[1:]:
+    sets, *tables = path.read_text().split("*")
+    for text in tables:
         table = text.split("\n", 1)[0]
-        chains, policies = read_table(text)
+        chains, policies = read_table(text, read_ipsets(sets))
         for chain, policy in policies.items():
             if policy != "-" and table != "nat":
                 yield BaseChain("nft", 4, f"ip {table}", chain, chain.lower(), policy == "DROP", chains)

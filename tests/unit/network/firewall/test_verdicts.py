@@ -23,7 +23,7 @@ from flanneld.network.firewall.fate import (
     walked,
 )
 from flanneld.network.firewall.foreign import BaseChain, Opening, of_network
-from flanneld.network.firewall.iptables_text import read_table
+from flanneld.network.firewall.iptables_text import read_ipsets, read_table
 from flanneld.network.firewall.nft_json import read_chains
 
 PACKET = Packet("eth0", "", ip_address("192.0.2.2"), ip_address("192.0.2.1"), "udp", 8472)
@@ -83,6 +83,64 @@ def test_rule_that_may_accept_makes_a_later_drop_uncertain() -> None:
     assert iptables("-A INPUT -m limit --limit 5/sec -j own", "-A own -j ACCEPT", drop).certain is False
     assert iptables("-A INPUT -m limit --limit 5/sec -j DROP", drop) == Fate(DROP, drop)
     assert iptables("-A INPUT --unknown 'unbalanced", drop).certain is False
+
+
+SETS = """
+create nets hash:net family inet hashsize 1024
+add nets 192.0.2.0/24 comment "peers"
+add nets 198.51.100.0/24
+create but hash:net family inet
+add but 192.0.2.0/24
+add but 192.0.2.2 nomatch
+create pairs hash:net,port,net family inet
+add pairs 192.0.2.0/24,udp:8472,192.0.2.1
+create ports bitmap:port range 0-65535
+add ports 8472
+create tcp hash:ip,port family inet
+add tcp 192.0.2.1,tcp:8472
+create links hash:net,iface family inet
+add links 192.0.2.0/24,eth0
+add links 192.0.2.0/24,physdev:eth1
+create macs hash:mac hashsize 1024
+add macs 02:00:00:00:00:01
+create all list:set size 8
+add all but
+add all nets
+create six hash:net family inet6
+add six 2001:db8::/32
+create empty hash:ip family inet
+"""
+
+
+@pytest.mark.parametrize(
+    ("test", "is_dropped"),
+    [
+        ("--match-set nets src", True),
+        ("! --match-set nets dst", False),
+        ("--match-set ports dst", True),
+        ("--match-set ports src", None),
+        ("--match-set pairs src,dst,dst", True),
+        ("--match-set pairs dst,dst,src", False),
+        ("--match-set tcp dst,dst", False),
+        ("--match-set links src,src", True),
+        ("--match-set links src,dst", False),
+        ("--match-set all src", True),
+        ("--match-set six src", False),
+        ("--match-set empty src", False),
+        ("! --match-set empty src", True),
+        ("--match-set but src", None),
+        ("--match-set macs src", None),
+        ("--match-set missing src", None),
+        ("--match-set nets src --return-nomatch", None),
+    ],
+)
+def test_rule_about_a_set_of_ipset_is_certain_if_its_elements_are_known(
+    test: str, is_dropped: bool | None
+) -> None:
+    line = f"-A INPUT -m set {test} -j DROP"
+    chains, _ = read_table(f":INPUT ACCEPT [0:0]\n{line}", read_ipsets(SETS))
+    decided = fate(chains, "INPUT", PACKET)
+    assert decided == {True: Fate(DROP, line), False: Fate(), None: Fate(doubt=line)}[is_dropped]
 
 
 @pytest.mark.parametrize("prefix", ["-s", "-j", '"-j DROP"', "!"])
