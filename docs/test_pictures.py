@@ -14,16 +14,18 @@ from msgspec.structs import replace
 
 from flanneld.backends import registry
 from flanneld.backends.contract import Backend, Host, OtherBackend
-from flanneld.backends.wireguard import keys
+from flanneld.backends.wireguard import keys, mesh, rotation
 from flanneld.config import parse
 from flanneld.errors import Refused
 from flanneld.model import Lease, LeaseAttrs, Uplink
 from flanneld.network.firewall.iptables_text import rule_text
 from flanneld.network.firewall.rules import Nets, Purpose, desired_rules
 from flanneld.state.resources import Route
+from tests.bench import timeline
+from tests.unit.backends.wireguard.test_mesh import UNABLE, Site
 
 DOCS = Path(__file__).parent
-PICTURES = ("house.svg", "packet.svg", "switch.svg")
+PICTURES = ("house.svg", "mesh.svg", "packet.svg", "start.svg", "switch.svg")
 SVG = "{http://www.w3.org/2000/svg}"
 NETWORK = IPv4Network("10.5.0.0/16")
 SUBNETS = (IPv4Network("10.5.29.0/24"), IPv4Network("10.5.96.0/24"))
@@ -110,3 +112,45 @@ def test_device_to_a_peer_in_the_picture_of_a_switch_is_that_of_its_route(own: i
         led = []
     devices = [each.device for each in led if isinstance(each, Route)]
     assert WAYS[own, peer] == (devices[0] if devices else "not reached")
+
+
+def test_start_in_time_is_drawn_from_its_data() -> None:
+    ends = json.loads(timeline.DATA.read_text())
+    assert timeline.PICTURE.read_text() == timeline.draw(ends)
+    assert [*ends] == [step.end for step in timeline.STEPS]
+    assert [*ends.values()] == sorted(ends.values())
+
+
+def test_steps_of_the_start_in_time_end_with_the_lines_of_a_log_in_their_order() -> None:
+    log = (DOCS.parent / "tests/faults/golden/hosts/healthy/log.txt").read_text()
+    places = [log.find(f"I {step.end}") for step in timeline.STEPS]
+    assert -1 not in places
+    assert places == sorted(places)
+
+
+SECONDS = {
+    "session": rotation.DEAD,
+    "silent": rotation.DEAD + rotation.GIVEN_UP,
+    "search": rotation.SEARCH_KEEPALIVE,
+    "first": rotation.FIRST_TRY,
+    "later": rotation.LATER_TRY,
+    "nat": mesh.NAT_KEEPALIVE,
+}
+
+
+def test_times_in_the_picture_of_a_mesh_are_those_of_the_code() -> None:
+    told = {each.get("data-seconds"): each.text for each in picture("mesh.svg").iter(f"{SVG}tspan")}
+    assert told == {name: f"{value:g} s" for name, value in SECONDS.items()}
+
+
+def test_pairs_in_the_picture_of_a_mesh_meet_as_in_the_simulation() -> None:
+    cells = {
+        (each.attrib["data-own"], each.attrib["data-peer"]): each.text
+        for each in picture("mesh.svg").iter(f"{SVG}text")
+        if "data-own" in each.attrib
+    }
+    assert cells == {
+        (one.value, other.value): "does not" if {one, other} in UNABLE else "meets"
+        for one in Site
+        for other in Site
+    }

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from docs.test_pictures import PICTURES
 from tests.browser.browser import browser
 from tests.lab.daemon import ROOT
 
@@ -28,7 +29,7 @@ MISPLACED = """(() => {
 BACKGROUND = "getComputedStyle(document.querySelector('.page')).fill"
 
 
-@pytest.mark.parametrize("name", ["house.svg", "packet.svg", "switch.svg"])
+@pytest.mark.parametrize("name", PICTURES)
 def test_picture_is_readable_in_light_and_dark(name: str, tmp_path: Path) -> None:
     with browser(tmp_path / "profile") as shown:
         for scheme, background in (("light", "rgb(255, 255, 255)"), ("dark", "rgb(13, 17, 23)")):

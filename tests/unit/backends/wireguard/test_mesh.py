@@ -159,6 +159,10 @@ class Site(Enum):
     SYMMETRIC = "symmetric"
 
 
+#: Kinds that do not meet: a symmetric NAT shows the other side a port that nothing was announced of.
+UNABLE = ({Site.SYMMETRIC}, {Site.SYMMETRIC, Site.RESTRICTED})
+
+
 class Router:
     """NAT of one site."""
 
@@ -371,7 +375,7 @@ def kind_of(member: Member) -> Site:
 def can_meet(one: Member, other: Member) -> bool:
     if one.router is not None and one.router is other.router:
         return True
-    return {kind_of(one), kind_of(other)} not in ({Site.SYMMETRIC}, {Site.SYMMETRIC, Site.RESTRICTED})
+    return {kind_of(one), kind_of(other)} not in UNABLE
 
 
 @pytest.fixture
