@@ -35,7 +35,7 @@ STEPS = (
     Step("VXLAN config", "elect: the external interface"),
     Step("Our subnet is", "join: the backend and the lease"),
     Step("Made address", "the device and its address"),
-    Step("Made our rules", "masquerading, by iptables' commands"),
+    Step("Made our rules", "masquerading, by iptables"),
     Step("Wrote subnet file", "subnet.env, READY=1"),
     Step("In sync with", "all leases, the routes to the peers"),
 )
