@@ -18,9 +18,9 @@ from flanneld import config, options
 from flanneld.backends.registry import BUILT_IN, described
 from flanneld.ctl import commands
 from flanneld.ctl import main as flannelctl
+from flanneld.ctl.checks import THEMES
 from flanneld.ctl.checks.cluster import RULES
 from flanneld.ctl.doctor import CHECKS
-from flanneld.ctl.findings import THEMES
 from flanneld.diagnostics.metrics import METRICS
 from flanneld.reconcile.counters import BOUNDS
 from tests.bench import page as figures

@@ -111,7 +111,7 @@ def naming(status: Status, name: str) -> Callable[[str], bool]:
 
     A node that has left has no other name.
     """
-    from flanneld.ctl.path_mtu import peer_named
+    from flanneld.ctl.paths import peer_named
 
     names = {name}
     with suppress(FlannelError):

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from flanneld.diagnostics.status import ObjectStatus, PeerStatus, Status, known, resources
 from flanneld.model import FAMILIES, IPAddress, IPNetwork
 from flanneld.network.host import HostView
-from flanneld.network.lookups import RTN_LOCAL
+from flanneld.network.routing import RTN_LOCAL
 from flanneld.network.rtnetlink import links
 from flanneld.network.rtnetlink.domain import Behind, Domain
 from flanneld.network.rtnetlink.kernel import Kernel
@@ -145,7 +145,7 @@ def _completed(link: SeenLink, should: Link | None) -> SeenLink:
     return replace(link, make=links.completed(should, link.make)) if should else link
 
 
-def lookups() -> Callable[[IPAddress], RouteTaken]:
+def route_lookup() -> Callable[[IPAddress], RouteTaken]:
     """Return a function for route lookups on one socket. It raises ``OSError``."""
     kernel = Kernel()
     names: dict[int, str] = {}

@@ -10,17 +10,26 @@ from typing import Any
 from msgspec import Struct
 
 from flanneld.compat.glog import counted
-from flanneld.ctl.checks import cluster, containers, encryption, host, kernel, packets, stale_objects, store
-from flanneld.ctl.facts import Facts
-from flanneld.ctl.findings import THEMES, Check, Finding, Fix, Severity
+from flanneld.ctl.checks import (
+    THEMES,
+    Check,
+    Facts,
+    cluster,
+    containers,
+    encryption,
+    host,
+    kernel,
+    others,
+    store,
+)
 from flanneld.ctl.output import TextTable
 from flanneld.ctl.source import DataSource
 from flanneld.errors import Retryable
+from flanneld.findings import Command, Finding, Fix, Severity
 from flanneld.runtime.command import CommandRunner
-from flanneld.runtime.shell import Command
 
 #: The modules of checks. Of one theme, the checks and findings of the first come first.
-_MODULES = (store, containers, encryption, host, kernel, cluster, packets, stale_objects)
+_MODULES = (store, containers, encryption, host, kernel, cluster, others)
 #: All checks, sorted by theme.
 CHECKS = tuple(
     sorted(

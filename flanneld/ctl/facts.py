@@ -1,157 +1,67 @@
-"""Facts about this host for the checks of ``flannelctl doctor``."""
+"""Facts about this host, read for the checks of ``flannelctl doctor``."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+import re
+import threading
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
+from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from msgspec import Struct, field
+from msgspec.structs import replace
 
 from flanneld.backends.registry import described
-from flanneld.config import Config
-from flanneld.ctl import compare, lookups, nodes
-from flanneld.ctl.checks import containers, encryption, packets, stale_objects
-from flanneld.ctl.checks.containers import Container
-from flanneld.ctl.checks.encryption import CharonState
-from flanneld.ctl.checks.packets import Drop, Translation
-from flanneld.ctl.checks.stale_objects import CniFile, LeftRules
-from flanneld.ctl.checks.store import EtcdHealth, ask_etcd
-from flanneld.ctl.compare import ActualState, Comparison, ShadowingRoute
-from flanneld.ctl.lookups import Lost
-from flanneld.ctl.path_mtu import PathToPeer, sample
-from flanneld.ctl.source import DataSource, Unknown
-from flanneld.diagnostics.status import PeerStatus, Status, known, resources
-from flanneld.model import FAMILIES, IPAddress, IPNetwork
+from flanneld.ctl import compare, losses, nodes
+from flanneld.ctl.checks import Facts, LackingFeature
+from flanneld.ctl.checks.containers import Container, container_devices
+from flanneld.ctl.checks.encryption import KERNEL_TABLES, CharonState, sessions_of, with_associations
+from flanneld.ctl.checks.others import CniFile, LeftRules
+from flanneld.ctl.checks.store import EtcdHealth
+from flanneld.ctl.compare import ActualState, Comparison
+from flanneld.ctl.losses import host_addresses, number
+from flanneld.ctl.paths import PathToPeer, carriers, container_of, sample
+from flanneld.ctl.source import DataSource
+from flanneld.diagnostics.status import Status, known, resources
+from flanneld.errors import Retryable
+from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork
 from flanneld.network import host_settings, interfaces, processes, survey
+from flanneld.network.firewall.driver import IptablesRunner
+from flanneld.network.firewall.edits import RuleOwnership
 from flanneld.network.firewall.foreign import has_firewalld
 from flanneld.network.firewall.netlink import has_guard
-from flanneld.network.host_settings import WrongSetting as HostFinding
+from flanneld.network.firewall.placing import PLACES, commands_of, stale_rules
+from flanneld.network.firewall.placing import described as as_text
+from flanneld.network.host import HostView, entered, named_namespaces, number_of
+from flanneld.network.host_settings import WrongSetting
 from flanneld.network.rtnetlink import devices, links
 from flanneld.network.rtnetlink.links import SeenLink, is_flannels
+from flanneld.network.rtnetlink.messages import RTN_UNICAST
 from flanneld.network.rtnetlink.netlink import NetlinkSocket
 from flanneld.runtime import clock
 from flanneld.state.resources import Link, Tun, Vxlan
 from flanneld.subnet import subnet_file
-from flanneld.subnet.subnet_file import Previous
+
+if TYPE_CHECKING:
+    from flanneld.backends.ipsec.resources import ConnectionSas
+    from flanneld.network.genetlink import SeenDevice
 
 _GC_THRESH = "/proc/sys/net/ipv4/neigh/default/gc_thresh3"
 #: Seconds for a node to refuse a port, or a packet with no hop left.
 _BRIEFLY = 0.3
 #: Hops to the kernel of a peer: with udp the proxies of both nodes take one each.
 _HOPS, _HOPS_UDP = 1, 3
-
-
-class LackingFeature(Struct, frozen=True, gc=False):
-    """Feature that this kernel lacks, how that was seen, and the modules that have it."""
-
-    name: str
-    evidence: str
-    modules: str
-
-
-class Facts(Struct, frozen=True, gc=False):
-    """Facts about this host; unknown ones are None or empty.
-
-    Counters are in packets, times since the epoch.
-    """
-
-    status: Status = Status()
-    origin: str = "host"
-    unknown: tuple[Unknown, ...] = ()
-    now: float = 0.0
-    subnet_file: str = ""
-    has_subnet_file: bool = True
-    #: State in the subnet file.
-    previous: Previous = field(default_factory=Previous)
-    links: tuple[SeenLink, ...] = ()
-    #: Addresses of all interfaces, with the interface's name.
-    addresses: tuple[tuple[str, IPAddress], ...] = ()
-    entries: tuple[Comparison, ...] = ()
-    detours: tuple[ShadowingRoute, ...] = ()
-    host: tuple[HostFinding, ...] = ()
-    #: Devices managed by another program, with the program's name.
-    managed: tuple[tuple[str, str], ...] = ()
-    firewalls: tuple[str, ...] = ()
-    is_guarded: bool = False
-    left_rules: tuple[LeftRules, ...] = ()
-    #: In the order in which container runtimes read them.
-    cni: tuple[CniFile, ...] = ()
-    #: Received and sent packets by flannel device.
-    traffic: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    #: By VXLAN device that is not up: what has its UDP port.
-    port_owners: Mapping[str, str] = field(default_factory=dict)
-    #: By VXLAN device: True if checksums are offloaded to it.
-    offload: Mapping[str, bool] = field(default_factory=dict)
-    kernel: tuple[int, int] = (0, 0)
-    #: Features that the backend needs and this kernel lacks.
-    lacking: tuple[LackingFeature, ...] = ()
-    #: None without ipsec, or without permission to ask charon.
-    charon: CharonState | None = None
-    gc_thresh: int = 0
-    #: Packets dropped while peers were probed, by interface and kind of queueing discipline.
-    queued: Mapping[tuple[str, str], int] = field(default_factory=dict)
-    #: The store's network config now; None if it is not known.
-    stored: Config | None = None
-    #: None unless the store has a problem, and is an etcd that answers.
-    etcd: EtcdHealth | None = None
-    clock_is_synchronised: bool | None = None
-    #: Paths to a few peers, each with the size that it carries.
-    paths: tuple[PathToPeer, ...] = ()
-    #: Rules and policies that drop packets of the network.
-    filtered: tuple[Drop, ...] = ()
-    #: Rules that masquerade packets between containers.
-    translated: tuple[Translation, ...] = ()
-    #: Packets that the kernel drops or misroutes.
-    lost: tuple[Lost, ...] = ()
-    containers: tuple[Container, ...] = ()
-    #: Permanent neighbours on the uplink that are peers: address, MAC, device.
-    pinned: tuple[tuple[str, str, str], ...] = ()
-    #: Public IPs of nodes that refuse the tunnel's UDP port.
-    refusing: frozenset[str] = frozenset()
-    #: Peers, each with a family, that answer no echo and pass packets on to their containers or refuse TCP.
-    passing: frozenset[tuple[str, int]] = frozenset()
-
-    def link(self, name: str) -> SeenLink | None:
-        return next((each for each in self.links if each.name == name), None)
-
-    def is_bridge(self, name: str) -> bool:
-        link = self.link(name)
-        return link is not None and link.make.make == "bridge"
-
-    def has_ports(self, name: str) -> bool:
-        """Return False for a bridge without ports, True for any other existing device."""
-        link = self.link(name)
-        if link is None or not self.is_bridge(name):
-            return link is not None
-        return any(each.master == link.index for each in self.links)
-
-    @property
-    def networks(self) -> list[IPNetwork]:
-        return [network for network, _ in self.status.ranges]
-
-    @property
-    def own_macs(self) -> set[str]:
-        """The MAC addresses in our lease, in lower case."""
-        lease = known(self.status.lease)
-        return {mac.lower() for mac in known(lease.macs) or ()} if lease else set()
-
-    @property
-    def vnis(self) -> set[int]:
-        """The VNIs of our VXLAN devices."""
-        return {link.vni for link in resources(self.status.local) if isinstance(link, Vxlan)}
-
-    @property
-    def peers(self) -> tuple[PeerStatus, ...]:
-        return self.status.each_peer
-
-    @property
-    def devices(self) -> tuple[str, ...]:
-        """Flannel's devices: the desired ones, else the existing ones."""
-        wanted = known(self.status.devices)
-        return wanted or tuple(link.name for link in self.links if is_flannels(link))
+#: Seconds to wait for etcd or charon, which answer within milliseconds unless they hang.
+_TIME_LIMIT = 2.0
+#: Namespaces looked at, at most: a node has 110 pods, if Kubernetes is not told otherwise.
+_MANY = 256
+#: Directory and suffixes of CNI configs; runtimes use the first by name (libcni, ConfFiles).
+_CNI_DIRECTORY = "/etc/cni/net.d"
+_CNI_SUFFIXES = (".conf", ".conflist", ".json")
 
 
 def gather(source: DataSource) -> Facts:
@@ -164,15 +74,15 @@ def gather(source: DataSource) -> Facts:
     desired = compare.desired_objects(told)
     found = compare.read(told, desired)
     ours = [link for link in found.links if is_flannels(link)]
-    addresses = tuple(lookups.host_addresses())
+    addresses = tuple(host_addresses())
     devices = known(told.devices) or [link.name for link in ours]
-    ways = containers.container_devices(told, addresses, devices)
+    ways = container_devices(told, addresses, devices)
     names = {link.index: link.name for link in found.links}
     ways_out = {told.uplink_name, *devices, *ways.values()}
     queues = {index: name for index, name in names.items() if name in ways_out}
-    before = packets.queue_drops(queues)
+    before = losses.queue_drops(queues)
     paths, now = tuple(_paths(told)), clock.wall()
-    told = encryption.with_sessions(told, paths, now)
+    told = _with_sessions(told, paths, now)
     return Facts(
         status=told,
         origin=source.origin,
@@ -184,32 +94,30 @@ def gather(source: DataSource) -> Facts:
         links=found.links,
         addresses=addresses,
         entries=(*compare.compare(told, desired, found), *_outside(source)),
-        detours=tuple(compare.shadowing_routes(told, found, compare.lookups())),
+        detours=tuple(compare.shadowing_routes(told, found, compare.route_lookup())),
         host=_host_findings(source),
         managed=tuple(_managed(ours)),
         firewalls=tuple(_firewalls()),
         is_guarded=any(map(has_guard, FAMILIES)),
-        left_rules=tuple(stale_objects.read_left_rules(told)),
-        cni=tuple(stale_objects.cni_confs(Path(stale_objects.CNI_DIRECTORY))),
+        left_rules=tuple(_left_rules(told)),
+        cni=tuple(cni_confs(Path(_CNI_DIRECTORY))),
         traffic={link.name: _traffic(link.name) for link in ours},
         port_owners=dict(_port_owners(told, found.links)),
         offload=dict(_offload(ours)),
         kernel=_kernel(),
         lacking=tuple(lacking_features(told, found)),
-        charon=encryption.charon_of(told),
-        gc_thresh=lookups.number(_GC_THRESH),
+        charon=_charon_of(told),
+        gc_thresh=number(_GC_THRESH),
         etcd=ask_etcd(told),
-        queued=packets.queue_drops(queues) - before,
+        queued=losses.queue_drops(queues) - before,
         stored=nodes.stored_config(source) if source.origin == "daemon" else None,
         clock_is_synchronised=_clock_is_synchronised(),
         paths=paths,
-        filtered=tuple(packets.read_drops(told, ways)),
-        translated=tuple(packets.read_translations(told, ways)),
-        lost=tuple(lookups.lost_packets(told, names, ways)),
-        containers=tuple(
-            containers.read_containers(told, found.links, {address for _, address in addresses})
-        ),
-        pinned=tuple(lookups.pinned(told, {link.name: link.index for link in found.links})),
+        filtered=tuple(losses.read_drops(told, ways)),
+        translated=tuple(losses.read_translations(told, ways)),
+        lost=tuple(losses.lost_packets(told, names, ways)),
+        containers=tuple(read_containers(told, found.links, {address for _, address in addresses})),
+        pinned=tuple(losses.pinned(told, {link.name: link.index for link in found.links})),
         refusing=frozenset(_refusing(told, paths)),
         passing=frozenset(_passing(told, paths)),
     )
@@ -234,7 +142,7 @@ def lacking_features(told: Status, found: ActualState) -> Iterator[LackingFeatur
 def _outside(source: DataSource) -> Iterator[Comparison]:
     """Yield what the kernel lacks for encryption. A daemon that runs puts that back, or names a refusal."""
     for each in compare.outside(source.status) if source.origin == "store" else ():
-        if each.state == "missing" and each.value.key[0] in encryption.KERNEL_TABLES:
+        if each.state == "missing" and each.value.key[0] in KERNEL_TABLES:
             yield each
 
 
@@ -245,7 +153,7 @@ def _refusing(told: Status, paths: Collection[PathToPeer]) -> Iterator[str]:
         (node, each.peer_port)
         for peer in (told.each_peer if silent else ())
         if peer.subnets[0] in silent
-        for each in lookups.carriers(told, peer)
+        for each in carriers(told, peer)
         if each.protocol == "udp" and each.peer_port
         for node in peer.addresses
         if node.version == each.family
@@ -264,7 +172,7 @@ def _passing(told: Status, paths: Collection[PathToPeer]) -> Iterator[tuple[str,
     }
     yield from map(ends.__getitem__, survey.reached(ends, _BRIEFLY))
     asked = {
-        lookups.container_of(net): (peer.subnets[0], net.version)
+        container_of(net): (peer.subnets[0], net.version)
         for peer in (told.each_peer if silent else ())
         if peer.subnets[0] in silent
         for net in peer.networks
@@ -275,7 +183,7 @@ def _passing(told: Status, paths: Collection[PathToPeer]) -> Iterator[tuple[str,
             yield asked[target]
 
 
-def _host_findings(source: DataSource) -> tuple[HostFinding, ...]:
+def _host_findings(source: DataSource) -> tuple[WrongSetting, ...]:
     told = source.status
     families = tuple(network.version for network, _ in told.ranges) or FAMILIES[:1]
     services = known(told.kube_subnet_mgr)
@@ -302,7 +210,7 @@ def _firewalls() -> Iterator[str]:
 
 def _traffic(name: str) -> tuple[int, int]:
     where = Path(f"/sys/class/net/{name}/statistics")
-    return lookups.number(where / "rx_packets"), lookups.number(where / "tx_packets")
+    return number(where / "rx_packets"), number(where / "tx_packets")
 
 
 def _offload(ours: list[SeenLink]) -> Iterator[tuple[str, bool]]:
@@ -346,3 +254,196 @@ def _text(path: Path) -> str:
         return path.read_text(errors="replace")
     except OSError:
         return ""
+
+
+# ---- other programs, and containers -------------------------------------------------------------
+
+
+def ask_etcd(told: Status) -> EtcdHealth | None:
+    """Ask the first server of etcd that a problem names; None without one, or without an answer.
+
+    Nothing secret is sent, so that a certificate that is not valid by this clock does no harm.
+    """
+    store = known(told.store)
+    problem = (known(store.problem) or "") if store else ""
+    found = re.search(r"(https?)://([^\s/()]+:\d+)", problem)
+    if not found or not problem.startswith("etcd "):
+        return None
+    import ssl  # on a healthy node none of these is needed
+    from email.utils import parsedate_to_datetime
+    from http.client import HTTPConnection, HTTPException, HTTPSConnection
+
+    scheme, server = found.groups()
+    anyone = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    anyone.check_hostname, anyone.verify_mode = False, ssl.CERT_NONE
+    secure = HTTPSConnection(server, timeout=_TIME_LIMIT, context=anyone)
+    connection = secure if scheme == "https" else HTTPConnection(server, timeout=_TIME_LIMIT)
+    try:
+        with closing(connection):
+            connection.request("GET", "/health")
+            answer = connection.getresponse()
+            ahead = clock.wall() - parsedate_to_datetime(answer.headers.get("Date", "")).timestamp()
+            said = answer.read(200).decode(errors="replace").strip()
+            return EtcdHealth(found[0], ahead, answer.status == 200, said)
+    except (OSError, HTTPException, ValueError):
+        return None
+
+
+def _with_sessions(told: Status, paths: Collection[PathToPeer], now: float) -> Status:
+    """Return the status with the sessions as they are now, after ``paths`` were probed.
+
+    The daemon reads charon's sessions every 10 s, and calls a peer of WireGuard silent after up to 90 s. A
+    probe through the tunnel asks for a handshake at once.
+    """
+    if "ipsec" in told.backends:
+        told = replace(told, peers=tuple(with_associations(told, _associations())))
+    if "wireguard" not in told.backends:
+        return told
+    # A node that does not answer at all may just be off.
+    there = {each.peer for each in paths if each.name == "underlay" and each.carried is not None}
+    silent = {each.peer for each in paths if each.name == "tunnel" and each.carried is None} & there
+    try:
+        devices = list(_devices(known(told.devices) or ()))
+    except OSError:
+        return told
+    return replace(told, peers=tuple(sessions_of(told, devices, silent, now)))
+
+
+def _associations() -> Mapping[str, ConnectionSas]:
+    """Return the SAs that charon and the kernel have, by the peer's subnet; none without permission."""
+    from flanneld.backends.ipsec import charon
+    from flanneld.backends.ipsec.resources import by_connection, connection_of
+    from flanneld.errors import Retryable
+    from flanneld.network.xfrm_table import Associations
+
+    kernel = Associations()
+    try:
+        with charon.ViciConnection(time_limit=_TIME_LIMIT) as connection:
+            listed = [*connection.listing("list-sas", "list-sa")]
+        found = by_connection(listed, kernel.spis())
+    except (Retryable, OSError):
+        return {}
+    finally:
+        kernel.close()
+    named = {connection_of(name): sas for name, sas in found.items()}
+    return {str(each.peer): sas for each, sas in named.items() if each is not None}
+
+
+def _devices(names: Iterable[str]) -> Iterator[SeenDevice]:
+    from flanneld.network.genetlink import WireGuardDevices
+
+    kernel = WireGuardDevices()
+    try:
+        for name in names:
+            device = kernel.read(name)
+            if device is not None:
+                yield device
+    finally:
+        kernel.close()
+
+
+def _charon_of(told: Status) -> CharonState | None:
+    """Return the state of charon; None without ipsec or permission."""
+    if "ipsec" not in told.backends:
+        return None
+    from flanneld.backends.ipsec import charon
+    from flanneld.errors import Fatal, Retryable
+
+    if Path(charon.SOCKET).exists() and not os.access(charon.SOCKET, os.W_OK):
+        return None
+    try:
+        with charon.ViciConnection(time_limit=_TIME_LIMIT) as connection:
+            connection.ask("version")
+    except charon.NoCharon:
+        try:
+            charon.find_charon()
+        except Fatal:
+            return CharonState.NOT_INSTALLED
+        return CharonState.NOT_RUNNING
+    except Retryable:
+        return CharonState.HANGS
+    return CharonState.ANSWERS
+
+
+def read_containers(
+    told: Status, host_links: Collection[SeenLink], host_addresses: Collection[IPAddress]
+) -> list[Container]:
+    """Return the containers in named namespaces; none without the permission to enter those.
+
+    A host may have other namespaces with such addresses: only an end of a veth pair of ours counts.
+    """
+    networks = [network for network, _ in told.ranges]
+    subnets = {net.version: net for peer in told.each_peer for net in peer.networks}
+    targets = {family: container_of(subnet) for family, subnet in subnets.items()}
+    ends: dict[int, dict[int, str]] = {}
+    names = {link.index: link.name for link in host_links}
+    for link in host_links:
+        if link.make.make == "veth" and link.namespace >= 0:
+            ends.setdefault(link.namespace, {})[link.link] = names.get(link.master, link.name)
+    found: list[Container] = []
+    host = HostView()
+    for path in islice(named_namespaces() if networks and targets and ends else (), _MANY):
+        with suppress(OSError):
+            indexes = ends.get(number_of(host, path))
+            if indexes:
+                with entered(path):
+                    found += _inside(path, HostView(), networks, targets, indexes, host_addresses)
+    return [replace(each, reached_by=_device_to(host, each.address, names)) for each in found]
+
+
+def _device_to(host: HostView, address: IPAddress, names: Mapping[int, str]) -> str:
+    way = host.look_up_route(address)
+    return names.get(way.index, "") if way is not None and way.kind == RTN_UNICAST else ""
+
+
+def _inside(
+    path: Path,
+    view: HostView,
+    networks: Collection[IPNetwork],
+    targets: Mapping[Family, IPAddress],
+    ends: Mapping[int, str],
+    host_addresses: Collection[IPAddress],
+) -> Iterator[Container]:
+    links = {link.index: link for link in view.links() if link.index in ends}
+    for family in FAMILIES:
+        for seen in view.addresses(family) if family in targets else ():
+            link = links.get(seen.index)
+            if link is not None and any(seen.address in net for net in networks):
+                way = view.look_up_route(targets[family])
+                is_routed = way is not None and way.kind == RTN_UNICAST
+                if way is not None and way.gateway is not None and not way.gateway.is_link_local:
+                    is_routed = is_routed and way.gateway in host_addresses
+                attached = ends[link.index]
+                yield Container(str(path), link.name, seen.address, is_routed, link.mtu, attached_to=attached)
+
+
+def _left_rules(told: Status) -> Iterator[LeftRules]:
+    """Yield stale rules, as far as they are readable; none without a daemon that names its own place."""
+    firewall = known(told.firewall)
+    others = [place for place in PLACES if firewall and place != firewall.place]
+    for network, _ in told.ranges:
+        for place in others:
+            try:
+                there, edits = stale_rules(
+                    place, network.version, RuleOwnership((network,)), IptablesRunner(threading.Event())
+                )
+            except Retryable:
+                continue
+            if there and edits:
+                lines = tuple(f"{there.name}: {line}" for line in as_text(edits))
+                yield LeftRules(lines, tuple(commands_of(place, network.version, edits)))
+
+
+def cni_confs(directory: Path) -> Iterator[CniFile]:
+    """Yield the CNI configs in the order of container runtimes. Invalid files are skipped."""
+    for path in sorted(directory.glob("*")):
+        if path.suffix in _CNI_SUFFIXES and (types := _types(path)):
+            yield CniFile(str(path), types)
+
+
+def _types(path: Path) -> tuple[str, ...]:
+    try:
+        conf = json.loads(path.read_bytes())
+        return tuple(str(each["type"]) for each in conf.get("plugins", [conf]))
+    except (OSError, ValueError, TypeError, AttributeError, KeyError):
+        return ()

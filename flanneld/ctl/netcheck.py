@@ -13,12 +13,11 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from flanneld.ctl.checks.containers import container_devices
-from flanneld.ctl.checks.packets import Drop, drops_towards
 from flanneld.ctl.compare import wanted_route
-from flanneld.ctl.lookups import carriers, host_addresses
+from flanneld.ctl.losses import Drop, drops_towards, host_addresses
 from flanneld.ctl.nodes import answer_remedy, our_addresses, port_of, target_of, told, vxlan_of
 from flanneld.ctl.output import TextTable
-from flanneld.ctl.path_mtu import PathToPeer, paths, peer_named
+from flanneld.ctl.paths import PathToPeer, carriers, paths, peer_named
 from flanneld.ctl.source import DataSource
 from flanneld.diagnostics.status import PeerStatus, Status, UplinkStatus, known
 from flanneld.errors import FlannelError

@@ -14,7 +14,6 @@ from msgspec import UNSET, Struct
 from msgspec.structs import replace
 
 from flanneld.compat.glog import counted
-from flanneld.ctl.findings import Severity
 from flanneld.ctl.output import TextTable, when
 from flanneld.ctl.source import DataSource
 from flanneld.diagnostics.status import (
@@ -28,6 +27,7 @@ from flanneld.diagnostics.status import (
     store_kind,
 )
 from flanneld.errors import FlannelError
+from flanneld.findings import Severity
 from flanneld.model import IPAddress
 from flanneld.network import survey
 from flanneld.network.query import DEFAULT_PORT

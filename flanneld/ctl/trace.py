@@ -13,23 +13,31 @@ from flanneld.ctl.compare import (
     desired_objects,
     differences,
     follows,
-    lookups,
     read,
+    route_lookup,
     wanted_route,
 )
-from flanneld.ctl.lookups import Lost, does_not_forward, host_addresses, lost_packets, parsed, reached_peers
+from flanneld.ctl.losses import (
+    Drop,
+    Lost,
+    does_not_forward,
+    drops_towards,
+    host_addresses,
+    lost_packets,
+    masquerading_rules,
+)
 from flanneld.ctl.nodes import handshake
+from flanneld.ctl.paths import parsed, reached_peers
 from flanneld.diagnostics.status import PeerStatus, Status, known, networks, resources
 from flanneld.errors import FlannelError
+from flanneld.findings import line
 from flanneld.model import Family, IPAddress, IPNetwork
 from flanneld.network.firewall.fate import MASQUERADE, Packet, Rule
 from flanneld.network.firewall.iptables_text import rule_text
-from flanneld.runtime.shell import line
 from flanneld.state.resources import FdbEntry, Neighbor, Resource, Route
 
 if TYPE_CHECKING:
     from flanneld.ctl.checks.containers import Container
-    from flanneld.ctl.checks.packets import Drop
 
 WayTo = Callable[[IPAddress], RouteTaken]
 #: Our masquerading rules for a family's packets; None if they cannot be read.
@@ -50,8 +58,8 @@ def examine(target: IPAddress, told: Status, sender: IPAddress | None) -> list[H
 
     Raises ``FlannelError`` without such a container, ``OSError`` if the kernel does not tell.
     """
-    from flanneld.ctl.checks.containers import container_devices, read_containers
-    from flanneld.ctl.checks.packets import drops_towards, masquerading_rules
+    from flanneld.ctl.checks.containers import container_devices
+    from flanneld.ctl.facts import read_containers
 
     found = read(told, desired_objects(told))
     addresses = tuple(host_addresses())
@@ -71,7 +79,7 @@ def examine(target: IPAddress, told: Status, sender: IPAddress | None) -> list[H
     peers = [parsed(each) for each in reached_peers(told) if _subnet_with(target, each.networks)]
     lost = lost_packets(told, names, devices, peers) if peers else []
     drops = drops_towards(told, devices)(target)
-    hops = trace(target, told, found, lookups(), drops, masquerading_rules(told), lost)
+    hops = trace(target, told, found, route_lookup(), drops, masquerading_rules(told), lost)
     if peers and does_not_forward(target):
         first.append(Hop("forwarding", "off", "PROBLEM", "this node passes no packet of a container on"))
     return [*first, *hops]

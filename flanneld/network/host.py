@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from flanneld.compat.glog import V
 from flanneld.model import Family, IPAddress, IPNetwork
-from flanneld.network import interfaces, lookups
-from flanneld.network.lookups import LookupResult, SeenHostRoute
+from flanneld.network import interfaces, routing
+from flanneld.network.routing import LookupResult, SeenHostRoute
 from flanneld.network.rtnetlink import links
 from flanneld.network.rtnetlink import messages as rtnl
 from flanneld.network.rtnetlink.domain import Domain
@@ -148,7 +148,7 @@ class HostView:
         # Before Linux 4.20 the kernel ignores the filter.
         return [each for each in seen if each is not None and index in (0, each.index)]
 
-    def look_up_route(self, target: IPAddress) -> lookups.LookupResult | None:
+    def look_up_route(self, target: IPAddress) -> routing.LookupResult | None:
         """Return the route the kernel would use for a packet, None if it has none."""
         try:
             return self.lookup(target)
@@ -156,29 +156,29 @@ class HostView:
             log.log(V(4), "No route to %s: %s", target, failure)
             return None
 
-    def matching_route(self, target: IPAddress) -> lookups.SeenHostRoute | None:
+    def matching_route(self, target: IPAddress) -> routing.SeenHostRoute | None:
         """Return the unicast route that a packet would take, None if there is none."""
         try:
-            return lookups.decode_match(*self._socket.ask(rtnl.RTM_GETROUTE, lookups.match_request(target)))
+            return routing.decode_match(*self._socket.ask(rtnl.RTM_GETROUTE, routing.match_request(target)))
         except OSError as failure:
             log.log(V(4), "No route to %s: %s", target, failure)
             return None
 
     def lookup(
         self, target: IPAddress, source: IPAddress | None = None, arrives_by: int = 0
-    ) -> lookups.LookupResult:
+    ) -> routing.LookupResult:
         """Return the route for a packet; for a forwarded one ``arrives_by`` is the index of its interface.
 
         Raises ``OSError`` if the kernel would drop it: EXDEV by the reverse path filter, EHOSTUNREACH if the
         interface does not forward, otherwise by a route of that kind or for want of one.
         """
-        request = lookups.lookup_request(target, source, arrives_by)
-        return lookups.decode_lookup(*self._socket.ask(rtnl.RTM_GETROUTE, request))
+        request = routing.lookup_request(target, source, arrives_by)
+        return routing.decode_lookup(*self._socket.ask(rtnl.RTM_GETROUTE, request))
 
     def default_routes(self, family: Family) -> list[int]:
         """Return the interfaces of the main table's default routes, in the kernel's order."""
         found = self.dump(rtnl.RTM_GETROUTE, rtnl.routes_request(family))
-        return [index for item in found if (index := lookups.decode_default_route(*item)) is not None]
+        return [index for item in found if (index := routing.decode_default_route(*item)) is not None]
 
     def routes(self, family: Family) -> Iterator[tuple[IPNetwork, int, int]]:
         """Yield destination, interface and type (RTN_*) of each main-table route.
@@ -193,38 +193,38 @@ class HostView:
     def route_keys(self, family: Family) -> Iterator[tuple[Key, int, int]]:
         """Yield the same with each destination as a route's key, which takes less time."""
         for item in self.dump(rtnl.RTM_GETROUTE, rtnl.routes_request(family)):
-            seen = lookups.decode_destination(*item)
+            seen = routing.decode_destination(*item)
             if seen is not None:
                 yield seen
 
-    def ways(self, family: Family, own: Iterable[int] = ()) -> Iterator[lookups.SeenHostRoute]:
+    def ways(self, family: Family, own: Iterable[int] = ()) -> Iterator[routing.SeenHostRoute]:
         """Yield the main table's unicast routes of any metric, except flannel's marked ones.
 
         Routes of ``own`` interfaces, which may be many, are skipped by their last bytes, without decoding
         them.
         """
-        endings = {lookups.interface_ending(index) for index in own}
+        endings = {routing.interface_ending(index) for index in own}
 
         def is_others(data: bytes, offset: int, end: int) -> bool:
-            ending = data[end - lookups.ENDING : end]
+            ending = data[end - routing.ENDING : end]
             return ending not in endings and rtnl.protocol_of(data, offset, end) != PROTO_FLANNEL
 
         for item in self.dump(rtnl.RTM_GETROUTE, rtnl.routes_request(family), is_others):
-            seen = lookups.decode_host_route(*item)
+            seen = routing.decode_host_route(*item)
             if seen is not None:
                 yield seen
 
     def local(self, family: Family) -> Iterator[tuple[int, IPNetwork, int]]:
         """Yield type (RTN_*), network and interface of local and broadcast routes."""
-        for item in self.dump(rtnl.RTM_GETROUTE, lookups.local_request(family)):
-            seen = lookups.decode_local(*item)
+        for item in self.dump(rtnl.RTM_GETROUTE, routing.local_request(family)):
+            seen = routing.decode_local(*item)
             if seen is not None:
                 yield seen
 
-    def rules(self, family: Family) -> Iterator[lookups.PolicyRule]:
+    def rules(self, family: Family) -> Iterator[routing.PolicyRule]:
         """Yield the policy rules for route lookups, in the kernel's order."""
-        for item in self.dump(lookups.RTM_GETRULE, lookups.request(family)):
-            yield lookups.decode(*item)
+        for item in self.dump(routing.RTM_GETRULE, routing.request(family)):
+            yield routing.decode(*item)
 
     def ask(self, kind: int, body: bytes) -> tuple[bytes, int, int]:
         """Return the answer to one request."""

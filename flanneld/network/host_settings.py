@@ -11,7 +11,6 @@ Some settings are deliberately not checked:
 from __future__ import annotations
 
 import logging
-import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -20,9 +19,9 @@ from typing import ClassVar
 from msgspec import Struct
 from msgspec.structs import replace
 
+from flanneld.findings import Advice, Command, Finding, Fix, Severity, line
 from flanneld.model import Family
 from flanneld.runtime import clock
-from flanneld.runtime.shell import Command
 from flanneld.state.resources import Key, Kind
 from flanneld.state.table import Failure, LastingTable, Put, Report, Scope, Seen
 
@@ -71,24 +70,29 @@ class Topic(StrEnum):
     REVERSE_PATH = "rp_filter"
 
 
-class WrongSetting(Struct, frozen=True, gc=False):
-    """A wrong setting: description, consequence, and the command that corrects it as root.
+class WrongSetting(Finding, frozen=True, gc=False):
+    """A wrong setting, ``about`` its topic. A problem prevents the network from working.
 
     ``settings`` are the writes that the daemon may make itself, in this order; none if the operator must
-    decide. A ``grave`` finding prevents the network from working.
+    decide.
     """
 
-    topic: Topic
-    what: str
-    why: str
-    argv: Command
     settings: tuple[tuple[str, int], ...] = ()
-    grave: bool = True
 
-    @property
-    def command(self) -> str:
-        """The remedy as a shell command."""
-        return shlex.join(self.argv)
+
+def _wrong(
+    topic: Topic,
+    what: str,
+    why: str,
+    fix: Command,
+    settings: tuple[tuple[str, int], ...] = (),
+    *,
+    is_problem: bool = True,
+) -> WrongSetting:
+    # br_netfilter affects every bridge of this host, also those of other programs.
+    remedy = Advice(line((fix,))) if topic is Topic.BRIDGES else Fix((fix,))
+    severity = Severity.PROBLEM if is_problem else Severity.HINT
+    return WrongSetting(what, "read from /proc/sys", why, remedy, topic, severity, settings)
 
 
 def report(
@@ -100,10 +104,10 @@ def report(
     """
     for finding in findings(read_facts(families, uplink, services=services, either=either)):
         if mend(finding):
-            log.info("%s, so %s; mended by: %s", finding.what, finding.why, finding.command)
-        elif finding.topic is not Topic.FORWARDING:  # that topic's table logs it
-            level = logging.WARNING if finding.grave else logging.INFO
-            log.log(level, "%s, so %s; run as root: %s", finding.what, finding.why, finding.command)
+            log.info("%s, so %s; mended by: %s", finding.problem, finding.why, finding.remedy.text)
+        elif finding.about != Topic.FORWARDING:  # that topic's table logs it
+            level = logging.WARNING if finding.severity is Severity.PROBLEM else logging.INFO
+            log.log(level, "%s, so %s; run as root: %s", finding.problem, finding.why, finding.remedy.text)
 
 
 class ForwardingSetting(Struct, frozen=True, gc=False):
@@ -151,10 +155,10 @@ class KernelForwardingTable(LastingTable):
             for finding in _no_forwarding(replace(facts, families=(setting.family,))):
                 if self._keep and mend(finding):
                     report.made.append(setting)
-                    report.details[setting.key] = f"another program had left {finding.what}"
+                    report.details[setting.key] = f"another program had left {finding.problem}"
                 else:
-                    told = f"{finding.what}: {finding.why}"
-                    report.failed.append(Failure(setting, told, f"run as root: {finding.command}"))
+                    told = f"{finding.problem}: {finding.why}"
+                    report.failed.append(Failure(setting, told, f"run as root: {finding.remedy.text}"))
         self._off = self._read_off()
         return report
 
@@ -162,7 +166,7 @@ class KernelForwardingTable(LastingTable):
         """Yield the commands that switch forwarding on."""
         del scope
         facts = read_facts(self._families, self._uplink())
-        yield from (finding.command for finding in _no_forwarding(facts))
+        yield from (finding.remedy.text for finding in _no_forwarding(facts))
 
     def has_changed(self) -> bool:
         return self._read_off() != self._off
@@ -190,7 +194,7 @@ def _no_forwarding(facts: HostSettings) -> Iterator[WrongSetting]:
     for family in facts.families:
         if facts.settings.get(FORWARDING[family]) == 0:
             settings = (*(_kept_advertisements(facts) if family == 6 else ()), (FORWARDING[family], 1))
-            yield WrongSetting(
+            yield _wrong(
                 Topic.FORWARDING,
                 f"{_shown(FORWARDING[family])} is 0",
                 f"this host passes no IPv{family} packets on, neither to its containers nor from them",
@@ -203,7 +207,7 @@ def _no_ipv6(facts: HostSettings) -> Iterator[WrongSetting]:
     setting = _IPV6_OFF.format(facts.uplink)
     if 6 in facts.families and facts.settings.get(setting) == 1:
         why = f"{facts.uplink} has no IPv6 address, and takes none"
-        yield WrongSetting(Topic.IPV6, f"{_shown(setting)} is 1", why, _sysctl((setting, 0)))
+        yield _wrong(Topic.IPV6, f"{_shown(setting)} is 1", why, _sysctl((setting, 0)))
 
 
 def _kept_advertisements(facts: HostSettings) -> Iterator[tuple[str, int]]:
@@ -226,11 +230,11 @@ def _bridge_without_firewall(facts: HostSettings) -> Iterator[WrongSetting]:
     missing = [BRIDGED[family] for family in facts.families if BRIDGED[family] not in facts.settings]
     if missing:
         what = "the kernel module br_netfilter is not loaded (RHEL 10: package kernel-modules-extra)"
-        yield WrongSetting(Topic.BRIDGES, what, why, ("modprobe", "br_netfilter"), grave=facts.services)
+        yield _wrong(Topic.BRIDGES, what, why, ("modprobe", "br_netfilter"), is_problem=facts.services)
     off = [BRIDGED[family] for family in facts.families if facts.settings.get(BRIDGED[family]) == 0]
     for setting in off:
         command = _sysctl((setting, 1))
-        yield WrongSetting(Topic.BRIDGES, f"{_shown(setting)} is 0", why, command, grave=facts.services)
+        yield _wrong(Topic.BRIDGES, f"{_shown(setting)} is 0", why, command, is_problem=facts.services)
 
 
 def _strict_uplink(facts: HostSettings) -> Iterator[WrongSetting]:
@@ -242,7 +246,7 @@ def _strict_uplink(facts: HostSettings) -> Iterator[WrongSetting]:
     setting = f"net/ipv4/conf/{facts.uplink}/rp_filter"
     values = (facts.settings.get(setting, 0), facts.settings.get("net/ipv4/conf/all/rp_filter", 0))
     if 4 in facts.families and facts.elsewhere and max(values) == _STRICT:
-        yield WrongSetting(
+        yield _wrong(
             Topic.REVERSE_PATH,
             f"{_shown(setting)} is strict while the default route leaves by {facts.elsewhere}",
             f"packets from nodes that are not on {facts.uplink}'s own network are dropped",
@@ -258,7 +262,7 @@ def _strict_switch(facts: HostSettings) -> Iterator[WrongSetting]:
     for name in facts.either:
         setting = f"net/ipv4/conf/{name}/rp_filter"
         if max(facts.settings.get(setting, 0), everywhere) == _STRICT:
-            yield WrongSetting(
+            yield _wrong(
                 Topic.REVERSE_PATH,
                 f"{_shown(setting)} is strict while Backend.Also is in use",
                 f"packets that come in by {name} from nodes in another phase of the switch are dropped",

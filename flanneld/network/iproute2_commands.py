@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
+from flanneld.findings import Command, command
 from flanneld.network.rtnetlink.domain import protocol_for
 from flanneld.network.rtnetlink.links import LinkStep, codec_for, step
 from flanneld.network.rtnetlink.messages import BLACKHOLE_METRIC, IPV6_DEFAULT_METRIC
-from flanneld.runtime.shell import Command, command
 from flanneld.state.resources import (
     PROTO_BOOT,
     PROTO_FLANNEL,

@@ -14,8 +14,8 @@ from msgspec import Struct
 
 from flanneld.model import Family, IPAddress, IPNetwork
 from flanneld.network.host import HostKernel
-from flanneld.network.lookups import RTN_BROADCAST, SeenHostRoute
 from flanneld.network.obstacles import HostNetworks, HostRoute, Obstacle, host_networks
+from flanneld.network.routing import RTN_BROADCAST, SeenHostRoute
 from flanneld.network.rtnetlink.domain import SeenRoute
 from flanneld.network.rtnetlink.links import SeenLink, is_flannels
 from flanneld.network.rtnetlink.messages import SeenAddress

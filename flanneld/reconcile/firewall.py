@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from flanneld.config import Config
 from flanneld.errors import Fatal, Retryable
+from flanneld.findings import line
 from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork, LeaseKey
 from flanneld.network.firewall import placing
 from flanneld.network.firewall.driver import Driver, IptablesRunner, Unavailable, carry_out
@@ -32,7 +33,6 @@ from flanneld.options import Options
 from flanneld.reconcile.reconciler import desired_by_table
 from flanneld.reconcile.upkeep import TableState
 from flanneld.reconcile.worker import Worker
-from flanneld.runtime import shell
 from flanneld.runtime.loop import MakeLoop
 from flanneld.state.desired import Delta
 from flanneld.state.permits import Permits
@@ -343,7 +343,7 @@ class Firewall(Worker):
                 log.warning(
                     "The %s drops the network's packets unless it accepts them itself; run as root: %s",
                     found,
-                    shell.line(found.accept(*of_network(nets.network))),
+                    line(found.accept(*of_network(nets.network))),
                 )
 
 

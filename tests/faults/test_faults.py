@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from flanneld.ctl.doctor import examine
-from flanneld.ctl.findings import Fix
+from flanneld.findings import Fix
 from tests.faults.fault import PROBLEM, Fault
 from tests.faults.table import FAULTS
 from tests.faults.world import Diagnosis, Kind, World, commands, kept_worlds

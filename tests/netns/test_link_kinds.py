@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 import pytest
 from msgspec.structs import replace
 
+from flanneld.findings import Command, command
 from flanneld.network import iproute2_commands, resource_json
 from flanneld.network.host import HostView
 from flanneld.network.rtnetlink import devices, links
 from flanneld.network.rtnetlink.links import Attribute, LinkCodec, LinkStep, SeenLink, link_info, number
-from flanneld.runtime.shell import Command, command
 from flanneld.state.resources import ForeignLink, Link
 from tests.lab.namespace import Namespace, batch, remove
 

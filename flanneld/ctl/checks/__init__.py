@@ -1,1 +1,183 @@
-"""Checks of ``flannelctl doctor``: one small function each over facts, beside the evidence that it needs."""
+"""Checks of the doctor: each is a function from facts about this host to findings, and reads nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from msgspec import Struct, field
+
+from flanneld.diagnostics.status import PeerStatus, Status, known, resources
+from flanneld.findings import Finding
+from flanneld.network.rtnetlink.links import SeenLink, is_flannels
+from flanneld.state.resources import Vxlan
+from flanneld.subnet.subnet_file import Previous
+
+if TYPE_CHECKING:
+    from flanneld.config import Config
+    from flanneld.ctl.checks.containers import Container
+    from flanneld.ctl.checks.encryption import CharonState
+    from flanneld.ctl.checks.others import CniFile, LeftRules
+    from flanneld.ctl.checks.store import EtcdHealth
+    from flanneld.ctl.compare import Comparison, ShadowingRoute
+    from flanneld.ctl.losses import Drop, Lost, Translation
+    from flanneld.ctl.paths import PathToPeer
+    from flanneld.ctl.source import Unknown
+    from flanneld.model import IPAddress, IPNetwork
+    from flanneld.network.host_settings import Topic, WrongSetting
+
+#: Themes of users' typical problems with flannel.
+THEMES = {
+    "A": "devices and uplink",
+    "B": "stale or missing objects",
+    "C": "news of the peers",
+    "D": "MAC addresses and device managers",
+    "E": "the host's firewall and forwarding",
+    "F": "subnet.env and bridges",
+    "G": "containers on another subnet",
+    "H": "the lease",
+    "I": "the store",
+    "J": "addresses",
+    "K": "MTU and offload",
+    "L": "the daemon itself",
+    "M": "encryption",
+    "N": "the cluster",
+}
+
+
+class LackingFeature(Struct, frozen=True, gc=False):
+    """Feature that this kernel lacks, how that was seen, and the modules that have it."""
+
+    name: str
+    evidence: str
+    modules: str
+
+
+class Facts(Struct, frozen=True, gc=False):
+    """Facts about this host; unknown ones are None or empty.
+
+    Counters are in packets, times since the epoch.
+    """
+
+    status: Status = Status()
+    origin: str = "host"
+    unknown: tuple[Unknown, ...] = ()
+    now: float = 0.0
+    subnet_file: str = ""
+    has_subnet_file: bool = True
+    #: State in the subnet file.
+    previous: Previous = field(default_factory=Previous)
+    links: tuple[SeenLink, ...] = ()
+    #: Addresses of all interfaces, with the interface's name.
+    addresses: tuple[tuple[str, IPAddress], ...] = ()
+    entries: tuple[Comparison, ...] = ()
+    detours: tuple[ShadowingRoute, ...] = ()
+    host: tuple[WrongSetting, ...] = ()
+    #: Devices managed by another program, with the program's name.
+    managed: tuple[tuple[str, str], ...] = ()
+    firewalls: tuple[str, ...] = ()
+    is_guarded: bool = False
+    left_rules: tuple[LeftRules, ...] = ()
+    #: In the order in which container runtimes read them.
+    cni: tuple[CniFile, ...] = ()
+    #: Received and sent packets by flannel device.
+    traffic: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    #: By VXLAN device that is not up: what has its UDP port.
+    port_owners: Mapping[str, str] = field(default_factory=dict)
+    #: By VXLAN device: True if checksums are offloaded to it.
+    offload: Mapping[str, bool] = field(default_factory=dict)
+    kernel: tuple[int, int] = (0, 0)
+    #: Features that the backend needs and this kernel lacks.
+    lacking: tuple[LackingFeature, ...] = ()
+    #: None without ipsec, or without permission to ask charon.
+    charon: CharonState | None = None
+    gc_thresh: int = 0
+    #: Packets dropped while peers were probed, by interface and kind of queueing discipline.
+    queued: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    #: The store's network config now; None if it is not known.
+    stored: Config | None = None
+    #: None unless the store has a problem, and is an etcd that answers.
+    etcd: EtcdHealth | None = None
+    clock_is_synchronised: bool | None = None
+    #: Paths to a few peers, each with the size that it carries.
+    paths: tuple[PathToPeer, ...] = ()
+    #: Rules and policies that drop packets of the network.
+    filtered: tuple[Drop, ...] = ()
+    #: Rules that masquerade packets between containers.
+    translated: tuple[Translation, ...] = ()
+    #: Packets that the kernel drops or misroutes.
+    lost: tuple[Lost, ...] = ()
+    containers: tuple[Container, ...] = ()
+    #: Permanent neighbours on the uplink that are peers: address, MAC, device.
+    pinned: tuple[tuple[str, str, str], ...] = ()
+    #: Public IPs of nodes that refuse the tunnel's UDP port.
+    refusing: frozenset[str] = frozenset()
+    #: Peers, each with a family, that answer no echo and pass packets on to their containers or refuse TCP.
+    passing: frozenset[tuple[str, int]] = frozenset()
+
+    def link(self, name: str) -> SeenLink | None:
+        return next((each for each in self.links if each.name == name), None)
+
+    def is_bridge(self, name: str) -> bool:
+        link = self.link(name)
+        return link is not None and link.make.make == "bridge"
+
+    def has_ports(self, name: str) -> bool:
+        """Return False for a bridge without ports, True for any other existing device."""
+        link = self.link(name)
+        if link is None or not self.is_bridge(name):
+            return link is not None
+        return any(each.master == link.index for each in self.links)
+
+    def of_topic(self, topic: Topic) -> Iterator[Finding]:
+        """Yield the findings of one topic that the daemon itself checks at startup."""
+        return (each for each in self.host if each.about == topic)
+
+    @property
+    def networks(self) -> list[IPNetwork]:
+        return [network for network, _ in self.status.ranges]
+
+    @property
+    def own_macs(self) -> set[str]:
+        """The MAC addresses in our lease, in lower case."""
+        lease = known(self.status.lease)
+        return {mac.lower() for mac in known(lease.macs) or ()} if lease else set()
+
+    @property
+    def vnis(self) -> set[int]:
+        """The VNIs of our VXLAN devices."""
+        return {link.vni for link in resources(self.status.local) if isinstance(link, Vxlan)}
+
+    @property
+    def peers(self) -> tuple[PeerStatus, ...]:
+        return self.status.each_peer
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Flannel's devices: the desired ones, else the existing ones."""
+        wanted = known(self.status.devices)
+        return wanted or tuple(link.name for link in self.links if is_flannels(link))
+
+
+class Check(Struct, frozen=True):
+    """A function over facts; ``meaning`` is the condition that it checks, in one line."""
+
+    theme: str
+    name: str
+    meaning: str
+    look: Callable[[Facts], Iterator[Finding]]
+
+
+#: Items named in a finding, at most.
+_FEW = 3
+
+
+def check(theme: str, name: str, meaning: str) -> Callable[[Callable[[Facts], Iterator[Finding]]], Check]:
+    """Make a check of a function over facts; ``doctor.CHECKS`` finds it."""
+    return lambda look: Check(theme, name, meaning, look)
+
+
+def few(items: Sequence[object], separator: str = ", ") -> str:
+    """Return the first items as text, and how many more there are."""
+    shown = separator.join(map(str, items[:_FEW]))
+    return f"{shown}{separator}and {len(items) - _FEW} more" if len(items) > _FEW else shown

@@ -11,19 +11,19 @@ from msgspec import Struct
 
 from flanneld.backends.registry import described
 from flanneld.compat.glog import counted
+from flanneld.ctl.checks import Check, check, few
 from flanneld.ctl.checks.kernel import NEW_MAC
 from flanneld.ctl.checks.store import shown, unlike_stored
-from flanneld.ctl.findings import Advice, Check, Finding, Severity, check, few
-from flanneld.ctl.lookups import carriers, listed
 from flanneld.ctl.nodes import Told
-from flanneld.ctl.path_mtu import PathToPeer
+from flanneld.ctl.paths import PathToPeer, carriers, listed
 from flanneld.diagnostics.status import PeerStatus, known, networks
 from flanneld.errors import LEASES_END
+from flanneld.findings import Advice, Finding, Severity
 from flanneld.model import FAMILIES, Family, overlap
 from flanneld.state.resources import Route
 
 if TYPE_CHECKING:
-    from flanneld.ctl.facts import Facts
+    from flanneld.ctl.checks import Facts
     from flanneld.ctl.nodes import Cluster, ClusterNode
 
 Value = TypeVar("Value", bound=Hashable)

@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import suppress
-from itertools import islice
-from pathlib import Path
+from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from flanneld.compat.glog import counted
-from flanneld.ctl.findings import Advice, Finding, Fix, check, few
-from flanneld.ctl.lookups import container_of
+from flanneld.ctl.checks import check, few
 from flanneld.diagnostics.status import PeerStatus, Status, known
-from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork
-from flanneld.network.host import HostView, entered, named_namespaces, number_of
-from flanneld.network.rtnetlink.links import SeenLink
-from flanneld.network.rtnetlink.messages import RTN_UNICAST
-from flanneld.runtime.shell import command
+from flanneld.findings import Advice, Finding, Fix, command
+from flanneld.model import Family, IPAddress, IPNetwork
 
 if TYPE_CHECKING:
-    from flanneld.ctl.facts import Facts
-
-#: Namespaces looked at, at most: a node has 110 pods, if Kubernetes is not told otherwise.
-_MANY = 256
+    from flanneld.ctl.checks import Facts
 
 
 class Container(Struct, frozen=True, gc=False):
@@ -59,58 +48,6 @@ def container_devices(
         if name not in ours and any(address in net for net in own):
             found.setdefault(address.version, name)
     return found
-
-
-def read_containers(
-    told: Status, host_links: Collection[SeenLink], host_addresses: Collection[IPAddress]
-) -> list[Container]:
-    """Return the containers in named namespaces; none without the permission to enter those.
-
-    A host may have other namespaces with such addresses: only an end of a veth pair of ours counts.
-    """
-    networks = [network for network, _ in told.ranges]
-    subnets = {net.version: net for peer in told.each_peer for net in peer.networks}
-    targets = {family: container_of(subnet) for family, subnet in subnets.items()}
-    ends: dict[int, dict[int, str]] = {}
-    names = {link.index: link.name for link in host_links}
-    for link in host_links:
-        if link.make.make == "veth" and link.namespace >= 0:
-            ends.setdefault(link.namespace, {})[link.link] = names.get(link.master, link.name)
-    found: list[Container] = []
-    host = HostView()
-    for path in islice(named_namespaces() if networks and targets and ends else (), _MANY):
-        with suppress(OSError):
-            indexes = ends.get(number_of(host, path))
-            if indexes:
-                with entered(path):
-                    found += _inside(path, HostView(), networks, targets, indexes, host_addresses)
-    return [replace(each, reached_by=_device_to(host, each.address, names)) for each in found]
-
-
-def _device_to(host: HostView, address: IPAddress, names: Mapping[int, str]) -> str:
-    way = host.look_up_route(address)
-    return names.get(way.index, "") if way is not None and way.kind == RTN_UNICAST else ""
-
-
-def _inside(
-    path: Path,
-    view: HostView,
-    networks: Collection[IPNetwork],
-    targets: Mapping[Family, IPAddress],
-    ends: Mapping[int, str],
-    host_addresses: Collection[IPAddress],
-) -> Iterator[Container]:
-    links = {link.index: link for link in view.links() if link.index in ends}
-    for family in FAMILIES:
-        for seen in view.addresses(family) if family in targets else ():
-            link = links.get(seen.index)
-            if link is not None and any(seen.address in net for net in networks):
-                way = view.look_up_route(targets[family])
-                is_routed = way is not None and way.kind == RTN_UNICAST
-                if way is not None and way.gateway is not None and not way.gateway.is_link_local:
-                    is_routed = is_routed and way.gateway in host_addresses
-                attached = ends[link.index]
-                yield Container(str(path), link.name, seen.address, is_routed, link.mtu, attached_to=attached)
 
 
 #: Bridges that container runtimes make for their containers, by default.

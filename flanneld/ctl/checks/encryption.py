@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from enum import StrEnum
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
 from flanneld.backends.registry import described
-from flanneld.ctl.findings import Advice, Finding, Severity, check
-from flanneld.ctl.lookups import listed
-from flanneld.ctl.path_mtu import PathToPeer
+from flanneld.ctl.checks import check
+from flanneld.ctl.paths import listed
 from flanneld.diagnostics.status import PeerStatus, SessionStatus, Status, known
+from flanneld.findings import Advice, Finding, Severity
 
 if TYPE_CHECKING:
     from flanneld.backends.ipsec.resources import ConnectionSas
-    from flanneld.ctl.facts import Facts
+    from flanneld.ctl.checks import Facts
     from flanneld.network.genetlink import SeenDevice
 
-#: Seconds to wait for charon's answer. It answers within milliseconds unless it hangs.
-_TIME_LIMIT = 2.0
 #: Tables of encrypting backends that are in the kernel: WireGuard's keys and peers, and policies of XFRM.
 KERNEL_TABLES = frozenset({"wireguard", "xfrm-policies"})
 
@@ -34,46 +30,6 @@ class CharonState(StrEnum):
     HANGS = "hangs"
     NOT_RUNNING = "not running"
     NOT_INSTALLED = "not installed"
-
-
-def with_sessions(told: Status, paths: Collection[PathToPeer], now: float) -> Status:
-    """Return the status with the sessions as they are now, after ``paths`` were probed.
-
-    The daemon reads charon's sessions every 10 s, and calls a peer of WireGuard silent after up to 90 s. A
-    probe through the tunnel asks for a handshake at once.
-    """
-    if "ipsec" in told.backends:
-        told = replace(told, peers=tuple(with_associations(told, _associations())))
-    if "wireguard" not in told.backends:
-        return told
-    # A node that does not answer at all may just be off.
-    there = {each.peer for each in paths if each.name == "underlay" and each.carried is not None}
-    silent = {each.peer for each in paths if each.name == "tunnel" and each.carried is None} & there
-    try:
-        devices = list(_devices(known(told.devices) or ()))
-    except OSError:
-        return told
-    return replace(told, peers=tuple(sessions_of(told, devices, silent, now)))
-
-
-def _associations() -> Mapping[str, ConnectionSas]:
-    """Return the SAs that charon and the kernel have, by the peer's subnet; none without permission."""
-    from flanneld.backends.ipsec import charon
-    from flanneld.backends.ipsec.resources import by_connection, connection_of
-    from flanneld.errors import Retryable
-    from flanneld.network.xfrm_table import Associations
-
-    kernel = Associations()
-    try:
-        with charon.ViciConnection(time_limit=_TIME_LIMIT) as connection:
-            listed = [*connection.listing("list-sas", "list-sa")]
-        found = by_connection(listed, kernel.spis())
-    except (Retryable, OSError):
-        return {}
-    finally:
-        kernel.close()
-    named = {connection_of(name): sas for name, sas in found.items()}
-    return {str(each.peer): sas for each, sas in named.items() if each is not None}
 
 
 def with_associations(told: Status, associations: Mapping[str, ConnectionSas]) -> Iterator[PeerStatus]:
@@ -93,19 +49,6 @@ def with_associations(told: Status, associations: Mapping[str, ConnectionSas]) -
             encapsulated=is_encapsulated(found),
         )
         yield replace(each, sessions=(session,))
-
-
-def _devices(names: Iterable[str]) -> Iterator[SeenDevice]:
-    from flanneld.network.genetlink import WireGuardDevices
-
-    kernel = WireGuardDevices()
-    try:
-        for name in names:
-            device = kernel.read(name)
-            if device is not None:
-                yield device
-    finally:
-        kernel.close()
 
 
 def sessions_of(
@@ -147,29 +90,6 @@ def sessions_of(
                 problem = f"{names} has no peer with this subnet; start the daemon: it adds the peer"
                 sessions.append(replace(last, state="silent", problem=problem))
         yield replace(each, sessions=tuple(sessions))
-
-
-def charon_of(told: Status) -> CharonState | None:
-    """Return the state of charon; None without ipsec or permission."""
-    if "ipsec" not in told.backends:
-        return None
-    from flanneld.backends.ipsec import charon
-    from flanneld.errors import Fatal, Retryable
-
-    if Path(charon.SOCKET).exists() and not os.access(charon.SOCKET, os.W_OK):
-        return None
-    try:
-        with charon.ViciConnection(time_limit=_TIME_LIMIT) as connection:
-            connection.ask("version")
-    except charon.NoCharon:
-        try:
-            charon.find_charon()
-        except Fatal:
-            return CharonState.NOT_INSTALLED
-        return CharonState.NOT_RUNNING
-    except Retryable:
-        return CharonState.HANGS
-    return CharonState.ANSWERS
 
 
 @check("M", "handshakes", "each peer that is sent packets agrees on keys")

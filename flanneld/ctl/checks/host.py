@@ -7,16 +7,15 @@ from typing import TYPE_CHECKING
 
 from flanneld.backends.registry import described
 from flanneld.compat.glog import counted
+from flanneld.ctl.checks import check, few
 from flanneld.ctl.checks.containers import former_subnets
-from flanneld.ctl.findings import Advice, Finding, Fix, Severity, as_at_start, check, few
-from flanneld.ctl.lookups import between_nodes, listed
-from flanneld.ctl.path_mtu import MADE_ANEW, takes_mtu
+from flanneld.ctl.paths import MADE_ANEW, between_nodes, listed, takes_mtu
 from flanneld.diagnostics.status import known
+from flanneld.findings import Advice, Finding, Fix, Severity, command, line
 from flanneld.network.host_settings import Topic
-from flanneld.runtime.shell import command, line
 
 if TYPE_CHECKING:
-    from flanneld.ctl.facts import Facts
+    from flanneld.ctl.checks import Facts
 
 #: First kernel with correct checksums for VXLAN packets after NAT (fixed by ea64d8d6c675).
 _GOOD_CHECKSUMS = (5, 7)
@@ -31,7 +30,7 @@ _LEADS_TO_CONTAINERS = frozenset({"bridge", "veth"})
 
 @check("E", "forwarding", "the kernel passes packets on")
 def forwarding(facts: Facts) -> Iterator[Finding]:
-    yield from as_at_start(facts, Topic.FORWARDING)
+    yield from facts.of_topic(Topic.FORWARDING)
 
 
 @check("E", "dropping", "no chain drops the network's packets")
@@ -147,7 +146,7 @@ def subnet_file(facts: Facts) -> Iterator[Finding]:
 
 @check("F", "bridges", "the firewall sees what stays on a bridge")
 def bridges(facts: Facts) -> Iterator[Finding]:
-    yield from as_at_start(facts, Topic.BRIDGES)
+    yield from facts.of_topic(Topic.BRIDGES)
 
 
 # ---- G: containers on another subnet ------------------------------------------------------------

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING
 
 from flanneld.backends.cloud.contract import FORWARDING, ROUTES
 from flanneld.compat.glog import counted
+from flanneld.ctl.checks import check, few
 from flanneld.ctl.compare import Comparison
-from flanneld.ctl.findings import Advice, Finding, Fix, Severity, check, few
 from flanneld.diagnostics.status import known
+from flanneld.findings import Advice, Finding, Fix, Severity, command, line
 from flanneld.network import iproute2_commands
 from flanneld.network.host_settings import Topic
 from flanneld.network.rtnetlink.links import PORT_REMEDY, SeenLink
-from flanneld.runtime.shell import command, line
 from flanneld.state.resources import Link
 
 if TYPE_CHECKING:
-    from flanneld.ctl.facts import Facts
+    from flanneld.ctl.checks import Facts
 
 #: Objects named in a finding, at most.
 _FEW = 3
@@ -90,15 +90,15 @@ def uplink(facts: Facts) -> Iterator[Finding]:
         return
     held = {str(address) for name, address in facts.addresses if name == link.name}
     lost = [address for address in desired.addresses if address not in held]
-    off = next((each for each in facts.host if each.topic is Topic.IPV6), None)
+    off = next(facts.of_topic(Topic.IPV6), None)
     of_ipv6 = [address for address in lost if ":" in address]
     if off:
         yield Finding(
-            off.what,
+            off.problem,
             off.why,
             "no packet of the network's IPv6 gets to another node",
             Advice(
-                f"{off.command}; then give {link.name} its addresses back: {', '.join(of_ipv6) or 'IPv6'}"
+                f"{off.remedy.text}; then give {link.name} its addresses back: {', '.join(of_ipv6) or 'IPv6'}"
             ),
             about=link.name,
         )

@@ -14,6 +14,7 @@ from contextlib import suppress
 from msgspec import Struct
 
 from flanneld.errors import FlannelError
+from flanneld.findings import Command, command
 from flanneld.model import Family, IPNetwork, family_of
 from flanneld.network.firewall import xtables
 from flanneld.network.firewall.driver import IptablesRunner
@@ -23,7 +24,6 @@ from flanneld.network.firewall.iptables_text import IpSets, read_ipsets, read_ta
 from flanneld.network.firewall.netlink import Hooked, Netfilter
 from flanneld.network.firewall.placing import RulePlace
 from flanneld.network.firewall.rules import NATIVE_TABLE, NFT_FAMILY, Chain
-from flanneld.runtime.shell import Command, command
 
 #: Tables of iptables with their priorities, by nft's type of their chains. In those of nat no rule drops.
 _TABLES = {"filter": {"raw": -300, "mangle": -150, "filter": 0, "security": 50}, "nat": {"nat": 100}}

@@ -17,6 +17,7 @@ from msgspec import Struct
 
 from flanneld.compat.glog import V
 from flanneld.errors import Retryable, cause_of
+from flanneld.findings import Command, command
 from flanneld.model import Family
 from flanneld.network.firewall import xtables
 from flanneld.network.firewall.driver import Driver, IptablesFailed, IptablesRunner, Unavailable
@@ -35,7 +36,6 @@ from flanneld.network.firewall.rules import (
     Rules,
 )
 from flanneld.runtime.command import find
-from flanneld.runtime.shell import Command, command
 
 log = logging.getLogger(__name__)
 

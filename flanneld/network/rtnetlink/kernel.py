@@ -16,7 +16,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from flanneld.model import FAMILIES, IPAddress, IPNetwork
-from flanneld.network import lookups
+from flanneld.network import routing
 from flanneld.network.host import HostView
 from flanneld.network.interfaces import name_of
 from flanneld.network.rtnetlink import links
@@ -189,9 +189,9 @@ def _odd_route(
     kind: int, data: bytes, offset: int, end: int, name_of: Callable[[int], str | None]
 ) -> Notification | None:
     """Decode a route that cannot be ours: it may concern the uplink, or occupy our place."""
-    index = lookups.decode_default_route(data, offset, end)
+    index = routing.decode_default_route(data, offset, end)
     if index is not None:
-        way = lookups.decode_host_route(data, offset, end)
+        way = routing.decode_host_route(data, offset, end)
         gateways = [gateway for _, gateway in way.hops if gateway is not None] if way else []
         return InterfaceChanged(index, name_of(index), address=gateways[0] if gateways else None)
     blackhole = rtnl.decode_blackhole(data, offset, end)
@@ -200,7 +200,7 @@ def _odd_route(
     other = rtnl.outline(data, offset, end)
     if other is not None:
         return ResourceRemoved(other[0])
-    way = lookups.decode_host_route(data, offset, end)
+    way = routing.decode_host_route(data, offset, end)
     if way is None or way.destination is None:
         return None
     return HostRouteChanged(way.destination, tuple(gateway for _, gateway in way.hops if gateway is not None))

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
+from flanneld.findings import Command, command
 from flanneld.model import IPAddress
 from flanneld.network import interfaces
 from flanneld.network.rtnetlink.links import Attribute, LinkCodec, SeenLink, link_info, number
 from flanneld.network.rtnetlink.messages import address_of
-from flanneld.runtime.shell import Command, command
 from flanneld.state.resources import Dummy, ForeignLink, Ipip, Link, Tun, Vxlan, WireGuard
 
 

@@ -18,9 +18,9 @@ from typing import Any, Generic, TypeVar
 from msgspec import Struct
 from msgspec.structs import fields, replace
 
+from flanneld.findings import Command, command
 from flanneld.network.rtnetlink.messages import mac_text
 from flanneld.network.rtnetlink.netlink import attribute, attributes, u32, unpack
-from flanneld.runtime.shell import Command, command
 from flanneld.state.resources import ForeignLink, Link
 
 L = TypeVar("L", bound=Link)

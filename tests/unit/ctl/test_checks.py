@@ -18,21 +18,20 @@ from msgspec.structs import replace
 
 import flanneld
 from flanneld.config import parse
-from flanneld.ctl.checks import cluster
+from flanneld.ctl.checks import THEMES, Facts, LackingFeature, cluster
 from flanneld.ctl.checks.containers import Container
 from flanneld.ctl.checks.encryption import CharonState
 from flanneld.ctl.checks.kernel import NEW_MAC
-from flanneld.ctl.checks.packets import Drop, Translation
-from flanneld.ctl.checks.stale_objects import CniFile, LeftRules
-from flanneld.ctl.checks.store import EtcdHealth, ask_etcd
+from flanneld.ctl.checks.others import CniFile, LeftRules
+from flanneld.ctl.checks.store import EtcdHealth
 from flanneld.ctl.compare import Comparison, Difference, Outside, ShadowingRoute
 from flanneld.ctl.doctor import CHECKS, as_json, examine, report, verdict
-from flanneld.ctl.facts import Facts, LackingFeature
-from flanneld.ctl.findings import THEMES, Advice, Fix, Severity
-from flanneld.ctl.lookups import TO_CONTAINERS, Lost
+from flanneld.ctl.facts import ask_etcd
+from flanneld.ctl.losses import Drop, Lost, Translation
 from flanneld.ctl.output import table_lines
-from flanneld.ctl.path_mtu import PathToPeer
+from flanneld.ctl.paths import TO_CONTAINERS, PathToPeer
 from flanneld.ctl.source import SourcePart, Unknown
+from flanneld.findings import Advice, Fix, Severity
 from flanneld.network import host_settings
 from flanneld.network.rtnetlink.links import SeenLink
 from flanneld.state.resources import ForeignLink, Resource, Route, Vxlan

@@ -15,12 +15,12 @@ from flanneld.config import parse
 from flanneld.ctl import nodes as commands
 from flanneld.ctl.checks.cluster import RULES, ClusterRule, cluster_findings, remarks
 from flanneld.ctl.doctor import CHECKS, report, with_cluster
-from flanneld.ctl.findings import Advice, Finding, Severity
 from flanneld.ctl.nodes import Cluster, ClusterNode, Probes, Told, gather, own_node, told
 from flanneld.ctl.output import table_lines
-from flanneld.ctl.path_mtu import takes_mtu
+from flanneld.ctl.paths import takes_mtu
 from flanneld.ctl.source import DataSource
 from flanneld.diagnostics.status import Status
+from flanneld.findings import Advice, Finding, Severity
 from flanneld.network.survey import SILENCE, Reply
 from flanneld.state.resources import Address
 from tests.unit.ctl.documents import object_of, status_of

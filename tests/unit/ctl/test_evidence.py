@@ -9,19 +9,18 @@ from typing import Any
 import pytest
 
 from flanneld.backends.ipsec.resources import ConnectionSas
-from flanneld.ctl import lookups
+from flanneld.ctl import paths
 from flanneld.ctl.checks.encryption import sessions_of, with_associations
-from flanneld.ctl.checks.packets import dropped
 from flanneld.ctl.compare import ActualState
 from flanneld.ctl.facts import lacking_features
-from flanneld.ctl.lookups import Question, _before, chosen_of, questions
-from flanneld.ctl.path_mtu import sample
+from flanneld.ctl.losses import Lost, Question, _before, by_cause, dropped, questions
+from flanneld.ctl.paths import chosen_of, sample
 from flanneld.diagnostics.status import PeerStatus, Status, known
 from flanneld.model import FAMILIES
 from flanneld.network.firewall.fate import DROP, Packet, Rule, Test
 from flanneld.network.firewall.foreign import BaseChain
 from flanneld.network.genetlink import SeenDevice, SeenPeer
-from flanneld.network.lookups import PolicyRule
+from flanneld.network.routing import PolicyRule
 from flanneld.state.resources import Address, Route, Vxlan
 from tests.unit.ctl.documents import object_of, status_of
 
@@ -56,7 +55,7 @@ LARGE = status_of(document(5000))
 def test_with_5000_peers_few_routes_are_looked_up_and_few_packets_sent() -> None:
     assert len(list(questions(LARGE, chosen_of(LARGE), {4: "cni0"}))) == 4 * 64
     assert len(sample(LARGE, lambda targets: [None] * len(targets))) == 2 * 8
-    assert len(lookups.some(lookups.reached_peers(LARGE))) == 4
+    assert len(paths.some(paths.reached_peers(LARGE))) == 4
 
 
 def test_lookups_are_spread_over_all_peers() -> None:
@@ -70,8 +69,8 @@ def test_rule_about_one_peer_of_5000_is_found() -> None:
         Rule(DROP, (Test("destination", (ip_network("10.20.7.0/24"),)),), text="no packets to 10.20.7.0/24"),
     )
     base = BaseChain("native", 4, "inet wall", "c", "forward", False, {"c": steps})
-    chosen = lookups.some(lookups.reached_peers(LARGE), [ip_network("10.20.7.0/24")])
-    found = list(dropped([base], list(lookups.flows(LARGE, chosen, {4: "cni0"}))))
+    chosen = paths.some(paths.reached_peers(LARGE), [ip_network("10.20.7.0/24")])
+    found = list(dropped([base], list(paths.flows(LARGE, chosen, {4: "cni0"}))))
     assert [(flow.name, decided.by) for _, flow, decided, _ in found] == [
         ("packets of its containers to other nodes", "no packets to 10.20.7.0/24")
     ]
@@ -81,7 +80,7 @@ def test_rule_for_both_families_is_one_drop_of_both() -> None:
     chains = {"c": (Rule(DROP, (), text="drop"),)}
     bases = [BaseChain("native", family, "inet wall", "c", "input", False, chains) for family in FAMILIES]
     packets = [
-        lookups.Flow("UDP 8472", Packet("eth0", "", ip_address(there), ip_address(here)), lookups.INWARDS, ())
+        paths.Flow("UDP 8472", Packet("eth0", "", ip_address(there), ip_address(here)), paths.INWARDS, ())
         for there, here in (("192.0.2.2", "192.0.2.1"), ("2001:db8::2", "2001:db8::1"))
     ]
     assert [families for *_, families in dropped(bases, packets)] == [frozenset(FAMILIES)]
@@ -89,11 +88,11 @@ def test_rule_for_both_families_is_one_drop_of_both() -> None:
 
 def test_cause_in_both_families_is_one_loss_of_both() -> None:
     asked = [
-        Question(lookups.TO_NODES, ip_address(text), None, "", lambda _: False)
+        Question(paths.TO_NODES, ip_address(text), None, "", lambda _: False)
         for text in ("192.0.2.2", "2001:db8::2", "192.0.2.3")
     ]
-    by_eth1 = lookups.Lost(lookups.TO_NODES, "uplink", "eth1", "the route is dev eth1")
-    (found,) = lookups.by_cause(asked, [(each, by_eth1) for each in asked[:2]])
+    by_eth1 = Lost(paths.TO_NODES, "uplink", "eth1", "the route is dev eth1")
+    (found,) = by_cause(asked, [(each, by_eth1) for each in asked[:2]])
     assert (found.number, found.asked, found.families) == (2, 3, frozenset(FAMILIES))
 
 
@@ -101,7 +100,7 @@ def test_flows_are_those_between_nodes_and_between_containers() -> None:
     small = status_of(document(1))
     found = {
         flow.name: flow.packet
-        for flow in lookups.flows(small, lookups.some(lookups.reached_peers(small)), {4: "cni0"})
+        for flow in paths.flows(small, paths.some(paths.reached_peers(small)), {4: "cni0"})
     }
     assert [(each.iif, each.oif, str(each.source), each.dport) for each in found.values()] == [
         ("eth0", "", "198.18.0.1", 8472),
@@ -161,18 +160,18 @@ def session(**changes: Any) -> dict[str, Any]:
 def test_carriers_are_the_packets_that_encrypting_backends_send(
     told: Status, carriers: list[tuple[str, int | None, int | None]]
 ) -> None:
-    found = lookups.carriers(told, told.each_peer[0])
+    found = paths.carriers(told, told.each_peer[0])
     assert [(each.protocol, each.port, each.peer_port) for each in found] == carriers
 
 
-OF_VXLAN, OF_IPIP = lookups.TunnelPackets(4, "udp", 8472, 8472), lookups.TunnelPackets(4, "ipencap")
+OF_VXLAN, OF_IPIP = paths.TunnelPackets(4, "udp", 8472, 8472), paths.TunnelPackets(4, "ipencap")
 
 
 @pytest.mark.parametrize(
     ("network", "of_peer", "carriers"),
     [
-        ({"backend": "udp"}, "", [lookups.TunnelPackets(4, "udp", 8285, 8285)]),
-        ({"backend": "udp", "port": 8286}, "", [lookups.TunnelPackets(4, "udp", 8286, 8286)]),
+        ({"backend": "udp"}, "", [paths.TunnelPackets(4, "udp", 8285, 8285)]),
+        ({"backend": "udp", "port": 8286}, "", [paths.TunnelPackets(4, "udp", 8286, 8286)]),
         ({"backend": "ipip", "also": "vxlan"}, "ipip", [OF_IPIP]),
         ({"backend": "ipip", "also": "vxlan"}, "vxlan", [OF_VXLAN]),
         ({"backend": "vxlan"}, "vxlan", [OF_VXLAN]),
@@ -182,10 +181,10 @@ OF_VXLAN, OF_IPIP = lookups.TunnelPackets(4, "udp", 8472, 8472), lookups.TunnelP
     ],
 )
 def test_carriers_are_the_packets_that_the_backend_names(
-    network: dict[str, Any], of_peer: str, carriers: list[lookups.TunnelPackets]
+    network: dict[str, Any], of_peer: str, carriers: list[paths.TunnelPackets]
 ) -> None:
     told = status_of({"network": network})
-    assert list(lookups.carriers(told, PeerStatus((), backend=of_peer))) == carriers
+    assert list(paths.carriers(told, PeerStatus((), backend=of_peer))) == carriers
 
 
 def test_netlink_protocol_of_a_backend_is_asked_of_the_kernel() -> None:
@@ -202,12 +201,12 @@ def test_carriers_of_dual_stack_are_of_the_families_that_the_backend_carries() -
     ranges = [{"network": "10.5.0.0/16", "subnet_len": 24}, {"network": "fc00::/48", "subnet_len": 64}]
     for backend, families in (("vxlan", [4, 6]), ("ipip", [4])):
         told = status_of({"network": {"ranges": ranges, "backend": backend}})
-        assert [each.family for each in lookups.carriers(told, PeerStatus((), backend=backend))] == families
+        assert [each.family for each in paths.carriers(told, PeerStatus((), backend=backend))] == families
 
 
 def test_packets_from_a_peer_go_to_our_port_and_those_to_it_to_its_port() -> None:
     told = encrypted("wireguard", session(endpoint="198.18.0.1:51821", port=51820))
-    found = list(lookups.flows(told, lookups.some(lookups.reached_peers(told)), {}))
+    found = list(paths.flows(told, paths.some(paths.reached_peers(told)), {}))
     assert [(each.name, each.packet.dport) for each in found[:2]] == [
         ("UDP 51820 from its peers", 51820),
         ("UDP 51821 to its peers", 51821),

@@ -19,7 +19,7 @@ from flanneld.ctl.netcheck import (
     translated,
     verdict,
 )
-from flanneld.ctl.path_mtu import PathToPeer
+from flanneld.ctl.paths import PathToPeer
 from flanneld.ctl.source import DataSource
 from flanneld.diagnostics.status import UplinkStatus
 from flanneld.errors import FlannelError

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from flanneld.ctl import nodes, path_mtu
+from flanneld.ctl import nodes, paths
 from flanneld.ctl.checks.cluster import remarks
 from flanneld.ctl.checks.encryption import sessions_of
 from flanneld.ctl.commands import COMMANDS
@@ -93,7 +93,7 @@ def looks(status: Status) -> Iterator[Callable[[], object]]:
     """Yield what the commands do with a status that takes no packets."""
     quiet = nodes.Probes(lambda to: dict.fromkeys(to, SILENCE), lambda to: dict.fromkeys(to, SILENCE))
     yield lambda: examine(replace(WELL, status=status))
-    yield lambda: path_mtu.sample(status, lambda asked: [None] * len(asked))
+    yield lambda: paths.sample(status, lambda asked: [None] * len(asked))
     yield lambda: list(sessions_of(status, [], {"10.5.2.0/24"}, 1.0))
     yield lambda: remarks(nodes.gather(status, quiet, 1.0))
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from flanneld.backends import registry
 from flanneld.backends.contract import Host
 from flanneld.config import parse
-from flanneld.ctl.path_mtu import PathToPeer, paths, peer_named, sample
+from flanneld.ctl.paths import PathToPeer, paths, peer_named, sample
 from flanneld.diagnostics.status import PeerStatus
 from flanneld.errors import FlannelError
 from flanneld.model import IPAddress, Uplink

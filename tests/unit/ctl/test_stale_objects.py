@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flanneld.ctl.checks.stale_objects import CniFile, cni_confs
+from flanneld.ctl.checks.others import CniFile
+from flanneld.ctl.facts import cni_confs
 
 
 def test_configs_come_in_the_order_of_their_names_with_the_plug_ins_that_they_name(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from flanneld.ctl.checks.packets import Drop
 from flanneld.ctl.compare import ActualState, RouteTaken
+from flanneld.ctl.losses import Drop
 from flanneld.ctl.trace import Hop, trace
 from flanneld.model import IPAddress
 from flanneld.network.firewall.fate import Rule

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flanneld.model import FAMILIES, Family
-from flanneld.network import lookups
+from flanneld.network import routing
 from flanneld.network.firewall import netlink
 from flanneld.network.firewall.nft_json import read_chains
 from flanneld.network.firewall.nftables import read_listing, rule_json
@@ -44,10 +44,10 @@ DECODERS: tuple[Callable[[bytes, int, int], object], ...] = (
     rtnl.decode_blackhole,
     rtnl.decode_address,
     links.decode,
-    lookups.decode_default_route,
-    lookups.decode_lookup,
-    lookups.decode_host_route,
-    lookups.decode_local,
+    routing.decode_default_route,
+    routing.decode_lookup,
+    routing.decode_host_route,
+    routing.decode_local,
 )
 
 

@@ -9,8 +9,8 @@ from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
 import pytest
 from msgspec.structs import replace
 
+from flanneld.findings import Command
 from flanneld.network import iproute2_commands
-from flanneld.runtime.shell import Command
 from flanneld.state.resources import (
     Address,
     Blackhole,

@@ -20,7 +20,7 @@ from pyroute2.netlink.rtnl.ndmsg import ndmsg
 from pyroute2.netlink.rtnl.rtmsg import rtmsg
 
 from flanneld.model import Family, IPAddress, IPNetwork
-from flanneld.network import lookups
+from flanneld.network import routing
 from flanneld.network.rtnetlink import messages as rtnl
 from flanneld.network.rtnetlink.domain import SeenRoute
 from flanneld.network.rtnetlink.netlink import (
@@ -391,28 +391,28 @@ def test_the_entry_for_unknown_destinations_is_passed_over() -> None:
 
 @pytest.mark.parametrize(("target", "family", "length"), [("192.168.0.2", 2, 32), ("fd77::2", 10, 128)])
 def test_a_way_is_asked_for_by_full_address(target: str, family: int, length: int) -> None:
-    body = lookups.lookup_request(ip_address(target))
+    body = routing.lookup_request(ip_address(target))
     fields = read_by_pyroute2(rtmsg, HEADER.pack(HEADER.size + len(body), 26, 1, 0, 0) + body)
     assert (fields["family"], fields["dst_len"], fields["RTA_DST"]) == (family, length, target)
 
 
 def test_a_way_through_a_gateway_of_the_other_family_has_a_gateway() -> None:
     via = attribute(RTA_VIA, b"\x0a\x00" + ip_address("fe80::1").packed)
-    way = lookups.decode_lookup(*told(route("10.1.6.0/24"), extra=via))
+    way = routing.decode_lookup(*told(route("10.1.6.0/24"), extra=via))
     assert (way.index, way.gateway) == (INDEX, ip_address("fe80::1"))
 
 
 def test_a_way_on_the_link_has_no_gateway() -> None:
-    assert lookups.decode_lookup(*told(route("10.1.6.0/24"))) == lookups.LookupResult(INDEX, None, None, 1)
+    assert routing.decode_lookup(*told(route("10.1.6.0/24"))) == routing.LookupResult(INDEX, None, None, 1)
 
 
 @pytest.mark.parametrize("metric", [0, 100])
 def test_seen_way_has_destination_protocol_and_gateway_whatever_its_metric(metric: int) -> None:
-    seen = lookups.decode_host_route(
+    seen = routing.decode_host_route(
         *told(route("10.1.6.0/24", "192.168.0.1"), extra=u32(RTA_PRIORITY, metric))
     )
     gateway = ip_address("192.168.0.1")
-    assert seen == lookups.SeenHostRoute(ip_network("10.1.6.0/24"), PROTO_BOOT, ((INDEX, gateway),))
+    assert seen == routing.SeenHostRoute(ip_network("10.1.6.0/24"), PROTO_BOOT, ((INDEX, gateway),))
 
 
 def test_seen_way_with_several_next_hops_has_them_all() -> None:
@@ -421,28 +421,28 @@ def test_seen_way_with_several_next_hops_has_them_all() -> None:
         return struct.pack("=HBBi", 8 + len(attributes), 0, 0, index) + attributes
 
     hops = hop(7, "192.168.0.1") + hop(8, "192.168.0.2")
-    seen = lookups.decode_host_route(*told(route("10.1.6.0/24"), extra=attribute(RTA_MULTIPATH, hops)))
+    seen = routing.decode_host_route(*told(route("10.1.6.0/24"), extra=attribute(RTA_MULTIPATH, hops)))
     assert seen
     assert seen.hops == ((7, ip_address("192.168.0.1")), (8, ip_address("192.168.0.2")))
 
 
 def test_blackhole_and_route_of_another_table_are_no_ways() -> None:
     body = told(route("10.1.6.0/24"))
-    assert lookups.decode_host_route(*altered(body, RTMSG_TYPE, 6)) is None
-    assert lookups.decode_host_route(*altered(body, RTMSG_TABLE, 100)) is None
+    assert routing.decode_host_route(*altered(body, RTMSG_TYPE, 6)) is None
+    assert routing.decode_host_route(*altered(body, RTMSG_TABLE, 100)) is None
 
 
 @pytest.mark.parametrize("kind", [2, 3, 4])
 def test_local_route_has_its_type_network_and_interface(kind: int) -> None:
     body = altered(altered(told(route("192.168.0.1/32")), RTMSG_TYPE, kind), RTMSG_TABLE, 255)
-    assert lookups.decode_local(*body) == (kind, ip_network("192.168.0.1/32"), INDEX)
-    assert lookups.decode_local(*altered(body, RTMSG_TYPE, 1)) is None
-    assert lookups.decode_local(*altered(body, RTMSG_TABLE, 254)) is None
+    assert routing.decode_local(*body) == (kind, ip_network("192.168.0.1/32"), INDEX)
+    assert routing.decode_local(*altered(body, RTMSG_TYPE, 1)) is None
+    assert routing.decode_local(*altered(body, RTMSG_TABLE, 254)) is None
 
 
 def test_route_through_an_interface_is_known_by_its_end() -> None:
     data = encode(route("10.1.6.0/24", "192.168.0.1"))
-    assert data[-lookups.ENDING :] == lookups.interface_ending(INDEX)
+    assert data[-routing.ENDING :] == routing.interface_ending(INDEX)
 
 
 @pytest.mark.parametrize(
@@ -451,7 +451,7 @@ def test_route_through_an_interface_is_known_by_its_end() -> None:
     ids=["IPv4", "IPv6", "no default"],
 )
 def test_a_default_route_names_its_interface(resource: Route, index: int | None) -> None:
-    assert lookups.decode_default_route(*told(resource)) == index
+    assert routing.decode_default_route(*told(resource)) == index
 
 
 # ---- whatever comes ------------------------------------------------------------------------------
@@ -462,16 +462,16 @@ DECODERS: tuple[Decoder, ...] = (
     lambda data, offset, end: rtnl.decode_gone_neighbor(data, offset, end, name_of),
     rtnl.outline,
     rtnl.decode_address,
-    lookups.decode_default_route,
-    lookups.decode_lookup,
-    lookups.decode_host_route,
-    lookups.decode_local,
+    routing.decode_default_route,
+    routing.decode_lookup,
+    routing.decode_host_route,
+    routing.decode_local,
 )
 some_decoder = st.sampled_from(DECODERS)
 
 
 @given(some_decoder, st.binary(max_size=120), st.integers(0, 20))
-@example(lookups.decode_lookup, b"", 0)
+@example(routing.decode_lookup, b"", 0)
 def test_noise_is_at_worst_malformed(decode: Decoder, noise: bytes, offset: int) -> None:
     with contextlib.suppress(MalformedNetlink):
         decode(noise, offset, len(noise))

@@ -7,7 +7,7 @@ from ipaddress import ip_network
 
 import pytest
 
-from flanneld.network.lookups import PolicyRule, decode
+from flanneld.network.routing import PolicyRule, decode
 from flanneld.network.rtnetlink.netlink import MalformedNetlink, attribute, u32
 
 TO, FROM, IIF, PRIORITY, MARK, TABLE, OIF = 1, 2, 3, 6, 10, 15, 17

@@ -15,7 +15,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from flanneld.model import Family, IPAddress, IPNetwork, network_around, single
-from flanneld.network.lookups import RTN_BROADCAST, RTN_LOCAL, LookupResult, SeenHostRoute
+from flanneld.network.routing import RTN_BROADCAST, RTN_LOCAL, LookupResult, SeenHostRoute
 from flanneld.network.rtnetlink.domain import NOTHING, Domain, SeenRoute
 from flanneld.network.rtnetlink.kernel import Notification
 from flanneld.network.rtnetlink.links import SeenLink

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from flanneld.ctl.lookups import INWARDS, OUTWARDS, THROUGH
+from flanneld.ctl.paths import INWARDS, OUTWARDS, THROUGH
 from flanneld.model import Family, family_of
 from flanneld.network.firewall.fate import DROP, Fate, LazyChains, Packet
 from flanneld.network.firewall.foreign import BaseChain, fates

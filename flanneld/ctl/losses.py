@@ -1,104 +1,250 @@
-"""Flows of the network through this host, and route lookups as the kernel makes them for their packets."""
+"""What this host does to the network's packets: its packet filters, queues, policy rules and routes.
+
+Drops of other programs' rules are found by following the packets through them; routes are looked up as the
+kernel does for such packets.
+"""
 
 from __future__ import annotations
 
 import errno
+import struct
+import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from flanneld.backends.contract import OuterPackets
-from flanneld.backends.registry import described
 from flanneld.ctl.compare import NOWHERE, RouteTaken, follows, wanted_route
-from flanneld.diagnostics.status import PeerStatus, Status, addresses, known
-from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork, family_of
-from flanneld.network.firewall.fate import Packet
-from flanneld.network.firewall.foreign import SENDERS, SOME_PORT, Opening, of_network
+from flanneld.ctl.paths import (
+    FROM_CONTAINERS,
+    FROM_NODES,
+    THROUGH,
+    TO_CONTAINERS,
+    TO_NODES,
+    Flow,
+    ParsedPeer,
+    chosen_of,
+    container_of,
+    flows,
+    parsed,
+    reached_peers,
+    some,
+)
+from flanneld.diagnostics.status import Status, addresses, known
+from flanneld.errors import Retryable
+from flanneld.findings import Command, command
+from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork
+from flanneld.network.firewall import foreign
+from flanneld.network.firewall.driver import IptablesRunner
+from flanneld.network.firewall.fate import DROP, MASQUERADE, Fate, Rule
+from flanneld.network.firewall.foreign import BaseChain, Opening
+from flanneld.network.firewall.placing import PLACES, driver
+from flanneld.network.firewall.rules import FLANNEL_POSTRTG, NATIVE_POSTRTG, NATIVE_TABLE, POSTROUTING
 from flanneld.network.host import HostView
-from flanneld.network.lookups import RTN_LOCAL, PolicyRule
+from flanneld.network.routing import RTN_LOCAL, PolicyRule
 from flanneld.network.rtnetlink.messages import RTM_GETNEIGH, decode_neighbor, neighbors_request
-from flanneld.runtime.shell import Command, command
+from flanneld.network.rtnetlink.netlink import attributes, unpack
 from flanneld.state.resources import Neighbor
 
-#: Hooks that a packet passes if it is for this host, from it, or through it.
-INWARDS = frozenset({"ingress", "prerouting", "input"})
-OUTWARDS = frozenset({"output", "postrouting"})
-THROUGH = frozenset({"ingress", "prerouting", "forward", "postrouting"})
-#: Numbers of IP protocols.
-_NUMBERS = {"ipencap": 4, "esp": 50}
+#: Networks named by rules for which a peer is looked up, at most.
+_MENTIONED = 64
 
 
-class Flow(Struct, frozen=True, gc=False):
-    """Packets of one kind, and what a packet filter has to accept for them. ``name`` is for people."""
+class Drop(Struct, frozen=True, gc=False):
+    """A rule, or without ``rule`` a policy, that drops a flow; and the commands that accept the flow.
 
-    name: str
-    packet: Packet
-    hooks: frozenset[str]
-    openings: tuple[Opening, ...]
-    kind: str = ""
+    It may not if it depends on a rule that may match or not: ``doubt``. ``drops_the_rest`` is True for a
+    FORWARD chain that drops all that it does not accept.
+    """
 
-    def __str__(self) -> str:
-        return f"{self.kind} {self.name}".strip()
+    chain: str
+    flow: str
+    rule: str
+    commands: tuple[Command, ...]
+    is_firewalld: bool = False
+    doubt: str = ""
+    drops_the_rest: bool = False
+    families: frozenset[Family] = frozenset({4})
 
     @property
-    def family(self) -> Family:
-        return family_of(self.packet.source)
+    def state(self) -> str:
+        return "unknown" if self.doubt else "PROBLEM"
+
+    @property
+    def note(self) -> str:
+        unless = f"; unless this rule passes them: {self.doubt}" if self.doubt else ""
+        return f"drops {self.flow}: {self.rule or 'its policy'}{unless}"
 
 
-class ParsedPeer(Struct, frozen=True, gc=False):
-    """A peer's subnets and public addresses, parsed."""
+def drops_towards(told: Status, devices: Mapping[Family, str]) -> Callable[[IPAddress], list[Drop]]:
+    """Return a function for what is dropped here of the packets from and to the peer with an address.
 
-    subnets: tuple[IPNetwork, ...]
-    public: tuple[IPAddress, ...]
-    status: PeerStatus
-
-    def is_in(self, network: IPNetwork) -> bool:
-        return any(ip in network for ip in self.public) or any(
-            subnet.network_address in network for subnet in self.subnets
-        )
-
-
-def reached_peers(told: Status) -> list[PeerStatus]:
-    """Return the peers that packets are sent to."""
-    return [peer for peer in told.each_peer if peer.state not in ("refused", "unsafe")]
-
-
-def parsed(peer: PeerStatus) -> ParsedPeer:
-    return ParsedPeer(tuple(peer.networks), tuple(peer.addresses), peer)
-
-
-def some(peers: Sequence[PeerStatus], networks: Sequence[IPNetwork] = (), few: int = 4) -> list[ParsedPeer]:
-    """Return a few peers, and one inside each network, which a rule may be about.
-
-    Parsing thousands of peers takes a tenth of a second, so without networks only those few are parsed.
+    ``devices`` are those of containers. The packet filters are read once, for the first peer: they may have
+    thousands of rules.
     """
-    chosen = list(map(parsed, peers[:few]))
-    candidates = list(map(parsed, peers)) if networks else []
-    for network in networks:
-        found = next((peer for peer in candidates if peer.is_in(network)), None)
-        if found is not None and found not in chosen:
-            chosen.append(found)
-    return chosen
+    bases = cache(lambda: _bases(told))
+
+    def towards(target: IPAddress) -> list[Drop]:
+        peers = [each for each in reached_peers(told) if any(target in net for net in each.networks)]
+        return _drops(told, bases(), devices, list(map(parsed, peers))) if peers else []
+
+    return towards
 
 
-def flows(
-    told: Status, chosen: Iterable[ParsedPeer], container_devices: Mapping[Family, str]
-) -> Iterator[Flow]:
-    """Yield the flows from and to some peers.
+def masquerading_rules(told: Status) -> Callable[[Family], Sequence[Rule] | None]:
+    """Return a function for the daemon's masquerading rules of a family; None if they cannot be read."""
 
-    ``container_devices`` lead to this node's containers; without one their packets have an unknown interface.
+    def read(family: Family) -> Sequence[Rule] | None:
+        firewall = known(told.firewall)
+        place = firewall and next((each for each in PLACES if each == firewall.place), None)
+        if not place:
+            return None
+        chains = (FLANNEL_POSTRTG, (NATIVE_TABLE[family], NATIVE_POSTRTG), POSTROUTING)
+        try:
+            rules = driver(place, family, IptablesRunner(threading.Event())).read()
+        except Retryable:
+            return None
+        return next((rules[chain] for chain in chains if rules.get(chain)), ())
+
+    return read
+
+
+def read_drops(told: Status, devices: Mapping[Family, str]) -> list[Drop]:
+    """Return what this host's packet filters drop of a few peers' packets, and of those that rules name.
+
+    ``devices`` are those of containers.
     """
-    own = told.own_subnets
-    for peer in chosen:
-        yield from _between_nodes(told, peer)
-        for subnet in own:
-            theirs = next((each for each in peer.subnets if each.version == subnet.version), None)
-            if theirs is not None:
-                device = container_devices.get(subnet.version)
-                yield from _between_containers(told, peer, subnet, theirs, device)
+    bases = _bases(told)
+    around = [network for network, _ in told.ranges]
+    return _drops(told, bases, devices, some(reached_peers(told), _mentioned(bases, around))) if bases else []
+
+
+class Translation(Struct, frozen=True, gc=False):
+    """Rule that gives packets between containers another sender, and the commands that spare them."""
+
+    chain: str
+    rule: str
+    commands: tuple[Command, ...]
+
+
+def read_translations(told: Status, devices: Mapping[Family, str]) -> list[Translation]:
+    """Return the rules of this host that translate the sender of packets of containers to other nodes.
+
+    A rule of a table inet is about both families, and a command spares the network of one.
+    """
+    found: dict[tuple[str, str], Translation] = {}
+    packets = [
+        flow.packet
+        for flow in flows(told, some(reached_peers(told)), devices)
+        if flow.name == FROM_CONTAINERS
+    ]
+    for network, _ in told.ranges if packets else ():
+        bases = list(foreign.read(network.version, "postrouting", kind="nat"))
+        for base, decided in (
+            each for packet in packets for each in foreign.fates(bases, packet, ("postrouting",))
+        ):
+            if decided.act == MASQUERADE and decided.certain:
+                key, spare = (str(base), decided.by), base.spare(network)
+                alike = found.get(key, Translation(str(base), foreign.text_of(base, decided.by), ()))
+                found[key] = replace(alike, commands=tuple(dict.fromkeys((*alike.commands, spare))))
+    return list(found.values())
+
+
+def _bases(told: Status) -> list[BaseChain]:
+    """Return this host's base chains that packets of the network pass, as far as they can be read."""
+    versions = {network.version for network, _ in told.ranges}
+    return [base for family in FAMILIES if _concerns(family, versions, told) for base in foreign.read(family)]
+
+
+def _drops(
+    told: Status, bases: Sequence[BaseChain], devices: Mapping[Family, str], chosen: Iterable[ParsedPeer]
+) -> list[Drop]:
+    packets = list(flows(told, chosen, devices))
+    forwarded = {flow.family for flow in packets if flow.hooks == THROUGH}
+    packets += (
+        Flow("packets of containers", packet, THROUGH, foreign.of_network(network))
+        for network, _ in told.ranges
+        for packet in foreign.between_containers(network)
+        if network.version not in forwarded
+    )
+    return [_described(*each) for each in dropped(bases, packets)]
+
+
+def _concerns(family: Family, versions: set[Family], told: Status) -> bool:
+    """Return True if packets of a family are sent: an IPv6 network has IPv6 packets between its nodes."""
+    uplink = known(told.uplink)
+    public = uplink.public_ips if uplink else ()
+    return family in versions or any((":" in text) == (family == 6) for text in public if versions)
+
+
+def _mentioned(bases: Iterable[BaseChain], around: Container[IPNetwork]) -> list[IPNetwork]:
+    """Return the networks that rules name, each once, except the cluster networks ``around`` all peers."""
+    found: dict[IPNetwork, None] = {}
+    rules = (rule for base in bases for rules in base.chains.values() for rule in rules)
+    for value in (value for rule in rules for test in rule.tests for value in test.values):
+        if not isinstance(value, str | tuple) and value.prefixlen and value not in around:
+            found[value] = None
+            if len(found) == _MENTIONED:
+                break
+    return list(found)
+
+
+def dropped(
+    bases: Sequence[BaseChain], packets: Sequence[Flow]
+) -> Iterator[tuple[BaseChain, Flow, Fate, frozenset[Family]]]:
+    """Yield each drop with the families that it concerns, once for a rule (pure)."""
+    found: dict[tuple[str, Fate, tuple[Opening, ...]], tuple[BaseChain, list[Flow]]] = {}
+    for flow in packets:
+        for base, decided in foreign.fates(bases, flow.packet, flow.hooks):
+            if decided.act == DROP:
+                found.setdefault((str(base), decided, flow.openings), (base, []))[1].append(flow)
+    for (_, decided, _), (base, lost) in found.items():
+        kinds = {flow.kind for flow in lost}
+        kind = lost[0].kind if len(kinds) == 1 else ""
+        yield base, replace(lost[0], kind=kind), decided, frozenset(flow.family for flow in lost)
+
+
+def _described(base: BaseChain, flow: Flow, decided: Fate, families: frozenset[Family]) -> Drop:
+    return Drop(
+        str(base),
+        str(flow),
+        foreign.text_of(base, decided.by),
+        base.accept(*flow.openings),
+        base.is_firewalld,
+        foreign.text_of(base, decided.doubt),
+        foreign.drops_the_rest(base, decided),
+        families,
+    )
+
+
+#: linux/rtnetlink.h and linux/pkt_sched.h: the dump of queueing disciplines, and their drops in its messages.
+_GETQDISC, _TCMSG, _KIND, _STATS, _QUEUE = 38, struct.Struct("=BxxxiIII"), 1, 7, 3
+_QUEUE_STATS = struct.Struct("=III")  # length, backlog, drops
+
+
+def queue_drops(names: Mapping[int, str]) -> Counter[tuple[str, str]]:
+    """Return the packets dropped so far, by interface and kind of queueing discipline; none if unreadable.
+
+    Those that a policer, or a filter of tc, drops are counted by the discipline clsact or ingress.
+    """
+    found: Counter[tuple[str, str]] = Counter()
+    with suppress(OSError):  # a kernel without traffic control
+        for data, offset, end in HostView().dump(_GETQDISC, _TCMSG.pack(0, 0, 0, 0, 0)):
+            name = names.get(unpack(_TCMSG, data, offset, end)[1])
+            told = attributes(data, offset + _TCMSG.size, end)
+            stats = told.get(_STATS, b"")
+            queue = attributes(stats, 0, len(stats)).get(_QUEUE, b"")
+            if name and len(queue) >= _QUEUE_STATS.size:
+                kind = told.get(_KIND, b"").rstrip(b"\0").decode(errors="replace")
+                found[name, kind] += _QUEUE_STATS.unpack_from(queue)[2]
+    return found
+
+
+# ---- policy rules, routes and neighbours -----------------------------------------------------------
 
 
 def host_addresses() -> Iterator[tuple[str, IPAddress]]:
@@ -110,119 +256,6 @@ def host_addresses() -> Iterator[tuple[str, IPAddress]]:
             yield names.get(seen.index, ""), seen.address
 
 
-def container_of(subnet: IPNetwork) -> IPAddress:
-    """Return an address of a subnet that a container may have."""
-    return subnet[2 % subnet.num_addresses]
-
-
-class TunnelPackets(Struct, frozen=True, gc=False):
-    """Packets between this node and a peer that carry those of containers, or agree on their keys.
-
-    ``port`` is ours, ``peer_port`` that of the peer.
-    """
-
-    family: Family
-    protocol: str
-    port: int | None = None
-    peer_port: int | None = None
-
-    @property
-    def name(self) -> str:
-        return named(self.protocol, self.peer_port)
-
-
-def listed(packets: Iterable[OuterPackets]) -> str:
-    """Return the names of packets for people, with the option that may give them another port."""
-    names = [
-        f"the UDP port of Backend.{each.option} ({each.port})"
-        if each.option not in ("", "Port")
-        else f"UDP port {each.port}"
-        if each.port
-        else named(each.protocol, None)
-        for each in packets
-    ]
-    return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
-
-
-def named(protocol: str, port: int | None) -> str:
-    """Return the name of a carrier's packets for people."""
-    return f"{protocol.upper()} {port}" if port else f"IP protocol {_NUMBERS.get(protocol, protocol)}"
-
-
-def between_nodes(told: Status, kind: str | None = None) -> Iterator[OuterPackets]:
-    """Yield the packets of a type of backend between nodes, with the port of the network config.
-
-    By default the type is that of the network config.
-    """
-    network = known(told.network)
-    port = known(network.port) if network else None
-    for each in described(kind or told.backend or "").flows:
-        yield replace(each, port=port or each.port, option="") if each.option == "Port" else each
-
-
-def carriers(told: Status, peer: PeerStatus) -> Iterator[TunnelPackets]:
-    """Yield the carriers to a peer.
-
-    A backend without packets of its own has none, and neither has one whose port is not known here.
-    """
-    kind = (peer.backend if peer.backend in told.backends else None) or told.backend
-    sessions, backend = known(peer.sessions) or (), described(kind or "")
-    is_plain = any(each.state == "established" and not each.encapsulated for each in sessions)
-    families = [net.version for net, _ in told.ranges] or FAMILIES[:1]
-    for each in between_nodes(told, kind):
-        if each.option or not (each.port or is_plain or not backend.encrypts):
-            continue  # each node has a port of its own; or no SA sends these packets
-        for family in families:
-            if family in backend.overhead:
-                yield TunnelPackets(family, each.protocol, each.port or None, each.port or None)
-    for session in sessions:
-        address, _, theirs = session.endpoint.rpartition(":")
-        ours = known(session.port)
-        if ours and address:
-            yield TunnelPackets(addresses([address.strip("[]")])[0].version, "udp", ours, int(theirs))
-
-
-def _between_nodes(told: Status, peer: ParsedPeer) -> Iterator[Flow]:
-    uplink = known(told.uplink)
-    name = uplink.name if uplink else None
-    ours = addresses(uplink.addresses) if uplink else []
-    for each in dict.fromkeys(carriers(told, peer.status)):
-        protocol = each.protocol
-        here = next((ip for ip in ours if ip.version == each.family), None)
-        there = next((ip for ip in peer.public if ip.version == each.family), None)
-        if here is None or there is None:
-            continue
-        sources = (min(each.port, SENDERS[0]), SENDERS[1]) if each.port else None
-        for shown, packet, hooks, port in (
-            ("from", Packet(name, "", there, here, protocol, each.port), INWARDS, each.port),
-            ("to", Packet("", name, here, there, protocol, each.peer_port), OUTWARDS, each.peer_port),
-        ):
-            title = f"{named(protocol, port)} {shown} its peers"
-            yield Flow(title, replace(packet, sport=sources), hooks, (Opening(protocol, port),))
-
-
-def _between_containers(
-    told: Status, peer: ParsedPeer, own: IPNetwork, theirs: IPNetwork, device: str | None
-) -> Iterator[Flow]:
-    route = wanted_route(container_of(theirs), peer.status, told)
-    if route is None:
-        return
-    network = next((each for each, _ in told.ranges if each.version == own.version), own)
-    openings = of_network(network)
-    here, there = container_of(own), container_of(theirs)
-    out, back = Packet(device, route.device, here, there), Packet(route.device, device, there, here)
-    for name, packet in ((FROM_CONTAINERS, out), (TO_CONTAINERS, back)):
-        tcp = replace(packet, protocol="tcp", dport=SOME_PORT, sport=SENDERS)
-        ping = replace(packet, protocol="icmp" if own.version == 4 else "ipv6-icmp")
-        yield Flow(name, tcp, THROUGH, openings, "TCP")
-        yield Flow(name, ping, THROUGH, openings, "ICMP")
-
-
-#: Peers for which routes are looked up, spread over all: rules and filters concern all of them, or a range.
-_PEERS = 64
-TO_NODES, FROM_NODES = "packets to other nodes", "packets from other nodes"
-FROM_CONTAINERS = "packets of its containers to other nodes"
-TO_CONTAINERS = "packets of other nodes to its containers"
 _STRICT = 1
 _FORWARDING = "/proc/sys/net/ipv4/conf/{}/forwarding"
 _RP_FILTER = "/proc/sys/net/ipv4/conf/{}/rp_filter"
@@ -283,13 +316,6 @@ def by_cause(asked: Iterable[Question], lost: Iterable[tuple[Question, Lost]]) -
         found[key] = replace(alike, number=alike.number + 1, families=alike.families | family)
     total = Counter(each.packets for each in asked)
     return [replace(each, asked=total[each.packets]) for each in found.values()]
-
-
-def chosen_of(told: Status) -> list[ParsedPeer]:
-    """Return a bounded number of peers, spread over all (pure)."""
-    reached = reached_peers(told)
-    step = max(1, len(reached) // _PEERS)
-    return list(map(parsed, reached[::step][:_PEERS]))
 
 
 def questions(

@@ -1,0 +1,332 @@
+"""Packets and paths between this node and its peers: what flows there, and the size that a path carries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from ipaddress import ip_network
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from flanneld.backends.contract import Backend, OuterPackets
+from flanneld.backends.registry import described
+from flanneld.compat.flags import quoted
+from flanneld.ctl.compare import wanted_route
+from flanneld.ctl.nodes import our_addresses
+from flanneld.diagnostics.status import PeerStatus, Status, addresses, known
+from flanneld.errors import FlannelError
+from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork, family_of
+from flanneld.network.firewall.fate import Packet
+from flanneld.network.firewall.foreign import SENDERS, SOME_PORT, Opening, of_network
+
+#: Peers for which routes are looked up, spread over all: rules and filters concern all of them, or a range.
+_PEERS = 64
+#: Hooks that a packet passes if it is for this host, from it, or through it.
+INWARDS = frozenset({"ingress", "prerouting", "input"})
+OUTWARDS = frozenset({"output", "postrouting"})
+THROUGH = frozenset({"ingress", "prerouting", "forward", "postrouting"})
+#: Numbers of IP protocols.
+_NUMBERS = {"ipencap": 4, "esp": 50}
+TO_NODES, FROM_NODES = "packets to other nodes", "packets from other nodes"
+FROM_CONTAINERS = "packets of its containers to other nodes"
+TO_CONTAINERS = "packets of other nodes to its containers"
+
+
+class Flow(Struct, frozen=True, gc=False):
+    """Packets of one kind, and what a packet filter has to accept for them. ``name`` is for people."""
+
+    name: str
+    packet: Packet
+    hooks: frozenset[str]
+    openings: tuple[Opening, ...]
+    kind: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name}".strip()
+
+    @property
+    def family(self) -> Family:
+        return family_of(self.packet.source)
+
+
+class ParsedPeer(Struct, frozen=True, gc=False):
+    """A peer's subnets and public addresses, parsed."""
+
+    subnets: tuple[IPNetwork, ...]
+    public: tuple[IPAddress, ...]
+    status: PeerStatus
+
+    def is_in(self, network: IPNetwork) -> bool:
+        return any(ip in network for ip in self.public) or any(
+            subnet.network_address in network for subnet in self.subnets
+        )
+
+
+def reached_peers(told: Status) -> list[PeerStatus]:
+    """Return the peers that packets are sent to."""
+    return [peer for peer in told.each_peer if peer.state not in ("refused", "unsafe")]
+
+
+def parsed(peer: PeerStatus) -> ParsedPeer:
+    return ParsedPeer(tuple(peer.networks), tuple(peer.addresses), peer)
+
+
+def some(peers: Sequence[PeerStatus], networks: Sequence[IPNetwork] = (), few: int = 4) -> list[ParsedPeer]:
+    """Return a few peers, and one inside each network, which a rule may be about.
+
+    Parsing thousands of peers takes a tenth of a second, so without networks only those few are parsed.
+    """
+    chosen = list(map(parsed, peers[:few]))
+    candidates = list(map(parsed, peers)) if networks else []
+    for network in networks:
+        found = next((peer for peer in candidates if peer.is_in(network)), None)
+        if found is not None and found not in chosen:
+            chosen.append(found)
+    return chosen
+
+
+def chosen_of(told: Status) -> list[ParsedPeer]:
+    """Return a bounded number of peers, spread over all (pure)."""
+    reached = reached_peers(told)
+    step = max(1, len(reached) // _PEERS)
+    return list(map(parsed, reached[::step][:_PEERS]))
+
+
+def flows(
+    told: Status, chosen: Iterable[ParsedPeer], container_devices: Mapping[Family, str]
+) -> Iterator[Flow]:
+    """Yield the flows from and to some peers.
+
+    ``container_devices`` lead to this node's containers; without one their packets have an unknown interface.
+    """
+    own = told.own_subnets
+    for peer in chosen:
+        yield from _between_nodes(told, peer)
+        for subnet in own:
+            theirs = next((each for each in peer.subnets if each.version == subnet.version), None)
+            if theirs is not None:
+                device = container_devices.get(subnet.version)
+                yield from _between_containers(told, peer, subnet, theirs, device)
+
+
+def container_of(subnet: IPNetwork) -> IPAddress:
+    """Return an address of a subnet that a container may have."""
+    return subnet[2 % subnet.num_addresses]
+
+
+class TunnelPackets(Struct, frozen=True, gc=False):
+    """Packets between this node and a peer that carry those of containers, or agree on their keys.
+
+    ``port`` is ours, ``peer_port`` that of the peer.
+    """
+
+    family: Family
+    protocol: str
+    port: int | None = None
+    peer_port: int | None = None
+
+    @property
+    def name(self) -> str:
+        return named(self.protocol, self.peer_port)
+
+
+def listed(packets: Iterable[OuterPackets]) -> str:
+    """Return the names of packets for people, with the option that may give them another port."""
+    names = [
+        f"the UDP port of Backend.{each.option} ({each.port})"
+        if each.option not in ("", "Port")
+        else f"UDP port {each.port}"
+        if each.port
+        else named(each.protocol, None)
+        for each in packets
+    ]
+    return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
+
+
+def named(protocol: str, port: int | None) -> str:
+    """Return the name of a carrier's packets for people."""
+    return f"{protocol.upper()} {port}" if port else f"IP protocol {_NUMBERS.get(protocol, protocol)}"
+
+
+def between_nodes(told: Status, kind: str | None = None) -> Iterator[OuterPackets]:
+    """Yield the packets of a type of backend between nodes, with the port of the network config.
+
+    By default the type is that of the network config.
+    """
+    network = known(told.network)
+    port = known(network.port) if network else None
+    for each in described(kind or told.backend or "").flows:
+        yield replace(each, port=port or each.port, option="") if each.option == "Port" else each
+
+
+def carriers(told: Status, peer: PeerStatus) -> Iterator[TunnelPackets]:
+    """Yield the carriers to a peer.
+
+    A backend without packets of its own has none, and neither has one whose port is not known here.
+    """
+    kind = (peer.backend if peer.backend in told.backends else None) or told.backend
+    sessions, backend = known(peer.sessions) or (), described(kind or "")
+    is_plain = any(each.state == "established" and not each.encapsulated for each in sessions)
+    families = [net.version for net, _ in told.ranges] or FAMILIES[:1]
+    for each in between_nodes(told, kind):
+        if each.option or not (each.port or is_plain or not backend.encrypts):
+            continue  # each node has a port of its own; or no SA sends these packets
+        for family in families:
+            if family in backend.overhead:
+                yield TunnelPackets(family, each.protocol, each.port or None, each.port or None)
+    for session in sessions:
+        address, _, theirs = session.endpoint.rpartition(":")
+        ours = known(session.port)
+        if ours and address:
+            yield TunnelPackets(addresses([address.strip("[]")])[0].version, "udp", ours, int(theirs))
+
+
+def _between_nodes(told: Status, peer: ParsedPeer) -> Iterator[Flow]:
+    uplink = known(told.uplink)
+    name = uplink.name if uplink else None
+    ours = addresses(uplink.addresses) if uplink else []
+    for each in dict.fromkeys(carriers(told, peer.status)):
+        protocol = each.protocol
+        here = next((ip for ip in ours if ip.version == each.family), None)
+        there = next((ip for ip in peer.public if ip.version == each.family), None)
+        if here is None or there is None:
+            continue
+        sources = (min(each.port, SENDERS[0]), SENDERS[1]) if each.port else None
+        for shown, packet, hooks, port in (
+            ("from", Packet(name, "", there, here, protocol, each.port), INWARDS, each.port),
+            ("to", Packet("", name, here, there, protocol, each.peer_port), OUTWARDS, each.peer_port),
+        ):
+            title = f"{named(protocol, port)} {shown} its peers"
+            yield Flow(title, replace(packet, sport=sources), hooks, (Opening(protocol, port),))
+
+
+def _between_containers(
+    told: Status, peer: ParsedPeer, own: IPNetwork, theirs: IPNetwork, device: str | None
+) -> Iterator[Flow]:
+    route = wanted_route(container_of(theirs), peer.status, told)
+    if route is None:
+        return
+    network = next((each for each, _ in told.ranges if each.version == own.version), own)
+    openings = of_network(network)
+    here, there = container_of(own), container_of(theirs)
+    out, back = Packet(device, route.device, here, there), Packet(route.device, device, there, here)
+    for name, packet in ((FROM_CONTAINERS, out), (TO_CONTAINERS, back)):
+        tcp = replace(packet, protocol="tcp", dport=SOME_PORT, sport=SENDERS)
+        ping = replace(packet, protocol="icmp" if own.version == 4 else "ipv6-icmp")
+        yield Flow(name, tcp, THROUGH, openings, "TCP")
+        yield Flow(name, ping, THROUGH, openings, "ICMP")
+
+
+#: Peers that the doctor probes.
+_FEW = 8
+
+
+class PathToPeer(Struct, frozen=True, gc=False):
+    """Path. ``required`` and ``carried`` are bytes with the IP header; None without an answer."""
+
+    name: str
+    target: IPAddress
+    required: int
+    carried: int | None
+    #: The peer's first subnet.
+    peer: str = ""
+    #: The MTU to lower if the path carries less; this backend takes its own from it.
+    setting: str = "Backend.MTU"
+    #: Bytes that the outer headers take of this MTU.
+    headers: int = 0
+
+    @property
+    def state(self) -> str:
+        if self.carried is None:
+            return "unknown"
+        return "ok" if self.carried == self.required else "PROBLEM"
+
+    @property
+    def note(self) -> str:
+        if self.carried is None:
+            return "no answer: ICMP may be filtered, or nothing is there"
+        if self.carried == self.required:
+            return ""
+        if self.name == "underlay":
+            return f"larger packets are lost or taken apart: {self.remedy(self.carried)}"
+        return f"larger packets of containers are lost: {self.remedy(self.carried + self.headers)}"
+
+    def remedy(self, outer: int) -> str:
+        """Return what makes packets between the nodes at most ``outer`` bytes long."""
+        inside = f", which leaves {outer - self.headers} inside the tunnel" if self.headers else ""
+        return f"set {self.setting} to {outer} or less{inside}; then {MADE_ANEW}"
+
+
+#: What a new MTU takes: daemons read it when they start, and containers when they are made.
+MADE_ANEW = "restart flanneld on all nodes, and make their containers anew"
+#: Finds, for many targets at once, a size that each path carries, at most the wanted one.
+Find = Callable[[Sequence[tuple[IPAddress, int]]], Sequence[int | None]]
+
+
+def peer_named(name: str, told: Status) -> PeerStatus:
+    """Return the peer with this subnet, public IP or container's address. Raises ``FlannelError``."""
+    try:
+        net = ip_network(name, strict=False)
+    except ValueError:
+        raise FlannelError(f"{quoted(name)} is no address and no subnet", "give one of a peer") from None
+    for peer in told.each_peer:
+        if str(net.network_address) in peer.public_ips or any(
+            each.version == net.version and net.network_address in each for each in peer.networks
+        ):
+            return peer
+    raise FlannelError(f"no peer is known at {name}", "flannelctl peers lists them")
+
+
+def sample(told: Status, find: Find) -> list[PathToPeer]:
+    """Return the paths to a few peers, first to those that did not answer the last probe."""
+    reached = [peer for peer in told.each_peer if peer.state == "in the kernel"]
+    reached.sort(key=lambda peer: (probe := known(peer.probe)) is None or probe.rtt is not None)
+    return paths(reached[:_FEW], told, find)
+
+
+def paths(
+    peers: Sequence[PeerStatus], told: Status, find: Find, container: IPAddress | None = None
+) -> list[PathToPeer]:
+    """Return the paths to some peers, and to a ``container`` of the first, all probed at once.
+
+    They are those between the nodes and, if the peer has an address in the overlay, that through the tunnel.
+    """
+    ends = [(*end, peer.subnets[0]) for peer in peers for end in _ends(peer, told)]
+    if container is not None:
+        ends.append(("container", container, known(told.mtu) or 0, peers[0].subnets[0]))
+    setting, headers = _setting(told), described(told.backend or "").overhead
+    carried = find([(target, required) for _, target, required, _ in ends])
+    return [
+        PathToPeer(name, target, required, size, peer, setting, headers.get(target.version, 0))
+        for (name, target, required, peer), size in zip(ends, carried, strict=True)
+    ]
+
+
+def takes_mtu(backend: type[Backend]) -> bool:
+    """Return True for a backend with the option MTU. The others take the MTU of the external interface."""
+    return any(each.name == "MTU" for each in backend.options)
+
+
+def _setting(told: Status) -> str:
+    if takes_mtu(described(told.backend or "")):
+        return "Backend.MTU"
+    return f"the MTU of {told.uplink_name or 'the external interface'} on all nodes"
+
+
+def _ends(peer: PeerStatus, told: Status) -> Iterator[tuple[str, IPAddress, int]]:
+    """Yield name, target and wanted size of each path to a peer.
+
+    Between the nodes that is the size of the tunnel's packets, which Backend.MTU may have made small.
+    """
+    uplink, mtu = known(told.uplink), known(told.mtu)
+    overhead = described(told.backend or "").overhead
+    for address in peer.addresses:
+        headers = overhead.get(address.version)
+        if uplink:
+            outer = mtu + headers if mtu and headers else uplink.mtu
+            yield "underlay", address, min(uplink.mtu, outer)
+    ours = our_addresses(told)
+    own = {net.version for net in told.own_subnets if net.network_address in ours}
+    for net in peer.networks:
+        if mtu and net.version in own:
+            yield "tunnel", net.network_address, mtu
