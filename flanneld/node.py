@@ -198,7 +198,7 @@ class Node:
         elected = startup.elect(loaded, waiting)
         with prefixed("Error registering network"):
             member = startup.join(loaded, elected, waiting, acquire or self.manager.acquire, self._admit)
-        mtu = member.uplink_manager.backend.mtu
+        mtu = member.uplink_manager.mtu
         log.info("Our subnet is %s, backend %s, MTU %d", member.lease, member.config.backend_type, mtu)
         self.member = member
         return member
@@ -284,6 +284,7 @@ class Node:
             on_move=self._moved,
             on_synced=self.readiness.complete,
             on_leases=self._leases_changed,
+            on_mtu=self._mtu_lowered,
             reread=member.manager.reread,
             event_queue=self._effects.make_queue(),
         )
@@ -321,6 +322,12 @@ class Node:
         assert self.lease_keeper is not None
         self.lease_keeper.announce(uplink_manager.backend.attributes())
         member.last_run.record(machine=self._effects.machine_of(member.kernel, uplink_manager.uplink))
+        self._write_subnet_file(member)
+
+    def _mtu_lowered(self) -> None:
+        """Tell containers of the lower MTU, and record it: a restart does not raise it."""
+        member = self._joined
+        member.last_run.record(path_mtu=member.uplink_manager.lowered)
         self._write_subnet_file(member)
 
     def _leases_changed(self) -> None:
@@ -369,7 +376,7 @@ class Node:
         self.tasks.start(host.name, host.run, host.cancel)
 
     def _write_subnet_file(self, member: Member) -> None:
-        mtu = member.uplink_manager.backend.mtu
+        mtu = member.uplink_manager.mtu
         env = SubnetEnv.of(member.config, member.lease.key, mtu, ip_masq=self.options.ip_masq)
         file = SubnetEnvFile.of(Path(self.options.subnet_file), env)
         self._want_on_host(file, *([self._cni.desired(env)] if self._cni else ()))

@@ -260,6 +260,11 @@ class Options(Struct, frozen=True):
         "ICMP probes to peers per minute (0: off)",
         option_values.probes,
     )
+    follow_path_mtu: bool = _flag(
+        "follow-path-mtu",
+        False,
+        "lower the network's MTU on this node to what the paths to peers carry; a tunnel is needed",
+    )
     disable_tx_checksum_offload: bool = _flag(
         "disable-tx-checksum-offload",
         False,

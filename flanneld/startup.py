@@ -207,6 +207,8 @@ def join(
             structs.replace(loaded.services, is_others=is_others),
         ),
     )
+    if options.follow_path_mtu:
+        uplink_manager.lowered = last_run.path_mtu
     for unread in unread_keys(config):
         log.warning("%s", unread)
     waiting.patiently("claims on this host", lambda: admit(config, uplink_manager.backend))
@@ -217,6 +219,7 @@ def join(
         "a lease", partial(loaded.reach, lambda: acquire(config, attributes, previous.subnets, local))
     )
     last_run.joined(machine, manager.name, lease)
+    last_run.record(path_mtu=uplink_manager.lowered)
     return Member(
         options, manager, config, previous, last_run, kernel, elected.monitor, uplink_manager, lease
     )

@@ -290,7 +290,7 @@ def status_table(source: DataSource) -> TextTable:
         row("network", told.network, _networks),
         ("lease", _lease(told)),
         row("uplink", told.uplink, _uplink),
-        row("MTU", told.mtu, str),
+        row("MTU", told.mtu, partial(_mtu, lowered_from=known(told.mtu_lowered_from))),
         row("devices", told.devices, lambda devices: ", ".join(devices) or "none"),
         row("peers", told.peers, _states),
         row("last sync", told.last_sync, when, if_null="never"),
@@ -361,6 +361,10 @@ def _states(told: Sequence[PeerStatus]) -> str:
     return ", ".join(
         [str(states.total()), *(f"{number} {state}" for state, number in sorted(states.items()))]
     )
+
+
+def _mtu(mtu: int, lowered_from: int | None) -> str:
+    return f"{mtu}, lowered from {lowered_from} by -follow-path-mtu" if lowered_from else str(mtu)
 
 
 def _repairs(made: Sequence[RepairStatus]) -> str:

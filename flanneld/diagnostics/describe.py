@@ -123,7 +123,8 @@ def _with_data_plane(status: Status, node: Node) -> Status:
     return replace(
         status,
         uplink=replace(uplink(uplink_manager.uplink), usable=not uplink_manager.is_adrift),
-        mtu=uplink_manager.backend.mtu,
+        mtu=uplink_manager.mtu,
+        mtu_lowered_from=uplink_manager.backend.mtu if uplink_manager.bytes_lowered else UNSET,
         devices=tuple(sorted(reconciler.domain.links)),
         local=tuple(described(each, pending) for each in reconciler.peers.local_resources()),
         synced=reconciler.peers.synced,

@@ -190,6 +190,11 @@ METRICS = (
     ),
     _gauge("flannel_mtu_bytes", "largest packet that the device takes", _of_the_reconciler(_mtus), "dev"),
     _gauge(
+        "flannel_mtu_lowered_bytes",
+        "bytes by which `-follow-path-mtu` has lowered the network's MTU",
+        _of_the_reconciler(lambda reconciler: reconciler.uplink_manager.bytes_lowered),
+    ),
+    _gauge(
         "flannel_lease_expiry_timestamp_seconds",
         "when our lease ends if it is not renewed; none for a reservation",
         _lease(lambda lease: None if lease.expires is None else wall(lease.expires)),

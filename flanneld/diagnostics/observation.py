@@ -26,6 +26,7 @@ class Observation:
         if phase is Phase.SERVES:
             node.tasks.start("conditions", partial(conditions.watch, node, node.tasks.stop, node.tell))
             _probe_peers(node)
+            _follow_path_mtu(node)
             _meet_peers(node)
             _answer_queries(node)
         if not self._has_socket:
@@ -71,6 +72,15 @@ def _probe_peers(node: Node) -> None:
     prober = Prober(number, node.member.lease, node.reconciler, stop=node.tasks.stop, heartbeat=heartbeat)
     node.prober = prober
     node.tasks.start("prober", prober.run)
+
+
+def _follow_path_mtu(node: Node) -> None:
+    if not node.options.follow_path_mtu or node.member is None or node.reconciler is None:
+        return
+    from flanneld.reconcile.path_mtu import NAME, PathMtuFollower
+
+    loop = node.make_loop(NAME, PathMtuFollower(node.member.lease, node.reconciler).step)
+    node.tasks.start(NAME, loop.run, loop.cancel)
 
 
 def _meet_peers(node: Node) -> None:

@@ -145,7 +145,7 @@ def dry_run(options: Options, manager: Store) -> Outcome:
     return Outcome(
         config=member.config,
         uplink=member.uplink_manager.uplink,
-        mtu=member.uplink_manager.backend.mtu,
+        mtu=member.uplink_manager.mtu,
         own=member.lease,
         has_lease=forecast.has_lease,
         previous=member.previous,

@@ -74,7 +74,7 @@ def about(node: Node, asker: tuple[str, int]) -> Facts:
     assert controller is not None
     assert config is not None
     assert keeper is not None
-    backend, uplink = controller.uplink_manager.backend, controller.uplink_manager.uplink
+    uplinks = controller.uplink_manager
     return {
         "version": __version__,
         "subnets": [str(net) for net in keeper.lease.key if net is not None],
@@ -82,8 +82,8 @@ def about(node: Node, asker: tuple[str, int]) -> Facts:
         "backend": config.backend_type,
         "also": config.also.backend_type if config.also else None,
         **device(controller.peers.local_resources()),
-        "mtu": backend.mtu,
-        "uplink_mtu": uplink.mtu,
+        "mtu": uplinks.mtu,
+        "uplink_mtu": uplinks.uplink.mtu,
         "store": store_kind(node.manager.name),
         "ready": not node.missing(),
         "conditions": sorted({part.name for part in conditions.unhealthy_parts(node)}),

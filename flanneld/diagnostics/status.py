@@ -261,6 +261,7 @@ class Status(Struct, frozen=True, gc=False):
     lease: LeaseStatus | UnsetType | None = UNSET
     uplink: UplinkStatus | UnsetType = UNSET
     mtu: int | UnsetType = UNSET
+    mtu_lowered_from: int | UnsetType = UNSET
     devices: tuple[str, ...] | UnsetType = UNSET
     local: tuple[ObjectStatus, ...] | UnsetType = UNSET
     synced: bool | UnsetType = UNSET

@@ -61,6 +61,7 @@ class Controller:
         on_move: Callable[[], None],
         on_synced: Callable[[], None],
         on_leases: Callable[[], None] = lambda: None,
+        on_mtu: Callable[[], None] = lambda: None,
         reread: Callable[[], None],
         recording: Callable[[Table], Table] = lambda table: table,
         event_queue: EventQueue[list[Event]] | None = None,
@@ -91,7 +92,9 @@ class Controller:
             node.kernel, node.devices, node.record, adopts=bool(node.adopts or node.adopted)
         )
         self._sweep = Sweep(self.peers, self.tables, permits, self._left_behind, removal_guard)
-        self._host = HostWatch(node, self.peers, self.tables, on_move=on_move, on_leases=on_leases)
+        self._host = HostWatch(
+            node, self.peers, self.tables, on_move=on_move, on_mtu=on_mtu, on_leases=on_leases
+        )
         self._news = KernelNews(node, self.peers, self.tables, self._host, self._left_behind)
         self._loop = make_loop(NAME, self.step, self._sources)
 
@@ -170,6 +173,12 @@ class Controller:
         synced = self.peers.synced or self._has_failed
         return encryption_watch.leaks(resource, backend, own, self.domain.links, synced=synced)
 
+    def lower_mtu(self, mtu: int) -> None:
+        """Lower the network's MTU for the rest of this run. From any thread."""
+        self.uplink_manager.lowered = self.uplink_manager.backend.mtu, mtu
+        self._host.mtu_is_lower = True
+        self._loop.cancel()
+
     # ---- the loop ----------------------------------------------------------------------------
 
     def run(self) -> None:
@@ -194,6 +203,7 @@ class Controller:
             self._on_leases()
         self.peers.log_changes(now)
         self._news.take(now)
+        self._host.use_mtu(now)
         if now >= self._host.next_look:
             self._host.look(now)
         if now >= self._sweep.due:

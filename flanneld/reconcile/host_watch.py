@@ -94,9 +94,10 @@ LOOK_SPACING = 0.2
 
 
 class HostWatch:
-    """Watch that checks the host on demand and periodically. ``on_move`` is called after a new uplink.
+    """Watch that checks the host on demand and periodically.
 
-    ``on_leases`` is called once the host has changed which leases are followed, if all are known.
+    ``on_move`` is called after a new uplink, ``on_mtu`` after a lower MTU. ``on_leases`` is called once
+    the host has changed which leases are followed, if all are known.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class HostWatch:
         *,
         on_move: Callable[[], None],
         on_leases: Callable[[], None],
+        on_mtu: Callable[[], None],
     ) -> None:
         self._node = node
         self._manager = node.uplink_manager
@@ -114,6 +116,7 @@ class HostWatch:
         self._tables = tables
         self._on_move = on_move
         self._on_leases = on_leases
+        self._on_mtu = on_mtu
         self.encryption = EncryptionWatch()
         self._store = StoreWatch(node, peers.desired.get)
         self._once = Once()
@@ -121,6 +124,8 @@ class HostWatch:
         self._earliest_look = 0.0
         #: True if a notification asks to check the uplink as well as the host's networks.
         self.uplink_may_have_moved = False
+        #: True if the network's MTU was lowered. Set by another thread.
+        self.mtu_is_lower = False
 
     @property
     def next_look(self) -> float:
@@ -177,11 +182,12 @@ class HostWatch:
             detours = self._peers.claims.host.detours
             self.encryption.look(detours, self._peers.desired.table(ROUTES), self._tables.bypasses())
 
-    def wish_for_ourselves(self) -> None:
-        """Set the desired objects that this node needs without peers, for the current backend."""
-        backend, kernel = self._manager.backend, self._node.kernel
+    def wish_for_ourselves(self) -> Delta:
+        """Set the desired objects that this node needs without peers. Return their change."""
+        kernel = self._node.kernel
         more = self._node.once_synced if self._peers.synced else ()
-        self._peers.wish_locally((*backend.local(self._node.lease), *self._node.extras, *more))
+        local = self._manager.local(self._node.lease)
+        delta = self._peers.wish_locally((*local, *self._node.extras, *more))
         ours = self.links()
         kernel.domain = replace(
             kernel.domain,
@@ -189,6 +195,14 @@ class HostWatch:
             links=frozenset(link.name for link in ours),
             bridging=frozenset(link.name for link in ours if isinstance(link, Vxlan)),
         )
+        return delta
+
+    def use_mtu(self, now: float) -> None:
+        """Give the devices and the subnet file an MTU that was lowered."""
+        if self.mtu_is_lower:
+            self.mtu_is_lower = False
+            self._tables.change(self.wish_for_ourselves(), now)
+            self._on_mtu()
 
     def links(self) -> list[Link]:
         """Return the devices that this node needs."""

@@ -92,7 +92,8 @@ class RunRecord(Struct, frozen=True, gc=False):
     here before and its objects have not been swept yet. ``adopted`` are the destinations of its correct
     unmarked routes, which count as ours. ``store_tried`` is the time of the last trial without a route to
     the store, in seconds since the epoch. ``earlier`` are attributes that we wrote into the lease before,
-    last ones first: a backup of the store shows them.
+    last ones first: a backup of the store shows them. ``path_mtu`` has the MTU of the backend, and the one to
+    which paths to peers have lowered it; zeros for none.
     """
 
     boot_id: str = ""
@@ -107,6 +108,7 @@ class RunRecord(Struct, frozen=True, gc=False):
     store_addresses: tuple[StoreAddress, ...] = ()
     store_tried: int = 0
     earlier: tuple[LeaseAttrs, ...] = ()
+    path_mtu: tuple[int, int] = (0, 0)
 
 
 def device_of(seen: SeenLink) -> Device | None:
@@ -276,6 +278,7 @@ def _text(state: RunRecord) -> str:
                 ],
                 "store_tried": state.store_tried,
                 "earlier": [format_attrs(each, with_ipv6=True) for each in state.earlier],
+                "path_mtu": state.path_mtu,
             },
             indent=1,
         )
@@ -307,7 +310,13 @@ def _parse(content: bytes) -> RunRecord:
         ),
         store_tried=int(top.get("store_tried", 0)),
         earlier=tuple(map(parse_attrs, top.get("earlier", ()))),
+        path_mtu=_pair(top.get("path_mtu", (0, 0))),
     )
+
+
+def _pair(numbers: list[int]) -> tuple[int, int]:
+    full, lowered = map(int, numbers)
+    return full, lowered
 
 
 def _subnets(texts: list[str | None]) -> LeaseKey:
@@ -352,6 +361,7 @@ class LastRun:
         #: Attributes of our lease, and those before.
         self._attributes: LeaseAttrs | None = None
         self.earlier = self._state.earlier if self._state else ()
+        self.path_mtu = self._state.path_mtu if self._state else (0, 0)
         self.record = self._file.update
         self.try_again = self._file.try_again
 

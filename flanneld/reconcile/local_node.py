@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -155,6 +155,8 @@ class UplinkManager:
         self.is_adrift = False
         #: True if the backend's decisions depend on the host's routes.
         self.asks_routes = False
+        #: MTU of the backend, and the one to which ``-follow-path-mtu`` has lowered it; zeros for none.
+        self.lowered = (0, 0)
         self.backend: Backend
         self._use(self._build(uplink, stored))
 
@@ -162,6 +164,26 @@ class UplinkManager:
     def ranges(self) -> tuple[tuple[IPNetwork, int], ...]:
         """Return the cluster networks, each with the prefix length of a node's subnet."""
         return tuple((each.network, each.subnet_len) for each in self._config.ranges)
+
+    @property
+    def mtu(self) -> int:
+        """Return the network's MTU: the backend's, or what paths to peers carry. From any thread."""
+        mtu, (full, lowered) = self.backend.mtu, self.lowered
+        return lowered if full == mtu else mtu
+
+    @property
+    def bytes_lowered(self) -> int:
+        """Return the bytes by which the network's MTU is below the backend's. From any thread."""
+        return self.backend.mtu - self.mtu
+
+    def local(self, own: Lease) -> Iterator[Resource]:
+        """Yield what the backend needs without peers; no device exceeds an MTU that was lowered."""
+        mtu, is_lower = self.mtu, bool(self.bytes_lowered)
+        for each in self.backend.local(own):
+            if is_lower and isinstance(each, Link) and each.mtu > mtu:
+                yield structs.replace(each, mtu=mtu)
+            else:
+                yield each
 
     def follow(self) -> bool:
         """Elect the uplink again. Return True if the backend was replaced.

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from tests.lab import Lab, Node
+from tests.lab import Lab, Node, wait_for
 from tests.lab.lab import NETWORK
 from tests.netns.pair import connect
-from tests.netns.test_seeing import answer, findings, flannelctl
+from tests.netns.test_seeing import HEALTH_PORT, answer, findings, flannelctl
 
 
 def carried(node: Node, *words: str) -> dict[str, tuple[int, int | None]]:
@@ -72,3 +72,64 @@ def test_silence_of_a_peer_sets_the_exit_status(lab: Lab) -> None:
     assert [flannelctl(node, name, peer.subnet()).returncode for name in ("mtu", "netcheck")] == [0, 0]
     peer.namespace.ip("link set eth0 down")
     assert [flannelctl(node, name, peer.subnet()).returncode for name in ("mtu", "netcheck")] == [1, 1]
+
+
+def device_mtu(node: Node, device: str) -> int:
+    link = node.link(device)
+    assert link is not None
+    return int(link["mtu"])
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "inner"),
+    [
+        ("vxlan", "flannel.1", 1450),
+        ("udp", "flannel0", 1472),
+        pytest.param("ipip", "flannel.ipip", 1480, marks=pytest.mark.needs_kernel("ipip")),
+        pytest.param("wireguard", "flannel-wg", 1420, marks=pytest.mark.needs_kernel("wireguard")),
+    ],
+)
+def test_mtu_follows_a_path_that_loses_larger_packets(
+    lab: Lab, backend: str, device: str, inner: int
+) -> None:
+    """A container that was made before goes on sending packets of its own size, and these arrive."""
+    lab.etcd.put_config({"Network": NETWORK, "Backend": {"Type": backend}})
+    (node,), (peer,) = lab.add_nodes(1), lab.add_nodes(1, routed=True)
+
+    def start(*flags: str) -> None:
+        for each in (node, peer):
+            environment = {"WIREGUARD_KEY_FILE": str(each.directory / "wgkey")}
+            each.start(f"--healthz-port={HEALTH_PORT}", *flags, environment=environment)
+        for each in (node, peer):
+            each.wait_ready(60)
+
+    def mtus() -> set[tuple[int, str]]:
+        return {(device_mtu(each, device), each.env()["FLANNEL_MTU"]) for each in (node, peer)}
+
+    start("--follow-path-mtu")
+    connect(node, peer)
+    before, target = node.container(), peer.container().address
+    large = ("ping", "-n", "-c", "1", "-W", "1", "-M", "dont", "-s", str(inner - 28), target)
+    assert before.run(*large).returncode == 0
+    lab.switch.run(
+        "nft", "-f", "-", stdin="table ip narrow { chain c { type filter hook forward priority 0;"
+        " meta length > 1400 drop; ip frag-off & 0x3fff != 0 drop; }; }"
+    )  # fmt: skip
+    assert before.run(*large, check=False).returncode != 0
+    lower = 1400 - (1500 - inner)
+    with before.ping(target) as ping:
+        for each in (node, peer):
+            each.wait_for_log(f"Lowered the MTU to {lower}, from {inner}: the path to", 120)
+        wait_for(lambda: mtus() == {(lower, str(lower))}, 20, "the lower MTU on both nodes")
+        before.run(*large)
+        ping.wait_for_replies()
+        ping.stop()
+    assert ping.lost() == 0
+    assert f"{lower}, lowered from {inner} by -follow-path-mtu" in flannelctl(node, "status").stdout
+    metrics = node.run("curl", "-s", f"http://127.0.0.1:{HEALTH_PORT}/metrics").stdout
+    assert f"flannel_mtu_lowered_bytes {inner - lower}.0" in metrics
+    for flags, mtu in ((["--follow-path-mtu"], lower), ([], inner)):
+        for each in (node, peer):
+            each.stop()
+        start(*flags)
+        assert mtus() == {(mtu, str(mtu))}

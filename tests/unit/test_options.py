@@ -61,6 +61,7 @@ DEFAULTS = {
     "plan": False,
     "removal-guard": True,
     "peer-probes": 0,
+    "follow-path-mtu": False,
     "answer-port": 0,
     "disable-tx-checksum-offload": False,
     "wireguard-port": 0,

@@ -1,0 +1,116 @@
+"""The path MTU's follower: which measurements lower the network's MTU, and how far."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from ipaddress import IPv4Address, IPv4Network, IPv6Network, ip_address
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from flanneld.backends.contract import Backend
+from flanneld.model import IPAddress, Lease, LeaseAttrs
+from flanneld.network.host import HostKernel
+from flanneld.network.uplink_election import InterfaceChoice
+from flanneld.reconcile.controller import Controller
+from flanneld.reconcile.local_node import UplinkManager
+from flanneld.reconcile.path_mtu import PathMtuFollower, agreed
+from flanneld.state.resources import Address, Resource, WireGuard
+from tests.unit.reconcile.test_local_node import CONFIG, UPLINK
+
+OWN = Lease(LeaseAttrs(), IPv4Network("10.5.1.0/24"))
+BOTH = Lease(LeaseAttrs(), IPv4Network("10.5.1.0/24"), IPv6Network("fd00:1::/64"))
+PEERS = [Lease(LeaseAttrs(), IPv4Network(f"10.5.{number}.0/24")) for number in (2, 3)]
+TWO, THREE = (each.subnet.network_address for each in PEERS if each.subnet)
+
+
+class Fixture:
+    """A node with two peers, and paths that carry what ``sizes`` says, by peer."""
+
+    def __init__(self, own: Lease = OWN) -> None:
+        self.uplinks = SimpleNamespace(mtu=1450)
+        self.sizes: dict[IPAddress, int | None] = {}
+        self.lowered: list[int] = []
+        peers = SimpleNamespace(
+            local_resources=lambda: (Address("flannel.1", IPv4Address("10.5.1.0")),),
+            view=lambda: SimpleNamespace(leases=PEERS, reasons=()),
+        )
+        controller: Any = SimpleNamespace(uplink_manager=self.uplinks, peers=peers, lower_mtu=self.lower)
+        self.follower = PathMtuFollower(own, cast("Controller", controller), self.measure, self.measure)
+
+    def lower(self, mtu: int) -> None:
+        self.lowered.append(mtu)
+        self.uplinks.mtu = mtu
+
+    def measure(self, questions: Sequence[tuple[IPAddress, int]]) -> list[int | None]:
+        found = ((wanted, self.sizes.get(target, wanted)) for target, wanted in questions)
+        return [None if size is None else min(size, wanted) for wanted, size in found]
+
+    def run(self, *rounds: dict[IPAddress, int | None]) -> list[int]:
+        for self.sizes in rounds:
+            self.follower.step(0.0)
+        return self.lowered
+
+
+@pytest.mark.parametrize(
+    ("rounds", "lowered"),
+    [
+        ([{}, {}, {}], []),
+        ([{TWO: None}, {TWO: None}], []),
+        ([{TWO: 1400}], []),
+        ([{TWO: 1400}, {}, {TWO: 1400}], []),
+        ([{TWO: 1400}, {TWO: None}, {TWO: 1400}], []),
+        ([{TWO: 1400}, {TWO: 1300}, {TWO: 1400}], []),
+        ([{TWO: 1400}, {TWO: 1400}], [1400]),
+        ([{TWO: 1400, THREE: 1300}, {TWO: 1400, THREE: 1300}], [1300]),
+        ([{TWO: 1400, THREE: 1300}, {TWO: 1400, THREE: 1000}], [1400]),
+        ([{TWO: 1400}] * 4 + [{}] * 2, [1400]),
+        ([{TWO: 1400}] * 2 + [{THREE: 1300}] * 2, [1400, 1300]),
+    ],
+)
+def test_two_equal_measurements_of_one_path_lower_the_mtu_and_nothing_raises_it(
+    rounds: list[dict[IPAddress, int | None]], lowered: list[int]
+) -> None:
+    assert Fixture().run(*rounds) == lowered
+
+
+@pytest.mark.parametrize(("own", "lowest"), [(OWN, 576), (BOTH, 1280)])
+def test_mtu_is_never_lowered_below_what_every_path_carries(own: Lease, lowest: int) -> None:
+    rounds: list[dict[IPAddress, int | None]] = [{TWO: 300}] * 5
+    assert Fixture(own).run(*rounds) == [lowest]
+
+
+def test_of_several_paths_the_narrowest_with_two_equal_sizes_counts() -> None:
+    one, other = ip_address("10.5.2.0"), ip_address("fd00:2::")
+    assert agreed({one: 1300, other: 1400}, {one: 1290, other: 1400}) == other
+    assert agreed({one: 1300, other: 1400}, {one: 1300, other: 1400}) == one
+    assert agreed({one: 1300}, {}) is None
+
+
+class TwoDevices:
+    """A backend whose devices differ."""
+
+    mtu = 1430
+
+    def local(self, own: Lease, /) -> Iterator[Resource]:
+        yield Address("flannel.1", cast("IPv4Network", own.subnet).network_address)
+        yield WireGuard("narrow", 1430)
+        yield WireGuard("wide", 1450)
+
+
+def test_a_lower_mtu_bounds_every_device_until_the_backend_has_another_mtu() -> None:
+    backend = TwoDevices()
+    kernel = cast("HostKernel", object())  # the backend asks nothing of the host
+    uplinks = UplinkManager(
+        kernel, CONFIG, InterfaceChoice(), lambda *_: cast("Backend", backend), UPLINK, None
+    )
+
+    def mtus() -> list[int]:
+        return [each.mtu for each in uplinks.local(OWN) if isinstance(each, WireGuard)]
+
+    assert (uplinks.mtu, uplinks.bytes_lowered, mtus()) == (1430, 0, [1430, 1450])
+    uplinks.lowered = (1430, 1400)
+    assert (uplinks.mtu, uplinks.bytes_lowered, mtus()) == (1400, 30, [1400, 1400])
+    backend.mtu = 8950
+    assert (uplinks.mtu, uplinks.bytes_lowered) == (8950, 0)
