@@ -8,11 +8,10 @@ from collections.abc import Callable
 from typing import Protocol
 from urllib.parse import quote
 
-from flanneld.errors import Retryable
 from flanneld.option_values import is_network_name
 from flanneld.runtime.complaints import Once
 from flanneld.subnet.remote.change_log import ChangeLog
-from flanneld.subnet.remote.connection import RemoteConnection, refused
+from flanneld.subnet.remote.connection import RemoteAnswer, RemoteClient, accepted, nonsense
 from flanneld.subnet.remote.leases import LeaseStore
 from flanneld.subnet.remote.store import RemoteOptions
 
@@ -64,7 +63,7 @@ class RemoteNames:
     """``NetworkNames`` of a flannel server."""
 
     def __init__(self, options: RemoteOptions) -> None:
-        self._connection = RemoteConnection(options.open_servers())
+        self._client = RemoteClient(options.open_servers())
 
     def read(self) -> tuple[list[str], str]:
         return self._ask("/v1/", None)
@@ -73,18 +72,18 @@ class RemoteNames:
         self._ask(f"/v1/?next={quote(after, safe='')}", alive)
 
     def close(self) -> None:
-        self._connection.cancel()
+        self._client.cancel()
 
     def _ask(self, target: str, alive: Callable[[], None] | None) -> tuple[list[str], str]:
-        answer = self._connection.ask("GET", target, None, alive)
-        if answer.status != 200:
-            raise refused(answer)
-        try:
-            said = json.loads(answer.body)
-            return [str(each) for each in said["snapshot"] or ()], str(said["cursor"])
-        except (ValueError, LookupError, TypeError):
-            problem = "the flannel server's list of networks is malformed"
-            raise Retryable(problem, "is that a server of flannel?") from None
+        return self._client.ask("GET", target, None, alive, understand=_names)
+
+
+def _names(answer: RemoteAnswer) -> tuple[list[str], str]:
+    try:
+        said = json.loads(accepted(answer).body)
+        return [str(each) for each in said["snapshot"] or ()], str(said["cursor"])
+    except (ValueError, LookupError, TypeError):
+        raise nonsense("its list of networks is malformed") from None
 
 
 class Choice:

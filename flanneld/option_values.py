@@ -47,7 +47,8 @@ class RemoteServer(Struct, frozen=True, gc=False):
     host: str
     port: int
 
-    def __str__(self) -> str:
+    @property
+    def name(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import Callable
-from http.client import HTTPResponse
+from http.client import HTTPException, HTTPResponse
 from socket import socket
 from typing import Any
 
 from urllib3 import HTTPConnectionPool, HTTPSConnectionPool
 from urllib3.connection import HTTPConnection, HTTPSConnection
+from urllib3.exceptions import HTTPError, ReadTimeoutError
 from urllib3.response import BaseHTTPResponse
 from urllib3.util.ssl_ import create_urllib3_context, resolve_cert_reqs
 
 from flanneld.runtime.sockets.http_connection import Response
-from flanneld.runtime.sockets.interruptible import InterruptibleSocket, no_heartbeat
+from flanneld.runtime.sockets.interruptible import InterruptibleSocket, Unreachable, no_heartbeat
 
 
 class _Connection(HTTPConnection):
@@ -63,6 +64,14 @@ def beneath(response: BaseHTTPResponse) -> Response:
     assert isinstance(connection, _Connection)
     assert connection.beneath is not None
     return connection.beneath
+
+
+def cause_beneath(error: HTTPError) -> Exception:
+    """Return the exception of the connection that urllib3's wraps."""
+    if isinstance(error, ReadTimeoutError):
+        return TimeoutError()
+    cause = error.args[-1] if error.args else error
+    return cause if isinstance(cause, OSError | HTTPException) else Unreachable(str(error))
 
 
 def body_of(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping
-from http.client import HTTPException, IncompleteRead, RemoteDisconnected
+from http.client import HTTPException
 from urllib.parse import SplitResult, urlsplit
 
 from msgspec import Struct, field
 
-from flanneld.errors import Cancelled, Fatal, Retryable, cause_of
-from flanneld.runtime.sockets.http_connection import ResponseTooLarge
+from flanneld.errors import Cancelled, Fatal, Retryable
+from flanneld.runtime.sockets.http_connection import failure_text
 from flanneld.runtime.sockets.interruptible import InterruptibleSocket, Unreachable
 
 #: Seconds between checks of the stop event.
@@ -72,8 +72,8 @@ class HttpClient:
             return _exchange(request, url, interruptible_socket)
         except Cancelled:
             raise _no_answer(where, f"no whole answer within {request.timeout:g} s") from None
-        except (HTTPException, OSError, Unreachable, UnicodeError) as error:
-            raise _no_answer(where, _reason(error)) from None
+        except (HTTPException, OSError, Unreachable) as error:
+            raise _no_answer(where, failure_text(error, request.timeout)) from None
         finally:
             done.set()
             interruptible_socket.disconnect()
@@ -84,7 +84,7 @@ def _exchange(
 ) -> HttpAnswer:
     from urllib3.exceptions import HTTPError  # takes 30 ms, so imported on demand
 
-    from flanneld.runtime.sockets.connection_pools import Pool, TlsPool, body_of
+    from flanneld.runtime.sockets.connection_pools import Pool, TlsPool, body_of, cause_beneath
 
     host = url.hostname or ""
     pool: Pool | TlsPool
@@ -110,19 +110,9 @@ def _exchange(
             return HttpAnswer(response.status, headers, body)
     except HTTPError as error:
         interruptible_socket.check()
-        cause = error.args[-1] if error.args else error
-        raise (cause if isinstance(cause, OSError | HTTPException) else OSError(str(error))) from None
+        raise cause_beneath(error) from None
     finally:
         pool.close()
-
-
-def _reason(error: Exception) -> str:
-    """Return the reason without any text of the server's."""
-    if isinstance(error, RemoteDisconnected | IncompleteRead):
-        return "it broke the connection"
-    if isinstance(error, HTTPException) and not isinstance(error, ResponseTooLarge):
-        return "it does not speak HTTP"
-    return cause_of(error)
 
 
 def _parse(url: str) -> SplitResult:

@@ -7,14 +7,20 @@ import select
 import ssl
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from http.client import HTTPConnection, HTTPException, HTTPResponse, IncompleteRead
+from http.client import HTTPConnection, HTTPException, HTTPResponse, IncompleteRead, RemoteDisconnected
 from io import BufferedReader
 from socket import socket
 from typing import Any
 
 from flanneld.errors import Retryable
 from flanneld.runtime import clock
-from flanneld.runtime.sockets.interruptible import InterruptibleSocket, PacedReader, no_heartbeat
+from flanneld.runtime.sockets.interruptible import (
+    InterruptibleSocket,
+    PacedReader,
+    TooSlow,
+    Unreachable,
+    no_heartbeat,
+)
 from flanneld.runtime.waits import readable
 
 #: Bytes of a response, at most. etcd's list of a large cluster's leases takes some MB.
@@ -26,6 +32,38 @@ _BUFFER = 32 << 10
 
 class ResponseTooLarge(HTTPException):
     """Error for a response that exceeds the size limit."""
+
+
+#: Words for a connection that ended before its answer did.
+BROKEN = "it broke the connection"
+
+
+def failure_text(error: Exception, seconds: float) -> str:
+    """Return the words for an exchange that failed: for each kind of failure the same, without the server's.
+
+    ``seconds`` is the time limit to name.
+    """
+    if isinstance(error, Unreachable | ResponseTooLarge | TooSlow):
+        return str(error)
+    if isinstance(error, TimeoutError):
+        return f"no answer within {seconds:g} s"
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"certificate verify failed: {error.verify_message}"
+    if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
+        return (error.reason or "TLS failed").lower().replace("_", " ")
+    if isinstance(error, HTTPException) and not isinstance(error, RemoteDisconnected | IncompleteRead):
+        return "it does not speak HTTP"
+    return BROKEN
+
+
+class _Buffer(BufferedReader):
+    """Buffer that tells a head that breaks off, where ``HTTPResponse`` would see its end."""
+
+    def readline(self, size: int | None = -1, /) -> bytes:
+        line = super().readline(size)
+        if not line.endswith(b"\n") and len(line) != size:
+            raise IncompleteRead(line)
+        return line
 
 
 class Response(HTTPResponse):
@@ -40,7 +78,7 @@ class Response(HTTPResponse):
         response = cls(sock, *args, **kwargs)
         response.sock = sock
         response.reader = PacedReader(sock, response.fp.detach(), sock.gettimeout(), waiting)
-        response.fp = BufferedReader(response.reader, _BUFFER)
+        response.fp = _Buffer(response.reader, _BUFFER)
         return response
 
     def whole(self, alive: Callable[[], None] = no_heartbeat, longest: int | None = None) -> bytes:

@@ -98,7 +98,10 @@ class InterruptibleSocket:
             self._sock = sock.dup()
 
     def _resolve(self, host: str, port: int, timeout: float) -> list[Any]:
-        name = host.encode("ascii")  # bytes, because for text Python would load its IDNA tables
+        try:
+            name = host.encode("ascii")  # bytes, because for text Python would load its IDNA tables
+        except UnicodeError:
+            raise UnknownName("its name is not ASCII") from None
         try:
             return socket.getaddrinfo(name, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
         except socket.gaierror:

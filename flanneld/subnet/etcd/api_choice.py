@@ -12,10 +12,11 @@ from flanneld.errors import Retryable
 from flanneld.runtime import randomness
 from flanneld.subnet.etcd import v2_messages
 from flanneld.subnet.etcd.endpoints import EtcdOptions, Server, Servers
-from flanneld.subnet.etcd.http import Request, ServerFailed
+from flanneld.subnet.etcd.http import Request
 from flanneld.subnet.etcd.keys import KeyClient, NoConfig, NoSuchApi, NotFound
 from flanneld.subnet.etcd.store import Choose, EtcdStore, config_key, read_config
 from flanneld.subnet.etcd.transport import EtcdTimeouts, Send, Transport
+from flanneld.subnet.failover import ServerFailed
 from flanneld.subnet.store import Store
 
 log = logging.getLogger(__name__)

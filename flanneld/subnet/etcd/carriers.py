@@ -15,10 +15,11 @@ from flanneld.errors import Cancelled, Fatal, Retryable, install_command
 from flanneld.runtime.sockets.http_connection import LineStream, LiveBody
 from flanneld.subnet.etcd import v3_messages
 from flanneld.subnet.etcd.endpoints import Server, Servers
-from flanneld.subnet.etcd.http import Request, ServerFailed
+from flanneld.subnet.etcd.http import Request
 from flanneld.subnet.etcd.keys import NoSuchApi
 from flanneld.subnet.etcd.transport import EtcdConnection, EtcdTimeouts, Send, Transport, failing_after
 from flanneld.subnet.etcd.v3_messages import CallServer, GatewayMessage, GatewayRefused
+from flanneld.subnet.failover import ServerFailed
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,8 @@ from msgspec import Struct
 from flanneld.errors import Fatal
 from flanneld.option_values import url_parts
 from flanneld.runtime import randomness
-from flanneld.runtime.sockets.host_addresses import HostAddresses
+from flanneld.runtime.sockets.http_connection import failure_text
+from flanneld.subnet.failover import ServerRing
 
 #: Function that reorders a list in place, as ``random.shuffle`` does.
 Shuffle = Callable[[list[Any]], None]
@@ -64,13 +65,12 @@ class Server(Struct, frozen=True, gc=False):
         return f"Server({self.name})"
 
 
-class Servers:
+class Servers(ServerRing[Server]):
     """The configured endpoints, shuffled once.
 
     Endpoints that etcd advertises may be unreachable and are not used.
 
-    Threads share one object, and so the last server that worked. Connects to nothing. Raises ``Fatal`` for
-    unusable endpoints or TLS files.
+    Connects to nothing. Raises ``Fatal`` for unusable endpoints or TLS files.
     """
 
     def __init__(self, options: EtcdOptions, shuffle: Shuffle = randomness.shuffle) -> None:
@@ -81,40 +81,12 @@ class Servers:
             raise Fatal(
                 f"-etcd-endpoints {problem}", "give client URLs of one kind, like https://10.0.0.1:2379"
             )
-        self.name = ", ".join(dict.fromkeys(server.name for server in servers))
         context = _tls_context(options) if _mentions_tls(options, schemes) else None
         self.tls = context if "https" in schemes else None
         self.options = options
         shuffle(servers)
-        self._servers = servers
-        self.addresses = HostAddresses(lambda: [server.host for server in servers])
-        self._good = 0
-
-    def in_turn(self) -> Iterator[Server]:
-        """Yield each server once, starting with the last good one.
-
-        The last one yielded becomes the good one.
-        """
-        first, count = self._good, len(self._servers)
-        for offset in range(count):
-            self._good = (first + offset) % count
-            yield self._servers[self._good]
-
-    @property
-    def current(self) -> Server:
-        """The last good server, or the one being tried."""
-        return self._servers[self._good]
-
-    def skip(self) -> None:
-        """Start with the next server from now on."""
-        self._good = (self._good + 1) % len(self._servers)
-
-
-def ssl_text(error: ssl.SSLError) -> str:
-    """Return OpenSSL's reason without its source location."""
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return f"certificate verify failed: {error.verify_message}"
-    return (error.reason or "TLS failed").lower().replace("_", " ")
+        remedy = "is that etcd? check -etcd-endpoints"
+        super().__init__(servers, "etcd does not answer", "etcd answers, but is unusable", remedy)
 
 
 def _default_scheme(options: EtcdOptions) -> str:
@@ -189,7 +161,7 @@ def _refusing(problem: str, remedy: str) -> Iterator[None]:
     try:
         yield
     except ssl.SSLError as error:
-        raise Fatal(f"{problem}: {ssl_text(error)}", remedy) from None
+        raise Fatal(f"{problem}: {failure_text(error, 0)}", remedy) from None
 
 
 def _no_passphrase(options: EtcdOptions) -> str:

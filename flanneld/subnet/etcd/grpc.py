@@ -21,7 +21,6 @@ from flanneld.runtime.sockets.interruptible import WITHIN
 from flanneld.runtime.waits import StreamReader
 from flanneld.subnet.etcd import v3_messages
 from flanneld.subnet.etcd.endpoints import EtcdOptions, Server, Servers
-from flanneld.subnet.etcd.http import ServerFailed
 from flanneld.subnet.etcd.keys import NoSuchApi
 from flanneld.subnet.etcd.protobuf import METHODS, MalformedProtobuf, decode, encode
 from flanneld.subnet.etcd.transport import (
@@ -30,10 +29,10 @@ from flanneld.subnet.etcd.transport import (
     NO_TLS,
     OUTDATED,
     EtcdTimeouts,
-    Failover,
     server_failed,
 )
 from flanneld.subnet.etcd.v3_messages import CallServer, GatewayMessage
+from flanneld.subnet.failover import Failover, ServerFailed
 
 # Set before the import: grpc would write to our log in its own format, and install fork handlers.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
@@ -106,7 +105,7 @@ class Grpc:
     def __init__(self, servers: Servers, timeouts: EtcdTimeouts) -> None:
         self._open = _opener(servers, timeouts)
         self._timeouts = timeouts
-        self._requests = Failover(servers, timeouts, GrpcConnection(self._open, timeouts))
+        self._requests = Failover(servers, GrpcConnection(self._open, timeouts), timeouts.idle)
 
     def ask(self, attempt: Callable[[Server, CallServer], T]) -> T:
         return self._requests.ask(lambda server, send: attempt(server, lambda *call: send(Rpc(*call))))

@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 
 from msgspec import Struct
 
-from flanneld.errors import NoAnswer, Retryable
 from flanneld.subnet.etcd.keys import Position
+from flanneld.subnet.failover import ServerFailed
 
 NO_ACCESS = "check -etcd-username, -etcd-password and the rights of that user"
 
@@ -51,28 +51,6 @@ class Request(Struct, frozen=True):
 
     def __repr__(self) -> str:
         return f"Request({self.method} {self.target})"
-
-
-class ServerFailed(Exception):
-    """Failure of one server, after which another is tried.
-
-    ``sent`` is True if the server may have received the request. ``kind`` is the error to raise if all
-    servers fail.
-    """
-
-    def __init__(
-        self,
-        problem: str,
-        remedy: str = "is that etcd? check -etcd-endpoints",
-        *,
-        sent: bool = True,
-        kind: type[Retryable] = NoAnswer,
-    ) -> None:
-        super().__init__(problem)
-        self.problem = problem
-        self.remedy = remedy
-        self.sent = sent
-        self.kind = kind
 
 
 #: Words of etcd's errors (api/v3rpc/rpctypes/error.go), and what helps.

@@ -14,8 +14,9 @@ from msgspec.structs import replace
 
 from flanneld.errors import Retryable
 from flanneld.subnet.etcd import keys
-from flanneld.subnet.etcd.http import NO_ACCESS, Answer, ServerFailed, json_object, not_etcd, remedy_for
+from flanneld.subnet.etcd.http import NO_ACCESS, Answer, json_object, not_etcd, remedy_for
 from flanneld.subnet.etcd.keys import Conflict, KeyReply, NoSuchApi, NotFound, Position, StoredKey
+from flanneld.subnet.failover import ServerFailed
 from flanneld.subnet.list_watch import RelistNeeded
 
 _NOT_FOUND = 100

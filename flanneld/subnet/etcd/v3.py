@@ -15,10 +15,10 @@ from flanneld.runtime import clock
 from flanneld.subnet.etcd import v3_messages
 from flanneld.subnet.etcd.carriers import Stream, open_carrier
 from flanneld.subnet.etcd.endpoints import Server, Servers
-from flanneld.subnet.etcd.http import ServerFailed
 from flanneld.subnet.etcd.keys import Conflict, KeyChanges, KeyReply, NoConfig, NotFound, Position, StoredKey
-from flanneld.subnet.etcd.transport import EtcdTimeouts, Transport, no_answer, server_failed
+from flanneld.subnet.etcd.transport import EtcdTimeouts, Transport, server_failed
 from flanneld.subnet.etcd.v3_messages import AccessRefused, CallServer, GatewayMessage, LeaseGone, LoginNeeded
+from flanneld.subnet.failover import ServerFailed
 from flanneld.subnet.list_watch import Contact, PossibleGap, RelistNeeded
 
 log = logging.getLogger(__name__)
@@ -268,7 +268,7 @@ class V3Watcher:
             self._check()
             self.client.distrust()
             assert self._server  # the one that failed
-            raise no_answer({self._server.name: failure}) from None
+            raise self.client.servers.no_answer({self._server.name: failure}) from None
         except Retryable as reason:
             self.close()
             if self._in_doubt and isinstance(reason, RelistNeeded):

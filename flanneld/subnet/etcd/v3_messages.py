@@ -18,13 +18,13 @@ from flanneld.errors import Retryable
 from flanneld.subnet.etcd.http import (
     NO_ACCESS,
     Answer,
-    ServerFailed,
     json_object,
     not_etcd,
     parsed_object,
     remedy_for,
 )
 from flanneld.subnet.etcd.keys import Position, StoredKey, check_history
+from flanneld.subnet.failover import ServerFailed
 from flanneld.subnet.list_watch import RelistNeeded
 
 _CANCELLED, _DEADLINE_EXCEEDED, _NOT_FOUND = 1, 4, 5

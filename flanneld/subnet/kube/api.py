@@ -17,16 +17,15 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 from msgspec import Struct
-from msgspec.structs import replace
 from urllib3 import Timeout
-from urllib3.exceptions import HTTPError, ReadTimeoutError, SSLError
+from urllib3.exceptions import HTTPError
 
 from flanneld import __version__
 from flanneld.compat.glog import V
 from flanneld.errors import NoAnswer, Retryable
 from flanneld.runtime import clock
-from flanneld.runtime.sockets.connection_pools import beneath, body_of
-from flanneld.runtime.sockets.http_connection import LiveBody, ResponseTooLarge
+from flanneld.runtime.sockets.connection_pools import beneath, body_of, cause_beneath
+from flanneld.runtime.sockets.http_connection import BROKEN, LiveBody, failure_text
 from flanneld.runtime.sockets.interruptible import InterruptibleSocket, TooSlow, Unreachable, no_heartbeat
 from flanneld.subnet.kube.access import Access, ApiSession
 from flanneld.subnet.kube.nodes import decoded
@@ -113,6 +112,8 @@ class Api:
         self._turn = threading.Lock()
         self._socket = InterruptibleSocket()
         self._session: ApiSession | None = None
+        #: True if the session's connection has answered, or if we dropped it: its end says nothing then.
+        self._may_end = False
         self.name = access.name
         #: True if the last request got no response.
         self.is_down = False
@@ -161,6 +162,7 @@ class Api:
 
     def reconnect(self) -> None:
         """Drop the current connection, which may be dead. May be called from any thread."""
+        self._may_end = True
         self._socket.disconnect()
 
     def cancel(self) -> None:
@@ -191,6 +193,7 @@ class Api:
                 raise self._lost(error) from None
             if not isinstance(answer, dict):
                 raise self._lost(ValueError("its answer is no object"))
+            self._may_end = True
             if body is not None:
                 # Writes are rare: do not leave the server with thousands of idle connections.
                 self._reset()
@@ -218,6 +221,9 @@ class Api:
                 timeout=Timeout(connect=self._timeouts.connect, read=read or self._timeouts.read),
             )
         except (Unreachable, HTTPError, HTTPException, OSError, ValueError) as error:
+            if body is None and self._may_end and _trouble(error, 0) == BROKEN:
+                self._reset()
+                return self._send(method, target, body, headers, read)
             raise self._lost(error, clock.now() - began, read) from None
         self.is_down = False
         if response.status >= 300:
@@ -255,9 +261,11 @@ class Api:
         self.is_down = True
         log.log(V(2), "The API server at %s: %s: %s", self.name, type(error).__name__, error)
         kind = NoServer if isinstance(error, Unreachable) else NoAnswer
-        limits = replace(self._timeouts, read=read or self._timeouts.read)
+        seconds = read or self._timeouts.read
+        if waited < seconds:
+            seconds = self._timeouts.connect
         return kind(
-            f"the API server at {self.name} does not answer ({_trouble(error, limits, waited)})",
+            f"the API server at {self.name} does not answer ({_trouble(error, seconds)})",
             "see that it runs and that this host reaches it",
         )
 
@@ -265,7 +273,7 @@ class Api:
         """Close the session. The next request reads the credentials again: they may have been rotated."""
         if self._session is not None:
             self._session.close()
-        self._session = None
+        self._session, self._may_end = None, False
         self._socket.disconnect()
 
 
@@ -293,17 +301,9 @@ def _retry_after(text: str) -> float:
     return min(float(text), _LONGEST_RETRY_AFTER) if text.isdecimal() and len(text) < 6 else 0.0
 
 
-def _trouble(error: Exception, timeouts: ApiTimeouts, waited: float) -> str:
-    if isinstance(error, Unreachable | ResponseTooLarge | TooSlow):
-        return str(error)
-    if isinstance(error, ReadTimeoutError | TimeoutError):
-        if waited < timeouts.read:
-            return f"no TLS handshake within {timeouts.connect:g} s"
-        return f"silent for {timeouts.read:g} s"
-    if isinstance(error, SSLError):
-        cause = error.args[0] if error.args else error
-        reason = getattr(cause, "verify_message", "") or getattr(cause, "reason", "")
-        return f"TLS failed: {reason or 'it broke the connection'}"
+def _trouble(error: Exception, seconds: float) -> str:
     if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
         return "what it sends is no JSON"
-    return "it broke the connection" if isinstance(error, OSError | HTTPError | HTTPException) else str(error)
+    if isinstance(error, ValueError | RecursionError):
+        return str(error)
+    return failure_text(cause_beneath(error) if isinstance(error, HTTPError) else error, seconds)

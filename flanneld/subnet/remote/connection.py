@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import ssl
-import threading
 from collections.abc import Callable
 from email.utils import parsedate_to_datetime
 from http.client import HTTPException, HTTPResponse
+from typing import TypeVar
 
 from msgspec import Struct
 
-from flanneld.errors import NoAnswer, Retryable, cause_of, printable
+from flanneld.errors import Retryable, printable
 from flanneld.option_values import RemoteServer
-from flanneld.runtime.sockets.host_addresses import HostAddresses
-from flanneld.runtime.sockets.http_connection import HttpConnection
-from flanneld.runtime.sockets.interruptible import TooSlow, Unreachable
+from flanneld.runtime.sockets.http_connection import BROKEN, HttpConnection, failure_text
+from flanneld.runtime.sockets.interruptible import Unreachable
+from flanneld.subnet.failover import Failover, ServerFailed, ServerRing
 from flanneld.subnet.remote.credentials import JoinToken, fingerprint_of
 from flanneld.subnet.remote.wire import INDEX, SECRET
 
@@ -22,11 +22,15 @@ from flanneld.subnet.remote.wire import INDEX, SECRET
 CONNECT_TIME = 5.0
 #: Seconds for an answer's head: a server asks each of its etcd members in turn.
 ANSWER_TIME = 30.0
+#: Seconds after which an unused connection is replaced: a firewall may have forgotten it.
+IDLE = 30.0
 _CHECK = "see whether flanneld -listen runs there, and whether both sides use TLS"
 
+T = TypeVar("T")
 
-class RemoteServers:
-    """Servers in the given order, with the last good one; shared by all connections of a client.
+
+class RemoteServers(ServerRing[RemoteServer]):
+    """Servers in the given order, shared by all connections of a client.
 
     ``token`` reads the required token, None without one; it may raise ``Retryable``. ``secret`` is this
     node's, sent with a token only.
@@ -38,18 +42,23 @@ class RemoteServers:
         tls: ssl.SSLContext | None,
         token: Callable[[], JoinToken | None] = lambda: None,
     ) -> None:
-        self.servers = servers
+        super().__init__(servers, "no flannel server answers", "no flannel server is of use", _CHECK)
         self.tls = tls
         self.token = token
         self.secret = ""
-        self.good = 0
-        self.name = ", ".join(map(str, servers))
-        self.addresses = HostAddresses(lambda: [server.host for server in servers])
 
-    def skip(self, server: RemoteServer) -> None:
-        """Begin with the next server from now on, if ``server`` is still the first."""
-        if self.servers[self.good] is server:
-            self.good = (self.good + 1) % len(self.servers)
+
+class RemoteRequest(Struct, frozen=True, gc=False):
+    """Request. With ``alive`` the first byte of the answer has no time limit.
+
+    ``alive`` is called at least every minute then, and the end of the connection ends the request. The kernel
+    detects a lost server.
+    """
+
+    method: str
+    target: str
+    body: str | None = None
+    alive: Callable[[], None] | None = None
 
 
 class RemoteAnswer(Struct, frozen=True, gc=False):
@@ -61,102 +70,77 @@ class RemoteAnswer(Struct, frozen=True, gc=False):
     server: RemoteServer
 
 
-class WrongCertificate(OSError):
-    """Error if the server's certificate is not the one in the token."""
+class RemoteClient:
+    """Client for one thread at a time; any thread may ``reconnect`` or ``cancel`` it."""
+
+    def __init__(self, servers: RemoteServers) -> None:
+        self._requests = Failover(servers, _Connection(servers), IDLE)
+        self.reconnect = self._requests.reconnect
+        self.cancel = self._requests.cancel
+        self.close = self._requests.close
+
+    def ask(
+        self,
+        method: str,
+        target: str,
+        body: str | None = None,
+        alive: Callable[[], None] | None = None,
+        *,
+        understand: Callable[[RemoteAnswer], T],
+    ) -> T:
+        """Send a request to the servers in turn until ``understand`` can read an answer; return the result.
+
+        ``understand`` raises ``ServerFailed`` if the next server is to be asked. A request may be sent twice,
+        because all requests are idempotent for their node. One with ``alive``, for which see
+        ``RemoteRequest``, is sent once. Raises ``Retryable`` if all servers fail.
+        """
+        request = RemoteRequest(method, target, body, alive)
+        return self._requests.ask(lambda _, send: understand(send(request)), repeatable=alive is None)
 
 
-class RemoteConnection:
-    """Connection for one thread at a time; any thread may ``disconnect`` or ``cancel`` it."""
+class _Connection:
+    """``ServerConnection`` to a flannel server."""
 
     def __init__(self, servers: RemoteServers) -> None:
         self._servers = servers
         self._connection = HttpConnection(servers.tls)
-        self._turn = threading.Lock()
-        self._server: RemoteServer | None = None
         self._token: JoinToken | None = None
+        self.disconnect = self._connection.disconnect
+        self.cancel = self._connection.cancel
+        self.check = self._connection.check
+        self.reset = self._connection.reset
 
-    def ask(
-        self, method: str, target: str, body: str | None = None, alive: Callable[[], None] | None = None
-    ) -> RemoteAnswer:
-        """Send a request to the servers in turn, the last good one first. Raises ``NoAnswer`` if all fail.
+    def exchange(self, server: RemoteServer, request: RemoteRequest) -> RemoteAnswer:
+        limit, is_sent = CONNECT_TIME, False
+        try:
+            if not self._connection.is_open:
+                self._connect(server)
+            limit, is_sent = ANSWER_TIME, True
+            response = self._connection.request(
+                request.method, request.target, request.body, self._headers(request), limit, request.alive
+            )
+            return RemoteAnswer(response.status, response.whole(), _date_ns(response), server)
+        except (OSError, HTTPException, Unreachable) as error:
+            problem = failure_text(error, limit)
+            raise ServerFailed(problem, sent=is_sent, lost=problem == BROKEN) from None
 
-        A request may be sent twice, because all requests are idempotent for their node. With ``alive`` the
-        first byte of the answer has no time limit: ``alive`` is called at least every minute, and the end of
-        the connection ends the request. The kernel detects a lost server.
-        """
-        with self._turn:
-            problems = []
-            for _ in self._servers.servers:
-                server = self._servers.servers[self._servers.good]
-                self._connection.check()
-                try:
-                    return self._ask_again(server, method, target, body, alive)
-                except (OSError, HTTPException, Unreachable) as error:
-                    self.reset()
-                    self._connection.check()
-                    problems.append(f"{server}: {_reason(error)}")
-                    if alive is None or isinstance(error, TimeoutError):
-                        self._servers.skip(server)
-                if alive is not None:
-                    break
-            raise NoAnswer(f"no flannel server answers ({'; '.join(problems)})", _CHECK)
-
-    def disconnect(self) -> None:
-        """End the connection; the next request makes another. From any thread."""
-        self._connection.disconnect()
-
-    def cancel(self) -> None:
-        """End the connection and refuse another. From any thread, repeatedly."""
-        self._connection.cancel()
-
-    def reset(self) -> None:
-        """End the connection; for the thread that uses it."""
-        self._connection.reset()
-
-    def _ask_again(
-        self,
-        server: RemoteServer,
-        method: str,
-        target: str,
-        body: str | None,
-        alive: Callable[[], None] | None,
-    ) -> RemoteAnswer:
-        """Send a request, again over a new connection if the server has closed an idle one."""
-        if self._connection.is_open and self._server is server:
-            try:
-                return self._exchange(server, method, target, body, alive)
-            except (OSError, HTTPException) as error:
-                self._connection.check()
-                if alive is not None or isinstance(error, TimeoutError):
-                    raise
-        self.reset()
-        return self._exchange(server, method, target, body, alive)
-
-    def _exchange(
-        self,
-        server: RemoteServer,
-        method: str,
-        target: str,
-        body: str | None,
-        alive: Callable[[], None] | None,
-    ) -> RemoteAnswer:
-        if not self._connection.is_open or self._server is not server:
-            self._connect(server)
-        headers = {INDEX: "yes"} | ({"Content-Type": "application/json"} if body is not None else {})
+    def _headers(self, request: RemoteRequest) -> dict[str, str]:
+        headers = {INDEX: "yes"}
+        if request.body is not None:
+            headers["Content-Type"] = "application/json"
         if self._token is not None:
             headers["Authorization"] = self._token.bearer
             if self._servers.secret:
                 headers[SECRET] = self._servers.secret
-        response = self._connection.request(method, target, body, headers, ANSWER_TIME, alive)
-        return RemoteAnswer(response.status, response.whole(), _date_ns(response), server)
+        return headers
 
     def _connect(self, server: RemoteServer) -> None:
-        self._token, self._server = self._servers.token(), server
+        self._token = self._servers.token()
         sock = self._connection.connect(server.host, server.port, CONNECT_TIME)
         # The token is sent only to the server with this certificate.
         found = sock.getpeercert(True) if isinstance(sock, ssl.SSLSocket) else None
         if self._token is not None and fingerprint_of(found or b"") != self._token.fingerprint:
-            raise WrongCertificate
+            raise ServerFailed("its certificate is not the one in the token", sent=False)
 
 
 def _date_ns(response: HTTPResponse) -> int | None:
@@ -166,27 +150,18 @@ def _date_ns(response: HTTPResponse) -> int | None:
         return None
 
 
-def _reason(error: Exception) -> str:
-    if isinstance(error, WrongCertificate):
-        return "its certificate is not the one in the token"
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return f"certificate verify failed: {error.verify_message}"
-    if isinstance(error, ssl.SSLError):
-        return (error.reason or "TLS failed").lower().replace("_", " ")
-    if isinstance(error, TooSlow):
-        return str(error)
-    if isinstance(error, TimeoutError):
-        return "no answer in time"
-    if isinstance(error, Unreachable):
-        return str(error)
-    if isinstance(error, OSError) and error.errno:
-        return cause_of(error).lower()
-    return "it broke the connection" if isinstance(error, ConnectionError) else "it does not speak HTTP"
+def accepted(answer: RemoteAnswer) -> RemoteAnswer:
+    """Return an answer with status 200. Raises ``ServerFailed`` or ``Retryable`` for any other."""
+    if answer.status == 200:
+        return answer
+    text = printable(" ".join(answer.body[:300].decode(errors="replace").split()))
+    if 400 <= answer.status < 500:
+        problem = f"flannel server {answer.server.name} refuses: {text} (HTTP {answer.status})"
+        raise Retryable(problem, "see its log")
+    # Another server may have a better view of etcd, and one that redirects is none.
+    raise ServerFailed(f"HTTP {answer.status}, {text}", "see its log", kind=Retryable)
 
 
-def refused(answer: RemoteAnswer) -> Retryable:
-    """Return the error for an answer other than 200."""
-    text = " ".join(answer.body[:300].decode(errors="replace").split())
-    return Retryable(
-        f"flannel server {answer.server} refuses: {printable(text)} (HTTP {answer.status})", "see its log"
-    )
+def nonsense(problem: str) -> ServerFailed:
+    """Return the error for an answer that is not a flannel server's."""
+    return ServerFailed(f"invalid answer: {problem}", "is that a server of flannel?")

@@ -8,6 +8,7 @@ import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import quote
 
 import msgspec
@@ -35,7 +36,7 @@ from flanneld.subnet.allocation import fits
 from flanneld.subnet.codec import format_key
 from flanneld.subnet.list_watch import Contact, ListWatch, PossibleGap, Watches
 from flanneld.subnet.remote import wire
-from flanneld.subnet.remote.connection import RemoteAnswer, RemoteConnection, RemoteServers, refused
+from flanneld.subnet.remote.connection import RemoteAnswer, RemoteClient, RemoteServers, accepted, nonsense
 from flanneld.subnet.remote.credentials import JoinToken, TlsFiles, client_context, parse_token
 from flanneld.subnet.remote.wire import Acquisition, Reservation, WatchResult, WireLease
 from flanneld.subnet.store import NO_FACTS, Deliver, LocalFacts
@@ -44,6 +45,7 @@ log = logging.getLogger(__name__)
 
 #: Seconds between two attempts of a watch, as in Go flannel.
 PAUSE = 1.0
+T = TypeVar("T")
 _ABSENT = b"100: Key not found"
 
 
@@ -61,7 +63,7 @@ class RemoteOptions(Struct, frozen=True, gc=False):
     secret_file: str = ""
 
     def __repr__(self) -> str:
-        return f"RemoteOptions({', '.join(map(str, self.servers))})"
+        return f"RemoteOptions({', '.join(each.name for each in self.servers)})"
 
     def open_servers(self) -> RemoteServers:
         """Return the servers, not connected yet. Raises ``Fatal`` for unusable TLS files."""
@@ -102,7 +104,7 @@ class RemoteStore:
         self._options = options
         self._servers = options.open_servers()
         self._root = f"/v1/{quote(options.network, safe='') or '_'}"
-        self._requests = RemoteConnection(self._servers)
+        self._requests = RemoteClient(self._servers)
         self._pause = pause
         self._watches = Watches()
         #: Last written attributes of our lease. They authorize the server to replace them.
@@ -121,11 +123,7 @@ class RemoteStore:
         return self._servers.addresses.known()
 
     def network_config(self) -> Config:
-        answer = self._ask("GET", "/config")
-        try:
-            return parse(answer.body.decode())
-        except UnicodeDecodeError:
-            raise _nonsense("the config is no text") from None
+        return self._ask("GET", "/config", understand=_config)
 
     def stored(self, public_ip: IPAddress | None) -> LeaseAttrs | None:
         if public_ip is None:
@@ -136,7 +134,7 @@ class RemoteStore:
         )
 
     def read_leases(self) -> list[Lease]:
-        result = _result(self._ask("GET", "/leases"))
+        result = self._ask("GET", "/leases", understand=_result)
         return [_lease(each, result) for each in result.snapshot or ()]
 
     def acquire(
@@ -145,7 +143,7 @@ class RemoteStore:
         self._servers.secret = self._options.read_secret()
         leases: tuple[WireLease, ...] = ()
         if local != NO_FACTS:
-            leases = _result(self._ask("GET", "/leases")).snapshot or ()
+            leases = self._ask("GET", "/leases", understand=_result).snapshot or ()
         kept = self._keep(config, attrs, local, leases)
         if kept is not None:
             return kept
@@ -156,33 +154,30 @@ class RemoteStore:
             if is_same_node(each.attrs, attrs) and not local.is_self(each.attrs, attrs)
         )
         wanted = Acquisition(attrs, previous, strangers)
-        return self._lease_of(self._ask("POST", "/leases", wire.format_acquisition(wanted)))
+        return self._ask("POST", "/leases", wire.format_acquisition(wanted), understand=self._lease_of)
 
     def reservations(self) -> list[Reservation]:
         """Return the reservations of the network."""
-        return wire.parse_reservations(self._ask("GET", "/reservations").body)
+        return wire.parse_reservations(self._ask("GET", "/reservations", understand=accepted).body)
 
     def reserve(self, wanted: Reservation) -> None:
         """Reserve a subnet for a node permanently. It must be free, or that node's lease."""
-        self._ask("POST", "/reservations", wire.format_reservation(wanted))
+        self._ask("POST", "/reservations", wire.format_reservation(wanted), understand=accepted)
 
     def release(self, key: LeaseKey) -> None:
         """Turn a reservation into a lease, which ends in a day unless its node renews it."""
-        self._ask("DELETE", f"/reservations/{quote(format_key(key), safe='')}")
+        self._ask("DELETE", f"/reservations/{quote(format_key(key), safe='')}", understand=accepted)
 
     def renew(self, lease: Lease) -> Lease:
         held = WireLease(lease.attrs, lease.key, self._expires_ns(lease))
         target = f"/leases/{quote(format_key(lease.key), safe='')}"
-        return self._lease_of(self._ask("PUT", target, wire.format_renewal(held, self._written)))
+        return self._ask("PUT", target, wire.format_renewal(held, self._written), understand=self._lease_of)
 
     def publish_endpoints(self, name: str, text: str) -> None:
-        self._ask("PUT", f"/endpoints/{name}", text)
+        self._ask("PUT", f"/endpoints/{name}", text, understand=accepted)
 
     def endpoints(self) -> dict[str, str]:
-        try:
-            return msgspec.json.decode(self._ask("GET", "/endpoints").body, type=dict[str, str])
-        except msgspec.DecodeError as error:
-            raise _nonsense(f"endpoints: {error}") from None
+        return self._ask("GET", "/endpoints", understand=_endpoints)
 
     def watch(self, deliver: Deliver, alive: Callable[[], None]) -> None:
         def events(result: WatchResult) -> list[Event]:
@@ -209,7 +204,7 @@ class RemoteStore:
         self._watches.reread()
 
     def reconnect(self) -> None:
-        self._requests.disconnect()
+        self._requests.reconnect()
         self._watches.reconnect()
 
     def close(self) -> None:
@@ -218,13 +213,15 @@ class RemoteStore:
 
     # ---- one request ---------------------------------------------------------------------------
 
-    def _ask(self, method: str, target: str, body: str | None = None) -> RemoteAnswer:
-        answer = self._requests.ask(method, self._root + target, body)
-        if answer.status != 200:
-            # Another server may have a better view of etcd.
-            self._servers.skip(answer.server)
-            raise refused(answer)
-        return answer
+    def _ask(
+        self,
+        method: str,
+        target: str,
+        body: str | None = None,
+        *,
+        understand: Callable[[RemoteAnswer], T],
+    ) -> T:
+        return self._requests.ask(method, self._root + target, body, understand=understand)
 
     def _keep(
         self, config: Config, attrs: LeaseAttrs, local: LocalFacts, leases: tuple[WireLease, ...]
@@ -241,11 +238,11 @@ class RemoteStore:
 
     def _lease_of(self, answer: RemoteAnswer) -> Lease:
         try:
-            lease = wire.parse_lease(gojson.parse(answer.body))
+            lease = wire.parse_lease(gojson.parse(accepted(answer).body))
         except (GoJsonError, Refused) as error:
-            raise _nonsense(str(error)) from None
+            raise nonsense(str(error)) from None
         if not any(lease.key):
-            raise _nonsense("it gave a lease without a subnet")
+            raise nonsense("it gave a lease without a subnet")
         self._written, self._has_index = lease.attrs, bool(lease.index)
         return Lease(lease.attrs, *lease.key, expires=_expires(lease, answer.date_ns), asof=lease.index)
 
@@ -296,49 +293,59 @@ class _Source:
         contact: Contact,
         absent: Event | None,
     ) -> None:
-        self._servers = servers
-        self._connection = RemoteConnection(servers)
+        self._client = RemoteClient(servers)
         self._target = target
         self._events = events
         self._alive = alive
         self._contact = contact
         self._absent = absent
         self._is_absent = False
-        self.cancel = self._connection.cancel
-        self.close = self._connection.reset
+        self.cancel = self._client.cancel
+        self.close = self._client.close
 
     def start(self, resume: str | None) -> tuple[list[Event], str | None]:
         del resume  # the server may have another store now
-        answer = self._connection.ask("GET", self._target)
-        if self._absent is not None and answer.status != 200 and answer.body.startswith(_ABSENT):
-            self._contact()
-            was_absent, self._is_absent = self._is_absent, True
-            return [] if was_absent else [self._absent], None
-        result = self._understood(answer)
+        result = self._client.ask("GET", self._target, understand=self._state)
         self._contact()
-        return self._events(result), result.cursor
+        if result is not None:
+            return self._events(result), result.cursor
+        was_absent, self._is_absent = self._is_absent, True
+        return [] if was_absent or self._absent is None else [self._absent], None
 
     def changes(self, after: str) -> tuple[list[Event], str]:
         target = f"{self._target}?next={quote(after, safe='')}"
         try:
-            result = self._understood(self._connection.ask("GET", target, None, self._alive))
+            result = self._client.ask("GET", target, None, self._alive, understand=_result)
         except Retryable as reason:
             # Servers end requests that wait, and forget cursors: only a list that fails is an outage.
             raise PossibleGap(reason.problem, reason.remedy) from None
         return self._events(result), result.cursor
 
-    def _understood(self, answer: RemoteAnswer) -> WatchResult:
-        if answer.status == 200:
-            return _result(answer)
-        self._servers.skip(answer.server)
-        raise refused(answer)
+    def _state(self, answer: RemoteAnswer) -> WatchResult | None:
+        """Return the list in an answer; None if there is no such lease."""
+        is_absent = self._absent is not None and answer.status != 200 and answer.body.startswith(_ABSENT)
+        return None if is_absent else _result(answer)
 
 
 def _result(answer: RemoteAnswer) -> WatchResult:
     try:
-        return wire.parse_result(answer.body)
+        return wire.parse_result(accepted(answer).body)
     except Refused as error:
-        raise _nonsense(error.problem) from None
+        raise nonsense(error.problem) from None
+
+
+def _config(answer: RemoteAnswer) -> Config:
+    try:
+        return parse(accepted(answer).body.decode())
+    except UnicodeDecodeError:
+        raise nonsense("the config is no text") from None
+
+
+def _endpoints(answer: RemoteAnswer) -> dict[str, str]:
+    try:
+        return msgspec.json.decode(accepted(answer).body, type=dict[str, str])
+    except msgspec.DecodeError as error:
+        raise nonsense(f"endpoints: {error}") from None
 
 
 def _events(result: WatchResult) -> list[Event]:
@@ -366,7 +373,3 @@ def _expires(lease: WireLease, date_ns: int | None) -> float | None:
     if lease.expires_ns is None:
         return None
     return clock.now() + (lease.expires_ns - (date_ns or clock.wall_ns())) / 1e9
-
-
-def _nonsense(problem: str) -> Retryable:
-    return Retryable(f"the flannel server sent an invalid answer: {problem}", "is that a server of flannel?")

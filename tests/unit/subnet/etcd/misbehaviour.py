@@ -12,18 +12,13 @@ from flanneld.errors import Retryable
 from tests.lab.etcd_v3 import V3Keys
 from tests.lab.impostor import http
 from tests.lab.wait import wait_for
-from tests.local_etcd import DEADLINE, LocalEtcd, Relay, Serve, answering, hang_up, server, silent
+from tests.local_etcd import DEADLINE, LocalEtcd, Relay, Serve, answering, server
 
-#: By name, what a server does that speaks HTTP or less, and what is said of it.
+#: By name, what a server does that is not etcd, and what is said of it.
 OF_HTTP: dict[str, tuple[Serve, str]] = {
-    "html": (answering(http("200 OK", "<html>hello</html>", "Content-Type: text/html")), "text/html"),
-    "not http": (answering(b"\x15\x03\x01\x00\x02\x02\x28 what?\r\n\r\n"), "does not speak HTTP"),
-    "hangs up": (hang_up, "broke the connection"),
-    "bad gateway": (answering(http("502 Bad Gateway", "<html>")), "HTTP 502"),
     "redirects": (answering(http("307 Away", "", "Location: http://u:pw@else/x")), "redirects to else"),
     "foreign JSON": (answering(http("200 OK", '{"hello": "world"}')), "JSON that is not etcd's"),
     "too deep": (answering(http("200 OK", "[" * 100_000)), "no JSON object"),
-    "silent": (silent, "no answer within 0.5 s"),
 }
 
 

@@ -484,10 +484,14 @@ def test_a_new_lease_is_compared_with_others_even_if_the_answer_was_lost(store: 
     assert len(nodes(store)) == 2
 
 
+#: Answers to a write to lose: v3 repeats it, over a new connection.
+LOST = 2
+
+
 @over_http
 def test_a_create_whose_answer_was_lost_is_found_again(store: EtcdPrefix) -> None:
     relay = Relay(store.etcd.url)
-    relay.answers_to_lose = 1
+    relay.answers_to_lose = LOST
     with server(relay) as url:
         manager = store.manager(url)
         with pytest.raises(Retryable):
@@ -526,7 +530,7 @@ def test_a_create_whose_answer_was_lost_is_found_again_behind_a_stale_read(store
         manager = store.manager(url, randrange=lambda _: next(numbers))
         assert isinstance(manager, EtcdStore)
         assert manager.listing().leases == {}
-        relay.answers_to_lose = 1
+        relay.answers_to_lose = LOST
         with pytest.raises(Retryable):
             manager.acquire(NETWORK, node(1), NOTHING)
         relay.answers_to_lose = 0
@@ -543,7 +547,7 @@ def test_a_create_whose_answer_was_lost_is_not_repeated_where_the_subnet_is_not_
     store: EtcdPrefix, because: str
 ) -> None:
     relay = Relay(store.etcd.url)
-    relay.answers_to_lose = 1
+    relay.answers_to_lose = LOST
     config = NETWORK
     with server(relay) as url:
         manager = store.manager(url)

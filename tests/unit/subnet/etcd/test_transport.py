@@ -8,8 +8,8 @@ from contextlib import suppress
 
 from flanneld.errors import Retryable
 from flanneld.subnet.etcd.endpoints import EtcdOptions, Server, Servers
-from flanneld.subnet.etcd.http import ServerFailed
 from flanneld.subnet.etcd.transport import EtcdTimeouts, Send, Transport
+from flanneld.subnet.failover import ServerFailed
 
 
 def test_a_failure_is_forgotten_without_the_garbage_collector() -> None:

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flanneld.errors import Retryable
-from flanneld.subnet.etcd.http import Answer, ServerFailed
+from flanneld.subnet.etcd.http import Answer
 from flanneld.subnet.etcd.keys import Conflict, KeyReply, NotFound, Position, StoredKey
 from flanneld.subnet.etcd.v2_messages import check_history, read
+from flanneld.subnet.failover import ServerFailed
 from flanneld.subnet.list_watch import RelistNeeded
 
 AT = Position(7, "cafe")

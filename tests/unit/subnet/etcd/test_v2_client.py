@@ -47,12 +47,6 @@ def client(*endpoints: str, timeouts: EtcdTimeouts = LASTING) -> V2Client:
     return V2Client(transport_to(*endpoints, timeouts=timeouts))
 
 
-def partly(connection: socket.socket, then: Serve = silent) -> None:
-    connection.recv(65536)
-    connection.sendall(http("200 OK", "x" * 100)[:-50])
-    then(connection)
-
-
 MISBEHAVIOUR: dict[str, tuple[Serve, str]] = {
     **OF_HTTP,
     "error": (answering(http("500 Oops", '{"message":"Raft","cause":"no leader"}')), "Raft: no leader"),
@@ -60,7 +54,6 @@ MISBEHAVIOUR: dict[str, tuple[Serve, str]] = {
     "JSON of wrong types": (answering(http("200 OK", '{"action": 1, "node": []}')), "not etcd's"),
     "JSON list": (answering(http("200 OK", "[]", "X-Etcd-Index: 5")), "no JSON object"),
     "absurd index": (answering(http("200 OK", "{}", f"X-Etcd-Index: {'9' * 9000}")), "not etcd's"),
-    "cut short": (lambda connection: partly(connection, then=lambda _: None), "broke the connection"),
 }
 
 
@@ -409,18 +402,6 @@ def test_a_dropped_stream_whose_history_is_gone_calls_for_a_list(follower: Follo
 # ---- cutting -------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def full_backlog() -> Iterator[str]:
-    """A server to which no connection can be made: the kernel has no room for another."""
-    with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
-        for _ in range(8):
-            filler = stack.enter_context(socket.socket())
-            filler.setblocking(False)
-            filler.connect_ex(listener.getsockname())
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-
-
 def assert_cut(request: Callable[[], object], cut: Callable[[], None], is_stuck: Callable[[], bool]) -> None:
     ended: list[BaseException] = []
 
@@ -439,48 +420,6 @@ def assert_cut(request: Callable[[], object], cut: Callable[[], None], is_stuck:
     assert [type(error) for error in ended] == [Cancelled]
     with pytest.raises(Cancelled):
         request()
-
-
-@pytest.mark.parametrize(("serve", "scheme"), [(silent, "http"), (partly, "http"), (silent, "https")])
-def test_a_request_without_an_answer_can_be_cut(serve: Serve, scheme: str) -> None:
-    stuck = threading.Event()
-
-    def serve_stuck(connection: socket.socket) -> None:
-        stuck.set()
-        serve(connection)
-
-    with server(serve_stuck) as url:
-        asker = client(url.replace("http", scheme), timeouts=PATIENT)
-        assert_cut(lambda: asker.fetch("/key"), asker.cancel, stuck.is_set)
-
-
-def test_a_connection_that_is_being_made_can_be_cut() -> None:
-    with full_backlog() as url:
-        asker = client(url, timeouts=PATIENT)
-        port = int(url.rpartition(":")[2])
-        assert_cut(lambda: asker.fetch("/key"), asker.cancel, lambda: syn_sent_to(port) > 0)
-
-
-def syn_sent_to(port: int) -> int:
-    lines = Path("/proc/net/tcp").read_text().splitlines()
-    return sum(line.split()[2] == f"0100007F:{port:04X}" and line.split()[3] == "02" for line in lines)
-
-
-def test_the_lookup_of_a_name_can_be_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, over = threading.Event(), threading.Event()
-    real = socket.getaddrinfo
-
-    def slow(host: bytes, *args: int, **kwargs: int) -> object:
-        if kwargs.get("flags"):
-            return real(host, *args, **kwargs)
-        asked.set()
-        over.wait(DEADLINE)
-        return []
-
-    monkeypatch.setattr(socket, "getaddrinfo", slow)
-    asker = client("http://etcd.example.com:2379", timeouts=PATIENT)
-    assert_cut(lambda: asker.fetch("/key"), asker.cancel, asked.is_set)
-    over.set()
 
 
 def test_a_name_without_an_address_is_told() -> None:

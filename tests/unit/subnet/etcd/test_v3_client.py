@@ -199,11 +199,11 @@ def test_a_write_whose_answer_is_lost_is_recognised_at_the_next_server(etcd: Loc
     losing = Relay(etcd.url)
     with server(losing) as url:
         asker = client(url, etcd.url)
-        losing.answers_to_lose = 1
+        losing.answers_to_lose = 2
         made = asker.create("/lost", "mine", 3600)
         assert made.node
         asker.servers.skip()
-        losing.answers_to_lose = 1
+        losing.answers_to_lose = 2
         again = asker.replace("/lost", "mine, too", 3600, made.node.modified)
     stored = keys.get("/lost") or {}
     assert again.node

@@ -19,11 +19,11 @@ from flanneld.model import Added, Event, LeaseAttrs, Snapshot
 from flanneld.subnet.etcd.api_choice import open_etcd
 from flanneld.subnet.etcd.endpoints import EtcdOptions, Servers
 from flanneld.subnet.etcd.grpc import Grpc
-from flanneld.subnet.etcd.http import ServerFailed
 from flanneld.subnet.etcd.keys import NoSuchApi, NotFound, Position
 from flanneld.subnet.etcd.transport import EtcdTimeouts
 from flanneld.subnet.etcd.v3 import V3Client
 from flanneld.subnet.etcd.v3_messages import AccessRefused, GatewayRefused
+from flanneld.subnet.failover import ServerFailed
 from tests.etcd_clients import opened, transport_to
 from tests.lab.etcd_v3 import V3Keys
 from tests.lab.wait import wait_for
@@ -36,11 +36,9 @@ from tests.local_etcd import (
     Serve,
     answering,
     free_port,
-    hang_up,
     make_certificates,
     running_etcd,
     server,
-    silent,
 )
 from tests.unit.subnet.etcd.misbehaviour import check_watch_over_silence, complaint_about, each_of
 
@@ -198,8 +196,6 @@ def http_only(connection: socket.socket) -> None:
 MISBEHAVIOUR: dict[str, tuple[Serve, str]] = {
     "speaks HTTP": (http_only, "it does not speak gRPC"),
     "says something": (answering(b"\x15\x03\x01\x00\x02\x02\x28 what?\r\n\r\n"), "it does not speak gRPC"),
-    "hangs up": (hang_up, "it broke the connection"),
-    "silent": (silent, "no answer within 5 s"),
 }
 
 
@@ -250,21 +246,6 @@ def test_a_write_whose_answer_is_lost_is_recognised_at_the_next_server(etcd: Loc
 
 def test_a_watch_goes_on_at_another_server_when_its_own_falls_silent(etcd: LocalEtcd, keys: V3Keys) -> None:
     check_watch_over_silence(etcd, keys, client)
-
-
-def test_request_to_a_silent_server_can_be_cancelled() -> None:
-    connected = threading.Semaphore(0)
-
-    def stuck(connection: socket.socket) -> None:
-        connected.release()
-        silent(connection)
-
-    with server(stuck) as url:
-        asker = client(url, timeouts=PATIENT)
-        ended = in_thread(lambda: asker.fetch("/cut"))
-        assert connected.acquire(timeout=DEADLINE)
-        asker.cancel()
-        assert [type(error) for error in ended()] == [Cancelled]
 
 
 def test_a_watch_can_be_cut(etcd: LocalEtcd) -> None:
