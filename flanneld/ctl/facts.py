@@ -38,7 +38,7 @@ from flanneld.network.firewall.placing import PLACES, commands_of, stale_rules
 from flanneld.network.firewall.placing import described as as_text
 from flanneld.network.host import HostView, entered, named_namespaces, number_of
 from flanneld.network.host_settings import WrongSetting
-from flanneld.network.rtnetlink import devices, links
+from flanneld.network.rtnetlink import devices, links, traffic_control
 from flanneld.network.rtnetlink.links import SeenLink, is_flannels
 from flanneld.network.rtnetlink.messages import RTN_UNICAST
 from flanneld.network.rtnetlink.netlink import NetlinkSocket
@@ -80,8 +80,9 @@ def gather(source: DataSource) -> Facts:
     names = {link.index: link.name for link in found.links}
     ways_out = {told.uplink_name, *devices, *ways.values()}
     queues = {index: name for index, name in names.items() if name in ways_out}
-    before = losses.queue_drops(queues)
+    before = traffic_control.queue_drops(queues)
     paths, now = tuple(_paths(told)), clock.wall()
+    queued = traffic_control.queue_drops(queues) - before
     told = _with_sessions(told, paths, now)
     return Facts(
         status=told,
@@ -109,7 +110,8 @@ def gather(source: DataSource) -> Facts:
         charon=_charon_of(told),
         gc_thresh=number(_GC_THRESH),
         etcd=ask_etcd(told),
-        queued=losses.queue_drops(queues) - before,
+        queued=queued,
+        tc_filters=tuple(traffic_control.filters(queued, queues)),
         stored=nodes.stored_config(source) if source.origin == "daemon" else None,
         clock_is_synchronised=_clock_is_synchronised(),
         paths=paths,

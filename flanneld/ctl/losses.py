@@ -7,11 +7,9 @@ kernel does for such packets.
 from __future__ import annotations
 
 import errno
-import struct
 import threading
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -47,7 +45,6 @@ from flanneld.network.firewall.rules import FLANNEL_POSTRTG, NATIVE_POSTRTG, NAT
 from flanneld.network.host import HostView
 from flanneld.network.routing import RTN_LOCAL, PolicyRule
 from flanneld.network.rtnetlink.messages import RTM_GETNEIGH, decode_neighbor, neighbors_request
-from flanneld.network.rtnetlink.netlink import attributes, unpack
 from flanneld.state.resources import Neighbor
 
 #: Networks named by rules for which a peer is looked up, at most.
@@ -219,29 +216,6 @@ def _described(base: BaseChain, flow: Flow, decided: Fate, families: frozenset[F
         foreign.drops_the_rest(base, decided),
         families,
     )
-
-
-#: linux/rtnetlink.h and linux/pkt_sched.h: the dump of queueing disciplines, and their drops in its messages.
-_GETQDISC, _TCMSG, _KIND, _STATS, _QUEUE = 38, struct.Struct("=BxxxiIII"), 1, 7, 3
-_QUEUE_STATS = struct.Struct("=III")  # length, backlog, drops
-
-
-def queue_drops(names: Mapping[int, str]) -> Counter[tuple[str, str]]:
-    """Return the packets dropped so far, by interface and kind of queueing discipline; none if unreadable.
-
-    Those that a policer, or a filter of tc, drops are counted by the discipline clsact or ingress.
-    """
-    found: Counter[tuple[str, str]] = Counter()
-    with suppress(OSError):  # a kernel without traffic control
-        for data, offset, end in HostView().dump(_GETQDISC, _TCMSG.pack(0, 0, 0, 0, 0)):
-            name = names.get(unpack(_TCMSG, data, offset, end)[1])
-            told = attributes(data, offset + _TCMSG.size, end)
-            stats = told.get(_STATS, b"")
-            queue = attributes(stats, 0, len(stats)).get(_QUEUE, b"")
-            if name and len(queue) >= _QUEUE_STATS.size:
-                kind = told.get(_KIND, b"").rstrip(b"\0").decode(errors="replace")
-                found[name, kind] += _QUEUE_STATS.unpack_from(queue)[2]
-    return found
 
 
 # ---- policy rules, routes and neighbours -----------------------------------------------------------

@@ -35,6 +35,24 @@ def unsupported(kind: str) -> Fault:
     )
 
 
+#: Classic BPF that drops all packets, and those of UDP: it compares the byte at 23 of the frame.
+ALL, ONLY_UDP = "1,6 0 0 2,", "4,48 0 0 23,21 0 1 17,6 0 0 2,6 0 0 4294967295,"
+
+
+def filtered(device: str, way: str, program: str) -> Fault:
+    """Return the fault of a filter of tc that drops packets, as a policer drops those over its rate."""
+    return Fault(
+        "traffic control",
+        f"the traffic control of {device} drops packets: {way} pref 7 bpf",
+        (
+            f"tc qdisc add dev {device} clsact",
+            f"tc filter add dev {device} {way} pref 7 bpf direct-action bytecode '{program}'",
+        ),
+        heal=(f"tc filter del dev {device} {way} pref 7 bpf",),
+        after=(f"tc qdisc del dev {device} clsact",),
+    )
+
+
 def undone_twice(world: World) -> None:
     """Delete a route, and again once the daemon has restored it."""
     for _ in range(2):
@@ -102,8 +120,17 @@ FAULTS = {
         "the traffic control of flannel.1 drops packets: tbf",
         ("tc qdisc add dev flannel.1 root tbf rate 8kbit burst 20 limit 200",),
         heal=("tc qdisc del dev flannel.1 root",),
-        advice="tc -s qdisc show dev flannel.1",
     ),
+    "shaper that drops large packets": Fault(
+        "traffic control",
+        "the traffic control of eth0 drops packets: tbf",
+        ("tc qdisc add dev eth0 root tbf rate 100mbit burst 1200 limit 100k",),
+        cuts=False,
+        heal=("tc qdisc del dev eth0 root",),
+    ),
+    "filter of tc that drops what leaves": filtered("eth0", "egress", ONLY_UDP),
+    "filter of tc that drops what comes in": filtered("eth0", "ingress", ONLY_UDP),
+    "filter of tc on the device": filtered("flannel.1", "ingress", ALL),
     "forwarding off for the device": Fault(
         "lookups",
         "flannel.1 does not forward",

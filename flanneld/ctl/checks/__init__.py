@@ -94,6 +94,8 @@ class Facts(Struct, frozen=True, gc=False):
     gc_thresh: int = 0
     #: Packets dropped while peers were probed, by interface and kind of queueing discipline.
     queued: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    #: Filters of tc on these interfaces, if a discipline with filters dropped packets.
+    tc_filters: tuple[tuple[str, str], ...] = ()
     #: The store's network config now; None if it is not known.
     stored: Config | None = None
     #: None unless the store has a problem, and is an etcd that answers.

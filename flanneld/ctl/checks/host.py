@@ -13,6 +13,7 @@ from flanneld.ctl.paths import MADE_ANEW, between_nodes, listed, takes_mtu
 from flanneld.diagnostics.status import known
 from flanneld.findings import Advice, Finding, Fix, Severity, command, line
 from flanneld.network.host_settings import Topic
+from flanneld.network.rtnetlink.traffic_control import ORDINARY, WITH_FILTERS
 
 if TYPE_CHECKING:
     from flanneld.ctl.checks import Facts
@@ -255,7 +256,9 @@ def device_mtu(facts: Facts) -> Iterator[Finding]:
 
 @check("K", "path", "the paths to peers carry the largest packets")
 def path(facts: Facts) -> Iterator[Finding]:
-    for each in facts.paths:
+    # A queue that drops large packets is the cause then.
+    is_shaped = any(kind not in ORDINARY | WITH_FILTERS for _, kind in facts.queued)
+    for each in facts.paths if not is_shaped else ():
         if each.state == "PROBLEM":
             yield Finding(
                 f"the {each.name} to {each.target} does not carry {each.required} bytes",

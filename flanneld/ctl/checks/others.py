@@ -17,6 +17,7 @@ from flanneld.ctl.paths import TO_CONTAINERS
 from flanneld.findings import Advice, Command, Finding, Fix, Severity, command, line
 from flanneld.network.host_settings import Topic
 from flanneld.network.rtnetlink.links import is_flannels
+from flanneld.network.rtnetlink.traffic_control import ORDINARY, WITH_FILTERS
 from flanneld.state.resources import Route
 
 if TYPE_CHECKING:
@@ -69,27 +70,29 @@ def translation(facts: Facts) -> Iterator[Finding]:
         )
 
 
-#: Disciplines that the kernel chooses by itself, and those that pass packets through rules.
-_ORDINARY = frozenset({"noqueue", "pfifo_fast", "fq_codel", "fq", "mq"})
-_WITH_RULES = frozenset({"clsact", "ingress"})
-
-
 @check("K", "traffic control", "no queue or filter of tc drops the network's packets")
 def traffic_control(facts: Facts) -> Iterator[Finding]:
+    is_lossy = any(path.carried != path.required for path in facts.paths)
     is_silent = any(path.carried is None for path in facts.paths)
     for (device, kind), number in facts.queued.items():
-        if kind in _ORDINARY and not is_silent:
+        if kind in ORDINARY and not is_silent:
             continue  # that is how a busy queue slows senders down
-        what, where = ("filter", " ingress") if kind in _WITH_RULES else ("qdisc", "")
+        filters = [each for name, each in facts.tc_filters if name == device and kind in WITH_FILTERS]
+        if filters:
+            removals = [f"tc filter del dev {device} {each}" for each in filters]
+            shows = [f"tc -s filter show dev {device} {each.split()[0]}" for each in filters]
+        else:
+            removals, shows = [f"tc qdisc del dev {device} root"], [f"tc -s qdisc show dev {device}"]
         yield Finding(
-            f"the traffic control of {device} drops packets: {kind}",
+            f"the traffic control of {device} drops packets: {few(filters) or kind}",
             f"{counted(number, 'packet')} while peers were probed",
             "a limit of its rate, or a filter, drops packets of the network, too",
             Advice(
-                f"raise the limit, or remove it if nobody needs it: tc -s {what} show dev {device}{where}"
+                "raise the limit, or remove it if nobody needs it:"
+                f" {few([*dict.fromkeys(shows), *removals], '; ')}"
             ),
             about=device,
-            severity=Severity.PROBLEM if is_silent else Severity.HINT,
+            severity=Severity.PROBLEM if is_lossy else Severity.HINT,
         )
 
 
