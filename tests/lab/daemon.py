@@ -11,13 +11,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.lab.namespace import Namespace
-from tests.lab.wait import PATIENCE
+from tests.lab.wait import PATIENCE, WATCHED
 
 ROOT = Path(__file__).resolve().parents[2]
 #: By its API, the variable with the command of another implementation.
 PEER_VARIABLES = {"v2": "FLANNELD_PEER", "v3": "FLANNELD_PEER_V3", "v0.6": "FLANNELD_PEER_V06"}
 #: Variables of the caller that would steer a daemon.
 FOREIGN = ("FLANNELD_", "KUBE", "NODE_NAME", "POD_NAME", "NOTIFY_SOCKET", "http_proxy", "https_proxy")
+
+
+#: Lines of a failed daemon's log in the report of a wait for it.
+LAST_LINES = 15
 
 
 class Exit(NamedTuple):
@@ -51,6 +55,7 @@ class Daemon:
         self._log = log
         with log.open("wb") as output:
             self._process = namespace.start(*command, output=output, environment=kept | (environment or {}))
+        WATCHED.add(self)
 
     @property
     def pid(self) -> int:
@@ -60,6 +65,17 @@ class Daemon:
         """Its exit status, None while it runs."""
         return self._process.poll()
 
+    def failure(self) -> str:
+        """How it ended by itself with an error, and its last lines; "" unless it did.
+
+        Tests kill daemons, but none makes one abort.
+        """
+        status = self.status()
+        if status in (None, 0, -signal.SIGTERM, -signal.SIGKILL):
+            return ""
+        lines = self.log().splitlines()[-LAST_LINES:]
+        return "\n".join([f"the daemon with the log {self._log} ended by itself, status {status}:", *lines])
+
     def log(self) -> str:
         """What it wrote to stdout and stderr."""
         return self._log.read_text(errors="replace")
@@ -67,6 +83,7 @@ class Daemon:
     def end(self, how: signal.Signals, deadline: float) -> Exit:
         """Send a signal and wait; raises ``AssertionError`` when it outlives the deadline (seconds)."""
         begin = time.monotonic()
+        WATCHED.discard(self)
         self._process.send_signal(how)
         return self.wait(deadline, begin)
 
@@ -74,6 +91,7 @@ class Daemon:
         """Wait for it to end by itself."""
         deadline *= PATIENCE
         begin = time.monotonic() if begin is None else begin
+        WATCHED.discard(self)
         try:
             status = self._process.wait(deadline)
         except subprocess.TimeoutExpired:

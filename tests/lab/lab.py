@@ -191,8 +191,8 @@ class Lab:
 
     def _build_node(self, number: int, link: int) -> Node:
         namespace = Namespace(f"{self.name}-n{number}")
-        node = Node(namespace, number, self.etcd.endpoint, self.directory / f"n{number}", link)
         batch(f"netns add {namespace.name}")
+        node = Node(namespace, number, self.etcd.endpoint, self.directory / f"n{number}", link)
         _skip_duplicate_address_detection(namespace)
         namespace.sysctl("net/ipv4/ip_forward", 1)
         namespace.sysctl("net/ipv6/conf/all/forwarding", 1)

@@ -80,7 +80,7 @@ class Node:
             "FLANNELD_SUBNET_DIR": str(directory / "networks"),
         }
         directory.mkdir()
-        self.service_manager = ServiceManager(directory / "notify")
+        self.service_manager = ServiceManager(directory / "notify", namespace)
 
     def run(self, *command: str, check: bool = True, timeout: float = 60) -> subprocess.CompletedProcess[str]:
         """Run a command on this node to its end; raises ``CommandError`` unless ``check`` is off."""
@@ -96,7 +96,7 @@ class Node:
         assert not self.running, f"{self.name} has a daemon already"
         self._before = self._written()
         self.service_manager.close()
-        self.service_manager = ServiceManager(self.service_manager.path)
+        self.service_manager = ServiceManager(self.service_manager.path, self.namespace)
         own = [f"--etcd-endpoints={self.endpoints}", f"--subnet-file={self.subnet_file}"]
         daemon = Daemon(
             self.namespace,
@@ -127,9 +127,7 @@ class Node:
         """
 
         def ready() -> bool:
-            assert self.running, (
-                f"{self.name}: the daemon ended: {self.daemon.status()}; its log:\n{self.log()}"
-            )
+            self._assert_running()
             return self.service_manager.ready() or self._written() != self._before
 
         wait_for(ready, deadline, f"{self.name} to become ready; its log so far:\n{self.log()}")
@@ -166,9 +164,17 @@ class Node:
         """Wait for a text in that log and return the lines that hold it."""
 
         def lines() -> list[str]:
-            return [line for line in self.log().splitlines() if text in line]
+            has_ended = not self.running  # before the last line
+            found = [line for line in self.log().splitlines() if text in line]
+            if has_ended and not found:
+                self._assert_running()
+            return found
 
         return wait_for(lines, deadline, f"{text!r} in the log of {self.name}:\n{self.log()}")
+
+    def _assert_running(self) -> None:
+        status = self.daemon.status()
+        assert status is None, f"{self.name}: the daemon ended: {status}; its log:\n{self.log()}"
 
     def logs(self) -> str:
         """What all daemons of this node have written."""

@@ -8,17 +8,24 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from tests.lab.namespace import Namespace
+
 _FED = "WATCHDOG=1"
+#: Messages that wait until a test reads them. The kernel's 10 are fewer than a daemon sends while it starts
+#: beside others: it drops what finds no room, be it READY=1.
+_ROOM = 1000
 
 
 class ServiceManager:
-    """The socket a daemon reports to, as ``$NOTIFY_SOCKET``; it takes no more than a few unread messages."""
+    """The socket a daemon reports to, as ``$NOTIFY_SOCKET``; a namespace of the lab is its own."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, namespace: Namespace) -> None:
         self.path = path
         self._heard: list[str] = []
         path.unlink(missing_ok=True)
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        namespace.sysctl("net/unix/max_dgram_qlen", _ROOM)
+        with namespace.entered():
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.bind(str(path))
         self._socket.setblocking(False)
 

@@ -9,13 +9,25 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Protocol, TypeVar
+from weakref import WeakSet
 
 T = TypeVar("T")
 
 #: How many times as long as on an idle machine things may take, for every deadline of the lab: the machine
 #: may be slow, and busy with other tests besides.
 PATIENCE = float(os.environ.get("FLANNELD_TEST_PATIENCE", "5"))
+
+
+class Watched(Protocol):
+    """A process without which it makes no sense to wait."""
+
+    def failure(self) -> str:
+        """Return how it ended by itself with an error, and its last words; "" unless it did."""
+
+
+#: Processes whose failure ends each wait that has begun before.
+WATCHED: WeakSet[Watched] = WeakSet()
 FIRST_PAUSE = 0.002
 LONGEST_PAUSE = 0.05
 
@@ -23,15 +35,20 @@ LONGEST_PAUSE = 0.05
 def wait_for(condition: Callable[[], T], deadline: float = 20, what: str = "the condition") -> T:
     """Poll until ``condition()`` is true and return its value; ``deadline`` is in seconds.
 
-    Raises ``AssertionError`` with ``what`` and the last value when it never was.
+    Raises ``AssertionError`` with ``what`` and the last value when it never was, and at once if a daemon
+    fails meanwhile that ran when the wait began.
     """
     deadline *= PATIENCE
     end = time.monotonic() + deadline
     pause = FIRST_PAUSE
+    relied_on = [each for each in WATCHED if not each.failure()]
     while True:
+        failures = [failure for each in relied_on if (failure := each.failure())]  # before its last effects
         value = condition()
         if value:
             return value
+        if failures:
+            raise AssertionError("\n".join([f"{what} cannot come, last value: {value!r}", *failures]))
         if time.monotonic() >= end:
             raise AssertionError(f"waited {deadline:g} s in vain for {what}; last value: {value!r}")
         time.sleep(pause)

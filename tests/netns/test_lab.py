@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -183,8 +184,41 @@ def test_a_daemon_is_started_watched_and_ended(lab: Lab) -> None:
 def test_a_daemon_that_dies_is_not_waited_for(lab: Lab) -> None:
     (node,) = lab.add_nodes(1)
     node.start(command=(sys.executable, "-c", "raise SystemExit('no such luck')"))
-    with pytest.raises(AssertionError, match=r"the daemon ended: 1; its log:\nno such luck"):
+    ended = r"the daemon ended: 1; its log:\nno such luck"
+    with pytest.raises(AssertionError, match=ended):
         node.wait_ready(30)
+    with pytest.raises(AssertionError, match=ended):
+        node.wait_for_log("ready", 1e6)
+
+
+def test_wait_ends_when_a_daemon_aborts_meanwhile(lab: Lab) -> None:
+    """None of the waits says which daemon it is about."""
+    node, other = lab.add_nodes(2)
+    for each in (node, other):
+        each.start(command=STAND_IN)
+        each.wait_ready()
+
+    def never() -> bool:
+        if node.running:
+            os.kill(node.pid, signal.SIGABRT)
+        return False
+
+    with pytest.raises(AssertionError, match=rf"a miracle cannot come[^$]*status -{signal.SIGABRT}:\nready"):
+        wait_for(never, 1e6, "a miracle")
+    # What was dead before is no surprise, nor is what the test ends.
+    assert wait_for(lambda: other.running and other.stop(), 1e6)
+    wait_for(lambda: not other.running, 1e6)
+
+
+def test_service_manager_keeps_what_nobody_reads(lab: Lab) -> None:
+    (node,) = lab.add_nodes(1)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as daemon:
+        daemon.setblocking(False)
+        for number in range(100):
+            daemon.sendto(f"STATUS={number}".encode(), str(node.service_manager.path))
+        daemon.sendto(b"READY=1", str(node.service_manager.path))
+    assert node.service_manager.ready()
+    assert len(node.service_manager.heard()) == 101
 
 
 def test_containers_reach_each_other_and_their_gateway(lab: Lab) -> None:
