@@ -11,10 +11,12 @@ import subprocess
 from base64 import b64encode
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
 
+from tests.lab import sparse
 from tests.lab.etcd_v3 import V3Keys
 from tests.lab.namespace import Namespace
 from tests.lab.wait import wait_for
@@ -66,7 +68,8 @@ class Etcd:
         if command is None:
             raise FileNotFoundError("etcd is not installed; apt-get install etcd-server")
         with self._log.open("ab") as output:
-            self._process = self.namespace.start(
+            start = partial(
+                self.namespace.start,
                 command,
                 "--name=lab",
                 f"--data-dir={self._data}",
@@ -78,6 +81,7 @@ class Etcd:
                 *flags,
                 output=output,
             )
+            self._process = sparse.started(start)
 
     def stop(self, how: signal.Signals = signal.SIGTERM) -> None:
         """End the process and wait for it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -204,7 +205,7 @@ class Node:
     def addresses(self, device: str, family: int = 4) -> list[str]:
         """``10.5.7.0/32`` and so on."""
         rows = self.namespace.json("ip", "-j", f"-{family}", "address", "show", "dev", device)
-        return [f"{info['local']}/{info['prefixlen']}" for row in rows for info in row["addr_info"]]
+        return [_address_of(info) for row in rows for info in row["addr_info"]]
 
     def routes(self, device: str = "", family: int = 4) -> Rows:
         """The main table, or the part of it that leads out of ``device``."""
@@ -242,18 +243,31 @@ class Node:
 
     def kernel_state(self, *devices: str) -> dict[str, Any]:
         """Everything above for these devices and both families, in an order that can be compared."""
-        return {
-            device: {
-                "link": self.link(device),
-                "fdb": sorted(self.fdb(device), key=str),
-                **{
-                    f"{what.__name__}-{family}": sorted(what(device, family), key=str)
-                    for what in (self.addresses, self.routes, self.neighbors)
-                    for family in (4, 6)
-                },
-            }
-            for device in devices
+        shown = ("link show", "address show", "route show", "neighbor show nud permanent")
+        done = self.namespace.run("ip", "-j", "-d", "-batch", "-", stdin="\n".join(shown))
+        links, addressed, routes, neighbors = map(json.loads, done.stdout.splitlines())
+        rows = {
+            "link": links,
+            "fdb": self.fdb(""),
+            "routes-4": routes,
+            "routes-6": self.namespace.json("ip", "-j", "-d", "-6", "route", "show"),
+            "neighbors-4": [row for row in neighbors if ":" not in row["dst"]],
+            "neighbors-6": [row for row in neighbors if ":" in row["dst"]],
         }
+        state: dict[str, Any] = {}
+        for device in devices:
+            found = {
+                what: sorted((row for row in all_rows if _device(row) == device), key=str)
+                for what, all_rows in rows.items()
+            }
+            infos = [info for row in addressed if _device(row) == device for info in row["addr_info"]]
+            state[device] = {
+                **found,
+                "link": next(iter(found["link"]), None),
+                "addresses-4": sorted(_address_of(info) for info in infos if info["family"] == "inet"),
+                "addresses-6": sorted(_address_of(info) for info in infos if info["family"] == "inet6"),
+            }
+        return state
 
     def _written(self) -> tuple[int, int] | None:
         """What differs between two writings of subnet.env."""
@@ -268,30 +282,41 @@ class Node:
         gateways = [ip_interface(env[family]) for family in families]
         inside = Namespace(f"{self.namespace.name}c{number}")
         batch(f"netns add {inside.name}")
-        self._bridge([str(gateway) for gateway in gateways], env["FLANNEL_MTU"])
+        mtu = env["FLANNEL_MTU"]
+        bridge = [
+            f"link add cni0 mtu {mtu} type bridge",
+            "link set cni0 up",
+            *(f"address add {gateway} dev cni0 {_nodad(gateway.version)}" for gateway in gateways),
+        ]
         self.namespace.ip(
-            f"link add veth{number} mtu {env['FLANNEL_MTU']} type veth"
-            f" peer name eth0 mtu {env['FLANNEL_MTU']} netns {inside.name}",
+            *([] if self.link("cni0") else bridge),
+            f"link add veth{number} mtu {mtu} type veth peer name eth0 mtu {mtu} netns {inside.name}",
             f"link set veth{number} master cni0 up",
         )
-        inside.ip("link set lo up", "link set eth0 up")
+        own: dict[int, str] = {
+            each.version: f"{each.ip + number}/{each.network.prefixlen}" for each in gateways
+        }
+        inside.ip(
+            "link set lo up",
+            "link set eth0 up",
+            *(f"address add {address} dev eth0 {_nodad(version)}" for version, address in own.items()),
+        )
         for gateway in gateways:
-            address = f"{gateway.ip + number}/{gateway.network.prefixlen}"
-            inside.ip(f"address add {address} dev eth0 {_nodad(gateway.version)}")
-            inside.ip(f"route add default via {gateway.ip}")
-        addresses: dict[int, str] = {gateway.version: str(gateway.ip + number) for gateway in gateways}
+            inside.run("ip", "route", "add", "default", "via", str(gateway.ip))
+        addresses = {version: address.partition("/")[0] for version, address in own.items()}
         return Container(inside, addresses, self.directory)
-
-    def _bridge(self, gateways: list[str], mtu: str) -> None:
-        if self.link("cni0"):
-            return
-        self.namespace.ip(f"link add cni0 mtu {mtu} type bridge", "link set cni0 up")
-        for gateway in gateways:
-            self.namespace.ip(f"address add {gateway} dev cni0 {_nodad(ip_interface(gateway).version)}")
 
 
 def _address(target: Container | str) -> str:
     return target if isinstance(target, str) else target.address
+
+
+def _device(row: Mapping[str, Any]) -> str:
+    return str(row.get("ifname", row.get("dev")))
+
+
+def _address_of(info: Mapping[str, Any]) -> str:
+    return f"{info['local']}/{info['prefixlen']}"
 
 
 def _nodad(version: int) -> str:
