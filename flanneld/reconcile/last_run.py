@@ -6,7 +6,6 @@ is compared with the hardware, the store and the kernel. Without a record nothin
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 from collections.abc import Iterable
@@ -180,16 +179,7 @@ class StateFile:
             found = _parse(files.read(self._path, _MAX_SIZE))
         except FileNotFoundError:
             return None
-        except (
-            OSError,
-            ArithmeticError,
-            AttributeError,
-            LookupError,
-            RecursionError,
-            Refused,
-            TypeError,
-            ValueError,
-        ) as error:
+        except (OSError, Refused, ValueError) as error:
             problem = f"{type(error).__name__} {error}".strip()
             self._once.warn(log, "load", f"Ignoring the state file {self._path}: {problem}")
             return None
@@ -253,77 +243,80 @@ def _line(path: Path) -> str:
         return ""
 
 
+class _Content(Struct, frozen=True, gc=False):
+    """The file's keys. Versions before wrote none of those with a default."""
+
+    version: int
+    boot_id: str
+    hardware_address: str
+    product_uuid: str
+    store: str
+    subnets: tuple[IPv4Network | None, IPv6Network | None]
+    attributes: str | None
+    devices: tuple[Device, ...]
+    subnet_file: FileStamp | None
+    adopts: bool
+    adopted: tuple[str, ...]
+    store_addresses: tuple[_ContentAddress, ...] = ()
+    store_tried: int = 0
+    earlier: tuple[str, ...] = ()
+    path_mtu: tuple[int, int] = (0, 0)
+
+
+class _ContentAddress(Struct, frozen=True, gc=False):
+    address: str
+    hour: int
+    is_outside: bool | None
+
+
+def _told(attributes: LeaseAttrs) -> str:
+    return format_attrs(attributes, with_ipv6=True)
+
+
 def _text(state: RunRecord) -> str:
-    stamp, attributes = state.subnet_file, state.attributes
-    return (
-        json.dumps(
-            {
-                "version": _VERSION,
-                "boot_id": state.boot_id,
-                "hardware_address": state.machine.hardware_address,
-                "product_uuid": state.machine.product_uuid,
-                "store": state.store,
-                "subnets": [str(net) if net else None for net in state.subnets],
-                "attributes": format_attrs(attributes, with_ipv6=True) if attributes else None,
-                "devices": [
-                    {"index": each.index, "kind": each.kind, "mac": each.mac, "name": each.name}
-                    for each in state.devices
-                ],
-                "subnet_file": {"inode": stamp.inode, "mtime_ns": stamp.mtime_ns} if stamp else None,
-                "adopts": state.adopts,
-                "adopted": sorted(map(str, state.adopted)),
-                "store_addresses": [
-                    {"address": str(each.address), "hour": each.hour, "is_outside": each.is_outside}
-                    for each in state.store_addresses
-                ],
-                "store_tried": state.store_tried,
-                "earlier": [format_attrs(each, with_ipv6=True) for each in state.earlier],
-                "path_mtu": state.path_mtu,
-            },
-            indent=1,
-        )
-        + "\n"
+    content = _Content(
+        _VERSION,
+        state.boot_id,
+        state.machine.hardware_address,
+        state.machine.product_uuid,
+        state.store,
+        state.subnets,
+        _told(state.attributes) if state.attributes else None,
+        state.devices,
+        state.subnet_file,
+        state.adopts,
+        tuple(sorted(map(str, state.adopted))),
+        tuple(
+            _ContentAddress(str(each.address), each.hour, each.is_outside) for each in state.store_addresses
+        ),
+        state.store_tried,
+        tuple(map(_told, state.earlier)),
+        state.path_mtu,
     )
+    return files.encode(content, indent=1) + "\n"
 
 
-def _parse(content: bytes) -> RunRecord:
-    top = json.loads(content)
-    if top["version"] != _VERSION:
+def _parse(text: bytes) -> RunRecord:
+    content = files.decode(text, _Content)
+    if content.version != _VERSION:
         raise ValueError(f"it is not of version {_VERSION}")
-    stamp, attributes = top["subnet_file"], top["attributes"]
     return RunRecord(
-        boot_id=str(top["boot_id"]),
-        machine=Machine(str(top["hardware_address"]), str(top["product_uuid"])),
-        store=str(top["store"]),
-        subnets=_subnets(top["subnets"]),
-        attributes=parse_attrs(attributes) if attributes is not None else None,
-        devices=tuple(
-            Device(int(each["index"]), str(each["kind"]), str(each["mac"]), str(each["name"]))
-            for each in top["devices"]
+        content.boot_id,
+        Machine(content.hardware_address, content.product_uuid),
+        content.store,
+        content.subnets,
+        parse_attrs(content.attributes) if content.attributes is not None else None,
+        content.devices,
+        content.subnet_file,
+        content.adopts,
+        frozenset(map(ip_network, content.adopted)),
+        tuple(
+            StoreAddress(ip_address(each.address), each.hour, each.is_outside)
+            for each in content.store_addresses
         ),
-        subnet_file=FileStamp(int(stamp["inode"]), int(stamp["mtime_ns"])) if stamp else None,
-        adopts=bool(top["adopts"]),
-        adopted=frozenset(ip_network(text) for text in top["adopted"]),
-        store_addresses=tuple(
-            StoreAddress(ip_address(each["address"]), int(each["hour"]), each["is_outside"] and True)
-            for each in top.get("store_addresses", ())  # not in files of earlier versions
-        ),
-        store_tried=int(top.get("store_tried", 0)),
-        earlier=tuple(map(parse_attrs, top.get("earlier", ()))),
-        path_mtu=_pair(top.get("path_mtu", (0, 0))),
-    )
-
-
-def _pair(numbers: list[int]) -> tuple[int, int]:
-    full, lowered = map(int, numbers)
-    return full, lowered
-
-
-def _subnets(texts: list[str | None]) -> LeaseKey:
-    subnet, ipv6_subnet = texts
-    return (
-        IPv4Network(subnet) if subnet is not None else None,
-        IPv6Network(ipv6_subnet) if ipv6_subnet is not None else None,
+        content.store_tried,
+        tuple(map(parse_attrs, content.earlier)),
+        content.path_mtu,
     )
 
 

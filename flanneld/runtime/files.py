@@ -1,14 +1,20 @@
-"""Files that are replaced atomically and durably, and files with a key."""
+"""Files that are replaced atomically and durably, their content as structs, and files with a key."""
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
 
 from flanneld.errors import Fatal, Retryable, cause_of
+
+Content = TypeVar("Content", bound=msgspec.Struct)
 
 
 def replace(path: Path, content: bytes, mode: int = 0o644) -> None:
@@ -43,6 +49,29 @@ def _write(path: Path, content: bytes, mode: int, put: Callable[[Path], object])
         temporary.unlink(missing_ok=True)
         raise
     sync(path.parent)
+
+
+def encode(content: msgspec.Struct, indent: int | None = None) -> str:
+    """Return a struct as JSON; addresses and networks are texts."""
+    return json.dumps(msgspec.to_builtins(content, enc_hook=str), indent=indent)
+
+
+def decode(text: bytes, kind: type[Content]) -> Content:
+    """Return the struct of a JSON text, without the keys that it does not have.
+
+    Raises ``ValueError`` for anything else.
+    """
+    try:
+        return msgspec.convert(json.loads(text), kind, dec_hook=_made)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise ValueError(str(error)) from None
+
+
+def _made(kind: type[Any], value: Any) -> Any:
+    """Make an address or network of its text, and of nothing else."""
+    if not isinstance(value, str):
+        raise TypeError(f"{kind.__name__} is no text")
+    return kind(value)
 
 
 def read(path: Path, limit: int, check: Callable[[os.stat_result], None] = lambda _: None) -> bytes:

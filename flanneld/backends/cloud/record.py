@@ -6,7 +6,6 @@ options without secrets.
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -39,7 +38,7 @@ _MAX_SIZE = 1 << 20
 class Recorded(Struct, frozen=True):
     """Contents of the record: the backend's type and options, this node's address, and the routes."""
 
-    kind: str = ""
+    kind: str = field(default="", name="type")
     options: Mapping[str, Any] = field(default_factory=dict)
     address: str = ""
     routes: tuple[CloudTableEntry, ...] = ()
@@ -61,12 +60,10 @@ class Record:
     def read(self) -> Recorded:
         """Return the contents of the file. Raises ``OSError`` if it exists and cannot be read."""
         try:
-            value = json.loads(files.read(self.path, _MAX_SIZE))
-            routes = tuple(map(_entry, value["routes"]))
-            return Recorded(str(value["type"]), dict(value["options"]), str(value["address"]), routes)
+            return files.decode(files.read(self.path, _MAX_SIZE), Recorded)
         except FileNotFoundError:
             return Recorded()
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except ValueError:
             self._once.warn(log, "content", f"Ignoring {self.path}: its content is malformed")
             return Recorded()
 
@@ -102,14 +99,9 @@ class Record:
 
     def _write(self, content: Recorded) -> None:
         self._content = content
-        routes = [
-            {"table": each.table, "destination": str(each.destination), "hop": each.hop, "name": each.name}
-            for each in content.routes
-        ]
-        value = {"type": content.kind, "options": dict(content.options), "address": content.address}
         try:
             self.path.parent.mkdir(0o755, parents=True, exist_ok=True)
-            files.replace(self.path, json.dumps({**value, "routes": routes}).encode(), 0o600)
+            files.replace(self.path, files.encode(content).encode(), 0o600)
             self._once.clear("write")
         except OSError as error:
             problem = f"Cannot write {self.path}: {cause_of(error)}; make its directory writable"
@@ -122,12 +114,6 @@ def _place(entry: CloudTableEntry) -> tuple[str, IPv4Network]:
 
 def _without(routes: tuple[CloudTableEntry, ...], entry: CloudTableEntry) -> tuple[CloudTableEntry, ...]:
     return tuple(each for each in routes if _place(each) != _place(entry))
-
-
-def _entry(value: Mapping[str, Any]) -> CloudTableEntry:
-    return CloudTableEntry(
-        str(value["table"]), IPv4Network(value["destination"]), str(value["hop"]), name=str(value["name"])
-    )
 
 
 def routes_in(record: Record) -> Iterator[tuple[str, Callable[[], bool]]]:

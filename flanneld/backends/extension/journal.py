@@ -7,7 +7,6 @@ forgotten.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Callable
@@ -15,7 +14,6 @@ from contextlib import suppress
 from enum import Enum
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
 from pathlib import Path
-from typing import Any
 
 from msgspec import Struct
 
@@ -28,6 +26,8 @@ log = logging.getLogger(__name__)
 
 #: Bytes of the file, at most. A peer takes a few hundred, and may have several lines.
 _MAX_SIZE = 64 << 20
+#: Beginning of a line about a peer that was removed.
+_GONE = b'{"gone"'
 #: Obsolete lines in the file before it is rewritten.
 _MAX_STALE = 1000
 
@@ -103,7 +103,7 @@ class Journal:
         else:
             known[name] = entry
         try:
-            self._write(_line(entry) if entry else json.dumps({"gone": name}), known)
+            self._write(_line(entry) if entry else files.encode(_Gone(name)), known)
         except OSError as error:
             problem = f"Cannot write {self.path}: {cause_of(error)}; make its directory writable"
             self._once.warn(log, "write", f"{problem}, or the next start runs commands again")
@@ -145,46 +145,46 @@ class Journal:
 
     def _take(self, line: bytes, entries: dict[str, JournalEntry]) -> None:
         try:
-            value = json.loads(line)
-            if "gone" in value:
-                entries.pop(str(value["gone"]), None)
+            if line.startswith(_GONE):
+                entries.pop(files.decode(line, _Gone).gone, None)
             else:
-                entry = _entry(value)
+                entry = _entry(line)
                 entries[entry.setup.name] = entry
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except ValueError:
             self._once.warn(log, "line", f"Ignoring a malformed line of {self.path}")
 
 
+class _Gone(Struct, frozen=True, gc=False):
+    """A line that says that a peer was removed."""
+
+    gone: str
+
+
+class _Line(Struct, frozen=True, gc=False):
+    """A line with an entry."""
+
+    subnet: IPv4Network | None
+    ipv6_subnet: IPv6Network | None
+    public_ip: IPv4Address | None
+    public_ipv6: IPv6Address | None
+    data: str
+    remove: str
+    shell: bool
+    base: str
+    stage: Progress
+
+
 def _line(entry: JournalEntry) -> str:
-    setup = entry.setup
-    return json.dumps(
-        {
-            "subnet": _text(setup.ipv4_subnet),
-            "ipv6_subnet": _text(setup.ipv6_subnet),
-            "public_ip": _text(setup.public_ip),
-            "public_ipv6": _text(setup.public_ipv6),
-            "data": setup.data,
-            "remove": entry.remove.text,
-            "shell": entry.remove.shell,
-            "base": entry.base,
-            "stage": entry.stage.value,
-        }
-    )
+    setup, remove = entry.setup, entry.remove
+    peer = (setup.ipv4_subnet, setup.ipv6_subnet, setup.public_ip, setup.public_ipv6, setup.data)
+    return files.encode(_Line(*peer, remove.text, remove.shell, entry.base, entry.stage))
 
 
-def _entry(value: dict[str, Any]) -> JournalEntry:
-    setup = PeerSetup(
-        IPv4Network(value["subnet"]) if value["subnet"] else None,
-        IPv6Network(value["ipv6_subnet"]) if value["ipv6_subnet"] else None,
-        IPv4Address(value["public_ip"]) if value["public_ip"] else None,
-        IPv6Address(value["public_ipv6"]) if value["public_ipv6"] else None,
-        str(value["data"]),
-    )
+def _entry(line: bytes) -> JournalEntry:
+    told = files.decode(line, _Line)
+    setup = PeerSetup(told.subnet, told.ipv6_subnet, told.public_ip, told.public_ipv6, told.data)
     if setup.subnet is None:
         raise ValueError
-    remove = ConfigCommand("SubnetRemoveCommand", str(value["remove"]), bool(value["shell"]))
-    return JournalEntry(setup, remove, str(value["base"]), Progress(value["stage"]))
-
-
-def _text(value: object) -> str | None:
-    return None if value is None else str(value)
+    return JournalEntry(
+        setup, ConfigCommand("SubnetRemoveCommand", told.remove, told.shell), told.base, told.stage
+    )

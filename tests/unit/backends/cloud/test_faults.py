@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import threading
+from ipaddress import IPv4Network
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from flanneld.backends.cloud.contract import ErrorKind
-from flanneld.backends.cloud.record import Record, routes_in
+from flanneld.backends.cloud.contract import CloudTableEntry, ErrorKind
+from flanneld.backends.cloud.record import Record, Recorded, routes_in
 from tests.lab.clouds.aws import ROLE_ARN, WEB_IDENTITY, AwsService
 from tests.unit.backends.cloud.bench import SUBNET, THEIRS, Bench
 
@@ -211,6 +215,18 @@ def test_a_clean_up_that_fails_keeps_the_record(cloud: Bench) -> None:
     assert [act() for _, act in routes_in(record)] == [False, False]
     assert record.path.exists()
     assert cloud.cloud.routes() == {SUBNET: cloud.hop}
+
+
+def test_a_record_of_the_release_before_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "flanneld.cloud"
+    route = {"table": "rtb-1", "destination": "10.5.7.0/24", "hop": "eni-1", "name": ""}
+    file: dict[str, Any] = {"type": "aws-vpc", "options": {"RouteTableID": "rtb-1"}, "address": "192.0.2.1"}
+    path.write_text(json.dumps({**file, "routes": [route]}))
+    entry = CloudTableEntry("rtb-1", IPv4Network("10.5.7.0/24"), "eni-1")
+    assert Record(path).read() == Recorded("aws-vpc", file["options"], "192.0.2.1", (entry,))
+    for broken in (None, [7], [{**route, "destination": 7}], [{**route, "destination": "10.5.7.1/24"}]):
+        path.write_text(json.dumps({**file, "routes": broken}))
+        assert Record(path).read() == Recorded()
 
 
 @pytest.mark.parametrize("kind", ["tencent-vpc"])

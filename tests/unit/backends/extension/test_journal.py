@@ -51,6 +51,19 @@ def test_an_entry_comes_back_as_it_was(path: Path) -> None:
     assert kept(path) == [] == list(journal.entries().values())
 
 
+def test_lines_are_as_the_release_before_wrote_and_read_them(path: Path) -> None:
+    before = (
+        '{"subnet": "10.1.6.0/24", "ipv6_subnet": "fd00:0:0:6::/64", "public_ip": "192.168.0.6",'
+        ' "public_ipv6": "fd77::6", "data": "data \\n\\u2028", "remove": "ip route del $SUBNET",'
+        ' "shell": true, "base": "base", "stage": "begun"}\n'
+    )
+    journal = opened(path)
+    journal.begin(entry())
+    assert path.read_text() == before
+    journal.gone(entry().setup.name)
+    assert path.read_text() == f'{before}{{"gone": "{entry().setup.name}"}}\n'
+
+
 def test_only_root_reads_it_since_commands_may_hold_keys(path: Path) -> None:
     opened(path).begin(entry())
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
