@@ -47,9 +47,12 @@ class RemoteServer(Struct, frozen=True, gc=False):
     host: str
     port: int
 
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
     @property
     def name(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return str(self)
 
 
 def servers(text: str, source: str) -> tuple[RemoteServer, ...]:

@@ -307,6 +307,13 @@ def test_no_secret_in_a_network_config_is_ever_shown(name: str) -> None:
     assert "10.5.0.0/16" in text
 
 
+def test_servers_are_shown_as_they_are_given() -> None:
+    options = read(["-remote=192.0.2.20:8888,[2001:db8::1]:8888"], {})
+    assert "RemoteServer" not in options.described()
+    assert "192.0.2.20:8888" in options.described()
+    assert "[2001:db8::1]:8888" in options.described()
+
+
 def test_no_password_is_ever_shown() -> None:
     endpoints = "http://root:s3cr3t@a:1,http://b:2,https://root:s3c@r3t@c"
     api = "-kube-api-url=admin:s3cr3t@10.0.0.1:8080"
