@@ -194,10 +194,21 @@ class LeaseStore:
             return _wire(lease)
 
     def publish_endpoints(self, network: str, name: str, text: str, caller: Caller = ADMINISTRATOR) -> None:
-        """Write where a node may be reached. Raises ``Denied`` if another has written it."""
+        """Write where a node may be reached. Raises ``Denied`` if another has written it, or may."""
         with self._asking(caller):
-            self._check_owner(network, f"endpoints/{name}", caller, is_changed=False)
+            is_own = caller.may_join or self._has_key(network, name, caller)
+            self._check_owner(network, f"endpoints/{name}", caller, is_changed=not is_own)
             self._manager(network).publish_endpoints(name, text)
+
+    def _has_key(self, network: str, name: str, caller: Caller) -> bool:
+        """Return True if a lease of the caller has this public key: it may write without joining."""
+        key = name.translate(str.maketrans("-_", "+/"))
+        leases = self._manager(network).listing(fresh=True).leases.values() if caller.owner else ()
+        found = (each.key for each in leases if key in format_attrs(each.attrs, with_ipv6=True))
+        return any(self._owner(network, each) == caller.owner for each in found)
+
+    def _owner(self, network: str, key: LeaseKey | str) -> str:
+        return self._owned.store.owner(self._path(network, key)) if self._owned else ""
 
     def endpoints(self, network: str) -> dict[str, str]:
         """Return what all nodes published, by name."""
@@ -340,7 +351,7 @@ class LeaseStore:
         """
         if self._owned is None or caller.owner is None:
             return
-        owner = self._owned.store.owner(self._path(network, key))
+        owner = self._owner(network, key)
         what = key if isinstance(key, str) else f"the lease {name_of(key)}"
         if owner and not hmac.compare_digest(owner, caller.owner):
             raise Denied(

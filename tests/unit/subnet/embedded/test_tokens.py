@@ -208,6 +208,27 @@ def test_no_token_takes_over_changes_or_removes_the_lease_of_another_node(
     assert guarded.join(expire(guarded.tokens).text, 1, "victim", MAC) == subnet
 
 
+def test_ended_token_announces_endpoints_only_of_the_key_in_the_nodes_own_lease(guarded: Guarded) -> None:
+    key = "+/" + 41 * "A" + "="
+    name, valid, ended = "-_" + key[2:], guarded.tokens.create(DAY), expire(guarded.tokens)
+
+    def publish(of: str, token: JoinToken, node: str = "") -> int:
+        return guarded.ask("PUT", f"/endpoints/{of}", "203.0.113.9:51820", token, node)[0]
+
+    with closing(guarded.client(valid.text, node="victim")) as manager:
+        attrs = LeaseAttrs(IPv4Address("198.18.0.1"), None, "wireguard", {"PublicKey": key, "Port": 51820})
+        manager.acquire(manager.network_config(), attrs, (None, None))
+    unused = 43 * "B" + "="
+    for of in (name, unused):
+        assert [publish(of, ended), publish(of, ended, "attacker")] == [403, 403]
+    assert publish(unused, ended, "victim") == 403
+    assert guarded.server.store.endpoints("_") == {}
+    assert publish(name, ended, "victim") == 200
+    assert publish(name, valid, "attacker") == 403
+    assert publish(unused, valid, "attacker") == 200
+    assert publish(unused, ended, "attacker") == 200
+
+
 def before_key(leases: list[tuple[str, LeaseAttrs]]) -> LeaseKey:
     return IPv4Network(leases[0][0]), None
 
@@ -259,8 +280,8 @@ def test_administrator_gives_a_reinstalled_node_its_lease_again(guarded: Guarded
 @pytest.mark.parametrize("lasts", [DAY, -1.0], ids=["valid", "ended"])
 def test_no_token_changes_the_endpoints_of_another_node(guarded: Guarded, lasts: float) -> None:
     name, token = "A" * 43 + "=", guarded.tokens.create(lasts)
-    for text in ("192.0.2.1:51820", "192.0.2.2:51820"):
-        assert guarded.ask("PUT", f"/endpoints/{name}", text, token, "node")[0] == 200
+    for text, with_token in (("192.0.2.1:51820", guarded.tokens.create(DAY)), ("192.0.2.2:51820", token)):
+        assert guarded.ask("PUT", f"/endpoints/{name}", text, with_token, "node")[0] == 200
     for attacker in ("", "attacker"):
         status, told = guarded.ask("PUT", f"/endpoints/{name}", "192.0.2.9:51820", token, attacker)
         assert (status, ANOTHERS in told) == (403, True)
