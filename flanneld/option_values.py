@@ -161,6 +161,19 @@ def port(number: int, source: str) -> int:
     return number
 
 
+def is_host_name(text: str) -> bool:
+    """Return True for a DNS name (RFC 1123). Its last label has a letter: no address is one."""
+    labels = text.split(".")
+    is_name = all(re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?", each) for each in labels)
+    return is_name and len(text) <= 253 and not labels[-1].isdecimal()
+
+
+def host_name(text: str, source: str) -> str:
+    if text and not is_host_name(text):
+        raise Fatal(f"{source}: {flags.quoted(text)} is no DNS name", "give a name such as home.example.org")
+    return text
+
+
 def own_port(number: int, source: str) -> int:
     if not 0 <= number <= 65535:
         raise Fatal(f"{source}: there is no port {number}", "give 1 to 65535, or 0 for ListenPort")

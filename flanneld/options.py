@@ -282,6 +282,12 @@ class Options(Struct, frozen=True):
         "UDP `port` of wireguard on this node only, for NAT (0: ListenPort)",
         option_values.own_port,
     )
+    public_name: str = _flag(
+        "public-name",
+        "",
+        "DNS `name` of this node's public address, for wireguard with Mesh",
+        option_values.host_name,
+    )
     cleanup: bool = _flag(
         "cleanup", False, "remove and list all objects of the network in the subnet file, and exit"
     )

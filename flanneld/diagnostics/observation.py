@@ -89,12 +89,20 @@ def _meet_peers(node: Node) -> None:
     mesh = controller.tables.mesh if controller else None
     if controller is None or mesh is None:
         return
-    from flanneld.backends.wireguard.mesh import NAME, MeshTask, ask_peers
+    from flanneld.backends.wireguard.mesh import NAME, MeshTask, ask_peers, resolver
 
     uplinks = controller.uplink_manager
     networks = [network for network, _ in uplinks.ranges]
-    sessions, ask = controller.tables.sessions, ask_peers(answer_port(node))
-    task = MeshTask(mesh, node.manager, lambda: uplinks.uplink, networks, sessions, ask)
+    task = MeshTask(
+        mesh,
+        node.manager,
+        lambda: uplinks.uplink,
+        networks,
+        controller.tables.sessions,
+        ask_peers(answer_port(node)),
+        node.options.public_name,
+        resolver(node.tasks.stop),
+    )
     loop = node.make_loop(NAME, task.step)
     node.tasks.start(NAME, loop.run, loop.cancel)
 

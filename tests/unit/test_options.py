@@ -65,6 +65,7 @@ DEFAULTS = {
     "answer-port": 0,
     "disable-tx-checksum-offload": False,
     "wireguard-port": 0,
+    "public-name": "",
     "ip-masq": False,
     "ip-masq-fully-random-disable": False,
     "kube-subnet-mgr": False,

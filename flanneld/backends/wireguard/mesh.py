@@ -9,16 +9,20 @@ other server, and no packet is relayed.
 from __future__ import annotations
 
 import logging
+import threading
 from base64 import urlsafe_b64encode
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from enum import Enum
+from functools import partial
 from ipaddress import ip_address
 
 from flanneld.errors import Retryable
-from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork, Uplink
+from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork, Uplink, is_a_hosts
 from flanneld.network.genetlink import Endpoint
+from flanneld.option_values import is_host_name
 from flanneld.runtime import clock, randomness
-from flanneld.runtime.complaints import Outage
+from flanneld.runtime.complaints import Once, Outage
 from flanneld.state.table import TunnelSession
 from flanneld.subnet.store import EndpointStore
 
@@ -36,6 +40,8 @@ _ASK, _ASK_SOON = 60.0, 2.0
 _ASKED = 2
 #: Seconds within which a peer answers.
 _WITHIN = 1.0
+#: Seconds for all lookups of names of one reading.
+_LOOKUP = 5.0
 #: Seconds between two announcements, and after which one is repeated: half a lease's life.
 _ANNOUNCE, _REPEAT = 60.0, 43200.0
 #: Seconds between two readings while peers are searched for: doubled up to the longest.
@@ -101,34 +107,73 @@ def text_of(endpoint: Endpoint) -> str:
     return f"[{address}]:{port}" if address.version == 6 else f"{address}:{port}"
 
 
-def parse(text: str) -> Endpoint | None:
-    """Return the endpoint in a text, None if there is none."""
+def _split(text: str) -> tuple[str, int] | None:
+    """Return host and port of an endpoint, None if there is none."""
     host, _, port = text.rpartition(":")
-    try:
-        address, number = ip_address(host.removeprefix("[").removesuffix("]")), int(port)
-    except ValueError:  # also for a port of thousands of digits
+    if not (port.isdecimal() and len(port) <= 5 and 0 < int(port) <= 65535):
         return None
-    return (address, number) if port.isdecimal() and 0 < number <= 65535 else None
+    return host.removeprefix("[").removesuffix("]"), int(port)
 
 
-def usable(text: str, networks: Collection[IPNetwork], local: Collection[IPAddress]) -> tuple[Endpoint, ...]:
-    """Return the published endpoints that may lead to a peer: none of this host, nor inside the network."""
-    found = dict.fromkeys(filter(None, map(parse, text.split(","))))
+def parse(text: str) -> Endpoint | None:
+    """Return the endpoint with an address in a text, None if there is none."""
+    found = _split(text)
+    try:
+        return (ip_address(found[0]), found[1]) if found else None
+    except ValueError:
+        return None
+
+
+def names_in(texts: Iterable[str]) -> set[str]:
+    """Return the DNS names in published endpoints."""
+    found = (_split(each) for text in texts for each in text.split(",") if parse(each) is None)
+    return {each[0] for each in found if each is not None and is_host_name(each[0])}
+
+
+def refusal(endpoint: Endpoint) -> str:
+    """Return the reason why no other host can use an endpoint, empty if it can."""
+    address, _ = endpoint
+    if address.is_link_local or getattr(address, "scope_id", None):
+        return "its address is valid on one link only"
+    return "" if is_a_hosts(address) else "its address is that of no host"
+
+
+def usable(
+    text: str,
+    networks: Collection[IPNetwork],
+    local: Collection[IPAddress],
+    named: Mapping[str, Sequence[IPAddress]],
+    refuse: Callable[[str], None],
+) -> tuple[Endpoint, ...]:
+    """Return the published endpoints that may lead to a peer: none of this host, nor inside the network.
+
+    ``named`` are the addresses of the names among them. ``refuse`` gets a line for each that is unusable.
+    """
+    found: dict[Endpoint, None] = {}
+    for each in text.split(","):
+        if endpoint := parse(each):
+            found[endpoint] = None
+        elif by_name := _split(each):
+            found |= {(address, by_name[1]): None for address in named.get(by_name[0], ())}
+    refused = {each: reason for each in found if (reason := refusal(each))}
+    for bad, reason in refused.items():
+        refuse(f"{text_of(bad)}: {reason}")
     return tuple(
         each
         for each in found
-        if each[0] not in local
-        and not (each[0].is_loopback or each[0].is_link_local or each[0].is_multicast)
+        if each not in refused
+        and each[0] not in local
         and not any(each[0] in network for network in networks)
     )[:MOST]
 
 
-def own_endpoints(uplink: Uplink, ports: Mapping[Family, int], seen: Iterable[Endpoint]) -> str:
-    """Return what this node announces: where peers see it, then its public IPs, then its own addresses."""
+def own_endpoints(uplink: Uplink, ports: Mapping[Family, int], seen: Iterable[Endpoint], name: str) -> str:
+    """Return what this node announces: where peers see it, its name, its public IPs, its own addresses."""
     public = [(uplink.public(family), ports.get(family)) for family in FAMILIES]
     local = [(uplink.local(family), ports.get(family)) for family in FAMILIES]
     known = [(address, port) for address, port in (*public, *local) if address is not None and port]
-    return ",".join(list(dict.fromkeys(text_of(each) for each in (*seen, *known)))[:MOST])
+    named = [f"{name}:{port}" for port in ports.values() if name and port]
+    return ",".join(list(dict.fromkeys([*map(text_of, seen), *named, *map(text_of, known)]))[:MOST])
 
 
 def nat_of(answers: Collection[Endpoint], local: Collection[IPAddress]) -> Nat:
@@ -158,7 +203,8 @@ def to_ask(sessions: Iterable[TunnelSession]) -> list[IPAddress]:
 class MeshTask:
     """Task that announces this node's endpoints, and reads those of the peers that are searched for.
 
-    ``ask`` returns the endpoints at which peers with these tunnel addresses see us.
+    ``ask`` returns the endpoints at which peers with these tunnel addresses see us. ``name`` is this node's
+    DNS name, ``resolve`` returns the addresses of peers' names.
     """
 
     def __init__(
@@ -169,6 +215,8 @@ class MeshTask:
         networks: Collection[IPNetwork],
         sessions: Callable[[], Iterable[TunnelSession]],
         ask: Callable[[Sequence[IPAddress]], Collection[Endpoint]],
+        name: str = "",
+        resolve: Callable[[Collection[str]], Mapping[str, Sequence[IPAddress]]] = lambda _: {},
     ) -> None:
         self._mesh = mesh
         self._store = store
@@ -176,6 +224,12 @@ class MeshTask:
         self._networks = networks
         self._sessions = sessions
         self._ask = ask
+        self._name = name
+        self._resolve = resolve
+        #: As last read, and the addresses of the names in it.
+        self._texts: Mapping[str, str] = {}
+        self._named: Mapping[str, Sequence[IPAddress]] = {}
+        self._once = Once()
         self._here = uplink(), clock.suspended()
         self._seen: tuple[Endpoint, ...] = ()
         self._ask_at = 0.0
@@ -193,7 +247,7 @@ class MeshTask:
         if now >= self._ask_at:
             self._reflect(local)
         try:
-            self._announce(own_endpoints(uplink, self._mesh.ports, self._seen), now)
+            self._announce(own_endpoints(uplink, self._mesh.ports, self._seen, self._name), now)
             self._read(local, now)
         except Retryable as reason:
             self._outage.failed(reason)
@@ -246,11 +300,46 @@ class MeshTask:
         self._sought = searched
         if not searched or now < self._read_at:
             return
-        found = self._store.endpoints()
-        self._mesh.published = {
-            name: usable(text, self._networks, local) for name, text in found.items() if name in searched
-        }
+        try:
+            self._texts = self._store.endpoints()
+        finally:  # a name may have got another address while the store is down
+            self._publish({name: text for name, text in self._texts.items() if name in searched}, local)
         self._read_at, self._pause = now + self._pause, min(2 * self._pause, _READ_AT_LAST)
+
+    def _publish(self, texts: Mapping[str, str], local: Collection[IPAddress]) -> None:
+        """Look names up, and let the table try the endpoints. The last addresses of a name stay."""
+        names = names_in(texts.values())
+        found = self._resolve(names) if names else {}
+        self._named = {name: found.get(name) or self._named.get(name, ()) for name in names}
+
+        def refuse(name: str, line: str) -> None:
+            self._once.warn(log, name, f"Refused an endpoint of {name}, {line}; correct it on its node")
+
+        self._mesh.published = {
+            name: usable(text, self._networks, local, self._named, partial(refuse, name))
+            for name, text in texts.items()
+        }
+
+
+def resolver(stop: threading.Event) -> Callable[[Collection[str]], Mapping[str, Sequence[IPAddress]]]:
+    """Return the function that looks names up, in a thread that may be left behind."""
+    from flanneld.runtime.sockets.host_addresses import look_up  # not imported without a mesh
+    from flanneld.runtime.waits import DetachedCalls
+
+    def resolve(names: Collection[str]) -> Mapping[str, Sequence[IPAddress]]:
+        found: dict[str, Sequence[IPAddress]] = {}
+        asked = list(names)
+        randomness.shuffle(asked)  # one that hangs does not always hide the same others
+
+        def ask() -> None:
+            for name in asked:
+                found[name] = look_up(name)
+
+        with suppress(Retryable):
+            DetachedCalls(stop).run("lookup of peers' names", ask, _LOOKUP)
+        return found.copy()
+
+    return resolve
 
 
 def ask_peers(port: int) -> Callable[[Sequence[IPAddress]], Collection[Endpoint]]:
@@ -263,6 +352,6 @@ def ask_peers(port: int) -> Callable[[Sequence[IPAddress]], Collection[Endpoint]
         except OSError:
             return ()
         found = (parse(str(reply.facts.get("endpoint"))) for reply in replies.values())
-        return [each for each in found if each is not None]
+        return [each for each in found if each is not None and not refusal(each)]
 
     return ask

@@ -45,16 +45,21 @@ class HostAddresses:
 
     def _look_up(self, names: list[str]) -> None:
         for name in names:
-            try:
-                # As bytes, because for text Python would load its IDNA tables.
-                answer = socket.getaddrinfo(name.encode("ascii"), None, type=socket.SOCK_STREAM)
-            except (OSError, UnicodeError):
-                continue
-            addresses = [address for each in answer if (address := address_of(str(each[4][0])))]
-            with self._lock:
-                self._answers[name] = frozenset(addresses)
+            if addresses := look_up(name):
+                with self._lock:
+                    self._answers[name] = frozenset(addresses)
         with self._lock:
             self._is_busy, self._due = False, clock.now() + _PERIOD
+
+
+def look_up(name: str) -> list[Address]:
+    """Return the resolver's addresses for a name, none after a failure. Blocks until the resolver answers."""
+    try:
+        # As bytes, because for text Python would load its IDNA tables.
+        answer = socket.getaddrinfo(name.encode("ascii"), None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return []
+    return [address for each in answer if (address := address_of(str(each[4][0])))]
 
 
 def connected() -> frozenset[Address]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import threading
 from collections.abc import Collection, Iterator, Sequence
 from enum import Enum
 from ipaddress import IPv4Address, ip_address, ip_network
@@ -69,18 +70,49 @@ def test_endpoints_are_told_in_the_order_in_which_they_are_tried() -> None:
         ip_address("2001:db8::5"),  # type: ignore[arg-type]
     )
     seen = [endpoint("203.0.113.9:40000")]
-    assert own_endpoints(uplink, {4: 51820, 6: 51821}, seen).split(",") == [
+    assert own_endpoints(uplink, {4: 51820, 6: 51821}, seen, "home.example.org").split(",") == [
         "203.0.113.9:40000",
+        "home.example.org:51820",
+        "home.example.org:51821",
         "203.0.113.9:51820",
         "[2001:db8::5]:51821",
         "192.168.1.5:51820",
     ]
 
 
+def tried(text: str, local: str = "192.168.1.5", **named: list[str]) -> tuple[list[str], list[str]]:
+    """Return the endpoints to try, and why others are refused."""
+    refused: list[str] = []
+    addresses = {f"{name}.example.org": list(map(ip_address, found)) for name, found in named.items()}
+    found = usable(text, NETWORK, [ip_address(local)], addresses, refused.append)
+    return list(map(text_of, found)), refused
+
+
 def test_endpoints_of_this_host_and_of_the_network_are_left_out() -> None:
-    left_out = "192.168.1.5:51820,10.5.3.1:51820,127.0.0.1:1,[fe80::1]:1,224.0.0.1:9"
-    found = usable(f"203.0.113.9:40000,{left_out},[2001:db8::5]:1", NETWORK, [ip_address("192.168.1.5")])
-    assert [text_of(each) for each in found] == ["203.0.113.9:40000", "[2001:db8::5]:1"]
+    found = tried("203.0.113.9:40000,192.168.1.5:51820,10.5.3.1:51820,[2001:db8::5]:1")
+    assert found == (["203.0.113.9:40000", "[2001:db8::5]:1"], [])
+
+
+@pytest.mark.parametrize("address", ["[fe80::1%eth0]", "[fe80::1]", "[2001:db8::1%eth0]", "169.254.1.1"])
+def test_an_address_of_one_link_is_refused_with_the_reason(address: str) -> None:
+    assert tried(f"{address}:1") == ([], [f"{address}:1: its address is valid on one link only"])
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0", "[::]", "127.0.0.1", "[::1]", "224.0.0.1", "255.255.255.255"])
+def test_an_address_of_no_host_is_refused_with_the_reason(address: str) -> None:
+    assert tried(f"{address}:1") == ([], [f"{address}:1: its address is that of no host"])
+
+
+def test_a_name_stands_for_all_its_addresses_that_are_usable() -> None:
+    text = "203.0.113.1:1,home.example.org:51820,lost.example.org:1"
+    found, refused = tried(text, home=["203.0.113.9", "192.168.1.5", "127.0.0.1", "2001:db8::9"])
+    assert found == ["203.0.113.1:1", "203.0.113.9:51820", "[2001:db8::9]:51820"]
+    assert refused == ["127.0.0.1:51820: its address is that of no host"]
+
+
+def test_only_names_are_looked_up() -> None:
+    texts = ["203.0.113.1:1,[::1]:2,home.example.org:3", "1.2.3:4,a_b:5,-a:6,x:0,localhost:7,[::%1]:1"]
+    assert mesh.names_in(texts) == {"home.example.org", "localhost"}
 
 
 @pytest.mark.parametrize(
@@ -88,12 +120,12 @@ def test_endpoints_of_this_host_and_of_the_network_are_left_out() -> None:
     ["", ",", "x", "1.2.3.4", "1.2.3.4:0", "1.2.3.4:70000", "[::1", "1.2.3.4:-5", "::", f"1.2.3.4:{9:05000}"],
 )
 def test_a_text_without_an_endpoint_is_none(text: str) -> None:
-    assert usable(text, [], []) == ()
+    assert tried(text) == ([], [])
 
 
 def test_at_most_eight_endpoints_of_a_peer_are_tried() -> None:
     text = ",".join(f"203.0.113.{number}:1" for number in range(1, 20))
-    assert len(usable(text, NETWORK, [])) == mesh.MOST
+    assert len(tried(text)[0]) == mesh.MOST
 
 
 @pytest.mark.parametrize(
@@ -147,6 +179,73 @@ def test_device_is_read_each_second_only_while_there_is_an_endpoint_to_try(
         time.time = float(second)
         looked.look()
     assert kernel.reads == reads
+
+
+class Shelf:
+    """Store with the endpoints of one peer."""
+
+    name = "shelf"
+    is_down = False
+
+    def publish_endpoints(self, name: str, text: str) -> None:
+        """Take it."""
+
+    def endpoints(self) -> dict[str, str]:
+        if self.is_down:
+            raise Retryable("the store is down")
+        return {"peer": "home.example.org:51820,0.0.0.0:1", "met": "other.example.org:1"}
+
+
+def test_name_is_looked_up_while_its_peer_is_searched_for_also_without_the_store(
+    time: Time, caplog: pytest.LogCaptureFixture
+) -> None:
+    found, shelf, asked = Mesh(bytes(32), {4: 51820}, 0), Shelf(), []
+    answers = {"home.example.org": [ip_address("203.0.113.1")]}
+
+    def resolve(names: Collection[str]) -> dict[str, list[IPAddress]]:
+        asked.append(set(names))
+        return answers
+
+    uplink = Uplink("eth0", 1, 1500, IPv4Address("192.168.1.5"), IPv4Address("192.168.1.5"))
+    task = MeshTask(found, shelf, lambda: uplink, NETWORK, lambda: (), lambda _: (), "", resolve)
+
+    def published() -> list[str]:
+        time.time += mesh._READ_AT_LAST + 1
+        task.step(time.time)
+        return list(map(text_of, found.published.get("peer", ())))
+
+    assert (published(), asked) == ([], [])
+    found.searched = frozenset({"peer"})
+    assert published() == ["203.0.113.1:51820"]
+    answers = {}
+    assert published() == ["203.0.113.1:51820"]
+    shelf.is_down = True
+    answers = {"home.example.org": [ip_address("203.0.113.2")]}
+    assert published() == ["203.0.113.2:51820"]
+    assert asked == [{"home.example.org"}] * 3
+    refused = [each.message for each in caplog.records if "Refused" in each.message]
+    assert refused == [
+        "Refused an endpoint of peer, 0.0.0.0:1: its address is that of no host; correct it on its node"
+    ]
+
+
+def test_lookup_that_hangs_is_left_and_the_other_answers_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    hangs = threading.Event()
+    there = [ip_address("203.0.113.1")]
+
+    def look_up(name: str) -> list[IPAddress]:
+        if name == "slow.example.org":
+            hangs.wait(60)
+        return there
+
+    monkeypatch.setattr("flanneld.runtime.sockets.host_addresses.look_up", look_up)
+    monkeypatch.setattr(mesh, "_LOOKUP", 0.1)
+    with randomness.replaced(random.Random(1)):
+        resolve = mesh.resolver(threading.Event())
+        answers = [resolve(["slow.example.org", "home.example.org"]) for _ in range(8)]
+    hangs.set()
+    assert {} in answers
+    assert {"home.example.org": there} in answers
 
 
 # ---- a simulated internet ---------------------------------------------------------------------------
