@@ -42,7 +42,7 @@ from flanneld.network.rtnetlink import devices, links, traffic_control
 from flanneld.network.rtnetlink.links import SeenLink, is_flannels
 from flanneld.network.rtnetlink.messages import RTN_UNICAST
 from flanneld.network.rtnetlink.netlink import NetlinkSocket
-from flanneld.runtime import clock
+from flanneld.runtime import clock, files
 from flanneld.state.resources import Link, Tun, Vxlan
 from flanneld.subnet import subnet_file
 
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from flanneld.backends.ipsec.resources import ConnectionSas
     from flanneld.network.genetlink import SeenDevice
 
-_GC_THRESH = "/proc/sys/net/ipv4/neigh/default/gc_thresh3"
+_GC_THRESH = Path("/proc/sys/net/ipv4/neigh/default/gc_thresh3")
 #: Seconds for a node to refuse a port, or a packet with no hop left.
 _BRIEFLY = 0.3
 #: Hops to the kernel of a peer: with udp the proxies of both nodes take one each.
@@ -196,9 +196,9 @@ def _host_findings(source: DataSource) -> tuple[WrongSetting, ...]:
 def _managed(ours: list[SeenLink]) -> Iterator[tuple[str, str]]:
     """Yield our devices that other programs manage, according to those programs' files in /run."""
     for link in ours:
-        if "managed=true" in _text(Path(f"/run/NetworkManager/devices/{link.index}")).split():
+        if "managed=true" in files.text(Path(f"/run/NetworkManager/devices/{link.index}")).split():
             yield link.name, "NetworkManager"
-        state = _text(Path(f"/run/systemd/netif/links/{link.index}"))
+        state = files.text(Path(f"/run/systemd/netif/links/{link.index}"))
         if "ADMIN_STATE=configured" in state or "ADMIN_STATE=configuring" in state:
             yield link.name, "systemd-networkd"
 
@@ -206,7 +206,7 @@ def _managed(ours: list[SeenLink]) -> Iterator[tuple[str, str]]:
 def _firewalls() -> Iterator[str]:
     if has_firewalld():
         yield "firewalld"
-    if "ENABLED=yes" in _text(Path("/etc/ufw/ufw.conf")):
+    if "ENABLED=yes" in files.text(Path("/etc/ufw/ufw.conf")):
         yield "ufw"
 
 
@@ -249,13 +249,6 @@ def _clock_is_synchronised() -> bool | None:
     if Path("/run/systemd/timesync").is_dir():
         return Path("/run/systemd/timesync/synchronized").exists()
     return None
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""
 
 
 # ---- other programs, and containers -------------------------------------------------------------

@@ -43,6 +43,7 @@ from flanneld.network.firewall.foreign import BaseChain, Opening
 from flanneld.network.firewall.placing import PLACES, driver
 from flanneld.network.firewall.rules import FLANNEL_POSTRTG, NATIVE_POSTRTG, NATIVE_TABLE, POSTROUTING
 from flanneld.network.host import HostView
+from flanneld.network.host_settings import FORWARDING, sysctl
 from flanneld.network.routing import RTN_LOCAL, PolicyRule
 from flanneld.network.rtnetlink.messages import RTM_GETNEIGH, decode_neighbor, neighbors_request
 from flanneld.state.resources import Neighbor
@@ -230,9 +231,9 @@ def host_addresses() -> Iterator[tuple[str, IPAddress]]:
             yield names.get(seen.index, ""), seen.address
 
 
-_STRICT = 1
-_FORWARDING = "/proc/sys/net/ipv4/conf/{}/forwarding"
-_RP_FILTER = "/proc/sys/net/ipv4/conf/{}/rp_filter"
+#: Values of rp_filter.
+_STRICT, _LOOSE = 1, 2
+_FORWARDING, _RP_FILTER = "net/ipv4/conf/{}/forwarding", "net/ipv4/conf/{}/rp_filter"
 
 
 class Lost(Struct, frozen=True, gc=False):
@@ -359,13 +360,12 @@ class _Host:
             else f"the kernel drops it: {wrong.strerror}"
         )
         evidence = f"{question}: {reason}"
-        name = question.iif.replace(".", "/")
         if _does_not_pass_on(question):
-            fix = command("sysctl", "-w", f"net.ipv4.conf.{name}.forwarding=1")
+            fix = sysctl((_FORWARDING.format(question.iif), 1))
             return Lost(question.packets, "forwarding", question.iif, evidence, (fix,))
         strict = self._strict(question)
         if strict:
-            fix = command("sysctl", "-w", f"net.ipv4.conf.{name}.rp_filter=2")
+            fix = sysctl((_RP_FILTER.format(question.iif), _LOOSE))
             return Lost(question.packets, "filter", question.iif, f"{evidence}; {strict}", (fix,))
         rule = self._rule(question)
         if rule is not None:
@@ -401,7 +401,7 @@ class _Host:
         """Return why the reverse path filter drops a packet; empty if it does not."""
         if not question.iif or question.source is None or question.source.version != 4:
             return ""
-        values = [number(_RP_FILTER.format(name)) for name in ("all", question.iif)]
+        values = [_setting(_RP_FILTER.format(name)) for name in ("all", question.iif)]
         if max(values) != _STRICT:
             return ""
         try:
@@ -452,17 +452,20 @@ def pinned(told: Status, indexes: Mapping[str, int]) -> Iterator[tuple[str, str,
 def _does_not_pass_on(question: Question) -> bool:
     """Return True if the interface by which a packet arrives does not forward."""
     is_passed_on = question.iif and question.packets != FROM_NODES and question.target.version == 4
-    return bool(is_passed_on) and not number(_FORWARDING.format(question.iif))
+    return bool(is_passed_on) and not _setting(_FORWARDING.format(question.iif))
 
 
 def does_not_forward(target: IPAddress) -> bool:
-    path = "ipv4/ip_forward" if target.version == 4 else "ipv6/conf/all/forwarding"
-    return number(f"/proc/sys/net/{path}") == 0
+    return _setting(FORWARDING[target.version]) == 0
 
 
-def number(path: str | Path) -> int:
+def _setting(path: str) -> int:
+    return number(Path("/proc/sys", path))
+
+
+def number(path: Path) -> int:
     """Return the number in a file, 0 if there is none."""
     try:
-        return int(Path(path).read_text())
+        return int(path.read_text())
     except (OSError, ValueError):
         return 0

@@ -31,6 +31,7 @@ from flanneld.network.xfrm import XfrmPolicy
 from flanneld.reconcile.firewall import pairs, retire
 from flanneld.reconcile.last_run import LastRun, stale
 from flanneld.runtime.command import TIME_LIMIT, CommandRunner
+from flanneld.runtime.files import remove, text
 from flanneld.runtime.instance_lock import InstanceLock, holders
 from flanneld.state.resources import Blackhole, Resource, Route, Tun
 from flanneld.state.table import Claim, Scope
@@ -70,7 +71,7 @@ def running(proc: Path = Path("/proc")) -> Iterator[OtherDaemon]:
     for pid in sorted(found.keys() - own):
         # A child between fork and exec looks like its parent.
         if _parent_of(found[pid]) not in found:
-            yield OtherDaemon(pid, how_to_stop(pid, _text(found[pid] / "cgroup")))
+            yield OtherDaemon(pid, how_to_stop(pid, text(found[pid] / "cgroup")))
 
 
 def is_daemon(names: Sequence[str], words: Sequence[str]) -> bool:
@@ -108,7 +109,7 @@ def _ancestors(proc: Path) -> Iterator[int]:
 
 def _parent_of(process: Path) -> int:
     """Return the pid of the parent, 0 if unknown."""
-    found = re.search(r"^PPid:\s*([0-9]+)$", _text(process / "status"), re.MULTILINE)
+    found = re.search(r"^PPid:\s*([0-9]+)$", text(process / "status"), re.MULTILINE)
     return int(found[1]) if found else 0
 
 
@@ -118,13 +119,6 @@ def _call_of(process: Path) -> tuple[list[str], list[str]]:
     with suppress(OSError):
         names.append((process / "exe").readlink().name)
     return names, (process / "cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""
 
 
 #: Description of an object, and the function that removes it; None if it stays.
@@ -231,7 +225,7 @@ def _steps(
     yield from _policies_of(previous, everything=everything)
     for file in files:
         if file.exists():
-            yield str(file), partial(_unlinked, file)
+            yield str(file), partial(remove, file)
 
 
 def _peers_in(journal: Journal) -> Iterator[_Step]:
@@ -244,7 +238,7 @@ def _peers_in(journal: Journal) -> Iterator[_Step]:
     for entry in entries:
         yield str(entry.setup), partial(_undone, journal, entry)
     if journal.path.exists():
-        yield str(journal.path), lambda: not journal.entries() and _unlinked(journal.path)
+        yield str(journal.path), lambda: not journal.entries() and remove(journal.path)
 
 
 def _undone(journal: Journal, entry: JournalEntry) -> bool:
@@ -333,14 +327,6 @@ def _dropped(kernel: Kernel, route: Resource) -> bool:
 def _unmade(name: str) -> bool:
     try:
         devices.drop(name)
-    except OSError:
-        return False
-    return True
-
-
-def _unlinked(path: Path) -> bool:
-    try:
-        path.unlink()
     except OSError:
         return False
     return True

@@ -198,7 +198,7 @@ def _no_forwarding(facts: HostSettings) -> Iterator[WrongSetting]:
                 Topic.FORWARDING,
                 f"{_shown(FORWARDING[family])} is 0",
                 f"this host passes no IPv{family} packets on, neither to its containers nor from them",
-                _sysctl(*settings),
+                sysctl(*settings),
                 settings,
             )
 
@@ -207,7 +207,7 @@ def _no_ipv6(facts: HostSettings) -> Iterator[WrongSetting]:
     setting = _IPV6_OFF.format(facts.uplink)
     if 6 in facts.families and facts.settings.get(setting) == 1:
         why = f"{facts.uplink} has no IPv6 address, and takes none"
-        yield _wrong(Topic.IPV6, f"{_shown(setting)} is 1", why, _sysctl((setting, 0)))
+        yield _wrong(Topic.IPV6, f"{_shown(setting)} is 1", why, sysctl((setting, 0)))
 
 
 def _kept_advertisements(facts: HostSettings) -> Iterator[tuple[str, int]]:
@@ -233,7 +233,7 @@ def _bridge_without_firewall(facts: HostSettings) -> Iterator[WrongSetting]:
         yield _wrong(Topic.BRIDGES, what, why, ("modprobe", "br_netfilter"), is_problem=facts.services)
     off = [BRIDGED[family] for family in facts.families if facts.settings.get(BRIDGED[family]) == 0]
     for setting in off:
-        command = _sysctl((setting, 1))
+        command = sysctl((setting, 1))
         yield _wrong(Topic.BRIDGES, f"{_shown(setting)} is 0", why, command, is_problem=facts.services)
 
 
@@ -250,7 +250,7 @@ def _strict_uplink(facts: HostSettings) -> Iterator[WrongSetting]:
             Topic.REVERSE_PATH,
             f"{_shown(setting)} is strict while the default route leaves by {facts.elsewhere}",
             f"packets from nodes that are not on {facts.uplink}'s own network are dropped",
-            _sysctl((setting, _LOOSE)),
+            sysctl((setting, _LOOSE)),
         )
 
 
@@ -266,11 +266,12 @@ def _strict_switch(facts: HostSettings) -> Iterator[WrongSetting]:
                 Topic.REVERSE_PATH,
                 f"{_shown(setting)} is strict while Backend.Also is in use",
                 f"packets that come in by {name} from nodes in another phase of the switch are dropped",
-                _sysctl((setting, _LOOSE)),
+                sysctl((setting, _LOOSE)),
             )
 
 
-def _sysctl(*settings: tuple[str, int]) -> Command:
+def sysctl(*settings: tuple[str, int]) -> Command:
+    """Return the command that makes these settings, named by their paths."""
     return ("sysctl", "-w", *(f"{_shown(path)}={value}" for path, value in settings))
 
 

@@ -233,14 +233,7 @@ def stamp_of(path: Path) -> FileStamp | None:
 
 def product_uuid() -> str:
     """Return the firmware's UUID of this machine; empty if it is missing or unreadable for this user."""
-    return _line(PRODUCT_UUID).lower()
-
-
-def _line(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace").strip()
-    except OSError:
-        return ""
+    return files.text(PRODUCT_UUID).strip().lower()
 
 
 class _Content(Struct, frozen=True, gc=False):

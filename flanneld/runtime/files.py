@@ -51,6 +51,23 @@ def _write(path: Path, content: bytes, mode: int, put: Callable[[Path], object])
     sync(path.parent)
 
 
+def text(path: Path) -> str:
+    """Return the text of a file, such as those in /proc; empty if there is none, or it cannot be read."""
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def remove(path: Path) -> bool:
+    """Remove a file. Return False if that fails."""
+    try:
+        path.unlink()
+    except OSError:
+        return False
+    return True
+
+
 def encode(content: msgspec.Struct, indent: int | None = None) -> str:
     """Return a struct as JSON; addresses and networks are texts."""
     return json.dumps(msgspec.to_builtins(content, enc_hook=str), indent=indent)

@@ -127,7 +127,7 @@ def routes_in(record: Record) -> Iterator[tuple[str, Callable[[], bool]]]:
         what = f"cloud route {entry.destination} via {entry.hop} in {entry.table}"
         yield what, partial(_removed, record, recorded, entry)
     if record.path.exists():
-        yield str(record.path), lambda: not record.read().routes and _unlinked(record)
+        yield str(record.path), lambda: not record.read().routes and files.remove(record.path)
 
 
 def _removed(record: Record, recorded: Recorded, entry: CloudTableEntry) -> bool:
@@ -164,11 +164,3 @@ def _there(cloud: Cloud, address: str, entry: CloudTableEntry) -> CloudTableEntr
     found = cloud.entries(replace(place, tables=(entry.table,)))
     key = (entry.table, entry.destination, entry.hop)
     return next((each for each in found if (each.table, each.destination, each.hop) == key), None)
-
-
-def _unlinked(record: Record) -> bool:
-    try:
-        record.path.unlink()
-    except OSError:
-        return False
-    return True
