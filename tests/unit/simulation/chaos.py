@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from flanneld.network.rtnetlink.kernel import InterfaceChanged, Notification, Overrun, ResourceRemoved
-from flanneld.state.resources import Key, Vxlan
+from flanneld.state.resources import Key, Link
 from tests.unit.simulation import etcd, kube
 from tests.unit.simulation.cluster import Cluster
 from tests.unit.simulation.node import SimulatedHost
@@ -128,7 +128,7 @@ class Chaos:
         """Another program removes or changes what is ours; the kernel tells of it, or does not."""
         host = self._host()
         kernel = host.kernel
-        links = [link for link in kernel.devices.values() if isinstance(link, Vxlan)]
+        links = [link for link in kernel.devices.values() if isinstance(link, Link)]
         routes = [held.route for held in kernel.all_routes() if kernel.owns(held) and held.metric == 0]
         choice = self._random.randrange(5)
         news: Notification = Overrun()

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
 from flanneld.config import SubnetRange, parse
 from flanneld.model import IPAddress, Lease
-from flanneld.state.resources import FdbEntry, Key, Neighbor, Resource, Route, Vxlan
+from flanneld.state.resources import FdbEntry, ForeignLink, Key, Neighbor, Resource, Route, Vxlan
 from flanneld.state.table import Claim, Scope
 from flanneld.subnet.store import Store
+from tests.unit.simulation import encrypting
 from tests.unit.simulation.etcd import PREFIX, SimulatedEtcd
 from tests.unit.simulation.kernel import Kernel
 from tests.unit.simulation.kernel_tables import tables
@@ -34,6 +35,10 @@ _FAMILIES: Mapping[str, Mapping[str, object]] = {
 }
 
 
+def _backend(name: str) -> dict[str, object]:
+    return {"Type": name, **encrypting.OPTIONS.get(name, {})}
+
+
 class Cluster:
     """Hosts by number, and a store: etcd "v2" or "v3" or "both", or "kube"."""
 
@@ -42,9 +47,11 @@ class Cluster:
     ) -> None:
         self.world = world
         self._families = families
-        config = {**_FAMILIES[families], "Backend": {"Type": backend}}
+        config = {**_FAMILIES[families], "Backend": _backend(backend)}
         self.config = parse(json.dumps(config))
         self.hosts: dict[int, SimulatedHost] = {}
+        #: Called before and after each write of a daemon.
+        self.on_effect: Callable[[SimulatedHost], None] = lambda _: None
         self._moves = 0
         self.kube: SimulatedApiServer | None = None
         self.etcds: tuple[SimulatedEtcd, ...] = ()
@@ -58,7 +65,7 @@ class Cluster:
 
     def set_backend(self, backend: str) -> None:
         """Write another backend into the network config, which each daemon reads at its next start."""
-        config = json.dumps({**_FAMILIES[self._families], "Backend": {"Type": backend}})
+        config = json.dumps({**_FAMILIES[self._families], "Backend": _backend(backend)})
         if self.kube is not None:
             self._net_config.write_text(config)
         for etcd in self.etcds:
@@ -73,6 +80,7 @@ class Cluster:
         """Install a machine and run the daemon on it."""
         host = SimulatedHost(self.world, number, self.config, self._open_store)
         self.hosts[number] = host
+        host.on_effect = lambda _: self.on_effect(host)
         self.register_nodes()
         host.start()
         return host
@@ -204,15 +212,28 @@ def send(
         route = host.kernel.route_to(target) if host else None
         if host is None or route is None or route.device == BRIDGE:
             return host if route is not None else None
-        host = _over(by_address, host.kernel, route, target)
+        host = _over(by_address, host.kernel, route, target, container(source, target))
     return None
 
 
+def container(host: SimulatedHost, target: IPAddress) -> IPAddress:
+    """Return the address of a container on a host, of the target's family."""
+    return next((net[9] for net in host.subnet_env if net and net.version == target.version), target)
+
+
 def _over(
-    by_address: Mapping[IPAddress, SimulatedHost], kernel: Kernel, route: Route, target: IPAddress
+    by_address: Mapping[IPAddress, SimulatedHost],
+    kernel: Kernel,
+    route: Route,
+    target: IPAddress,
+    source: IPAddress,
 ) -> SimulatedHost | None:
     """Return the host at the other end of a route."""
     link = kernel.devices[route.device]
+    if not isinstance(link, Vxlan | ForeignLink):
+        end, key = encrypting.encrypted_end(kernel, link, source, target)
+        other = by_address.get(end) if end else None
+        return other if other and encrypting.accepts(other.kernel, key, source, target) else None
     if route.gateway is None:
         return None
     if not isinstance(link, Vxlan):
@@ -233,7 +254,8 @@ def ours(host: SimulatedHost) -> dict[Key, Resource]:
     """Return what the tables hold of ours, by key."""
     desired = host.process.desired() if host.process else {}
     seen = (seen for table in tables(host.kernel).values() for seen in table.read(Scope(desired)))
-    return {each.resource.key: each.resource for each in seen if each.claim is not Claim.FOREIGN}
+    found = {each.resource.key: each.resource for each in seen if each.claim is not Claim.FOREIGN}
+    return found | {key: each for held in host.kernel.beside.values() for key, each in held.items()}
 
 
 def _etcd_name(lease: Lease) -> str:

@@ -7,9 +7,10 @@ goes all that stands on it, and routes need it up; a prefix has several routes, 
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from ipaddress import ip_network
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -24,9 +25,11 @@ from flanneld.state.resources import (
     PROTO_BOOT,
     PROTO_FLANNEL,
     Address,
+    Blackhole,
     FdbEntry,
     ForeignLink,
     Key,
+    Link,
     Neighbor,
     Resource,
     Route,
@@ -85,7 +88,7 @@ class Kernel:
         self.domain: Domain = NOTHING
         self.monitor = Monitor()
         self._indexes = itertools.count(2)
-        self.devices: dict[str, Vxlan | ForeignLink] = {}
+        self.devices: dict[str, Link | ForeignLink] = {}
         self.indexes: dict[str, int] = {}
         self.up: set[str] = set()
         #: Interfaces in other network namespaces, by their numbers.
@@ -95,6 +98,10 @@ class Kernel:
         self.fdb: dict[Key, FdbEntry] = {}
         #: By family and prefix length, then by network address, lowest metric first.
         self.routes: dict[tuple[int, int], dict[int, list[KernelRoute]]] = {}
+        #: Ours; behind a route to the same prefix.
+        self.blackholes: dict[Key, Blackhole] = {}
+        #: What a backend's table of this name keeps, in the kernel or in a program.
+        self.beside: dict[str, dict[Key, Resource]] = defaultdict(dict)
         self.add_link(ForeignLink(uplink, "uplink"))
         for address, length in addresses:
             self.add_address(uplink, address, length)
@@ -107,7 +114,7 @@ class Kernel:
 
     # ---- changes ---------------------------------------------------------------------------------
 
-    def add_link(self, link: Vxlan | ForeignLink) -> None:
+    def add_link(self, link: Link | ForeignLink) -> None:
         if link.name in self.devices:
             raise KernelError(EEXIST)
         self.devices[link.name] = link
@@ -119,12 +126,13 @@ class Kernel:
         del self.devices[name], self.indexes[name]
         self.up.discard(name)
         self.addresses_held = {k: each for k, each in self.addresses_held.items() if each[0] != name}
-        for held in (self.neighbors, self.fdb):
-            for key in [key for key, each in held.items() if each.device == name]:
+        on_it: Iterable[dict[Key, Any]] = (self.neighbors, self.fdb, *self.beside.values())
+        for held in on_it:
+            for key in [key for key, each in held.items() if getattr(each, "device", None) == name]:
                 del held[key]
         self._flush_routes(lambda route: route.device == name)
 
-    def set_link(self, link: Vxlan) -> None:
+    def set_link(self, link: Link) -> None:
         """Change properties of a device that is there."""
         self._check(link.name)
         self.devices[link.name] = link
@@ -242,9 +250,13 @@ class Kernel:
     def route_to(self, target: IPAddress) -> Route | None:
         """Longest prefix, then lowest metric."""
         number, bits = int(target), target.max_prefixlen
+        guards = [each.destination for each in self.blackholes.values() if target in each.destination]
+        guarded = max((each.prefixlen for each in guards), default=-1)
         for family, length in sorted(self.routes, reverse=True):
             if family != target.version:
                 continue
+            if length < guarded:
+                break
             there = self.routes[family, length].get(number >> (bits - length) << (bits - length))
             if there:
                 return there[0].route
@@ -278,9 +290,10 @@ class Kernel:
         if make is None:
             return None
         is_up = name in self.up
-        if isinstance(make, Vxlan):
-            return SeenLink(self.indexes[name], name, make.mac, make.mtu, is_up, replace(make, up=is_up))
-        return SeenLink(self.indexes[name], name, "", _UPLINK_MTU, is_up, make)
+        if isinstance(make, ForeignLink):
+            return SeenLink(self.indexes[name], name, "", _UPLINK_MTU, is_up, make)
+        mac = make.mac if isinstance(make, Vxlan) else ""
+        return SeenLink(self.indexes[name], name, mac, make.mtu, is_up, replace(make, up=is_up))
 
     def links(self) -> list[SeenLink]:
         return [seen for name in self.devices if (seen := self.link(name))]
@@ -347,7 +360,7 @@ class Kernel:
                 yield RTN_BROADCAST, network_around(last, 32), self.indexes[name]
 
     def left_behind(self, domain: Domain) -> list[Resource]:
-        found: list[Resource] = []
+        found: list[Resource] = [each for each in self.blackholes.values() if domain.owns_blackhole(each)]
         for each in self.all_routes():
             is_unmarked = each.protocol == PROTO_BOOT and domain.owns_route(
                 SeenRoute(each.route, each.protocol), adopt=True

@@ -11,6 +11,7 @@ from flanneld.state.resources import (
     PROTO_BOOT,
     PROTO_FLANNEL,
     Address,
+    Blackhole,
     FdbEntry,
     ForeignLink,
     Key,
@@ -101,18 +102,18 @@ class Links(KernelTable):
         left = {link.name for link in self._left()}
         for seen in self._kernel.links():
             is_wanted = seen.make.key in scope.desired
-            if is_wanted and isinstance(seen.make, Vxlan):
-                yield Seen(seen.make)
-            elif is_wanted or isinstance(seen.make, ForeignLink):
+            if isinstance(seen.make, ForeignLink):
                 yield Seen(seen.make, Claim.FOREIGN)
+            elif is_wanted:
+                yield Seen(seen.make)
             elif seen.name in left:
                 yield Seen(seen.make, Claim.LEFT)
 
     def _put(self, put: Put) -> None:
         want, actual = put.want, self._kernel.link(put.want.key[1])  # type: ignore[arg-type]
-        assert isinstance(want, Vxlan)
+        assert isinstance(want, Link)
         if actual is None:
-            renamed = self._under_another_name(want)
+            renamed = self._under_another_name(want) if isinstance(want, Vxlan) else None
             if renamed is None:
                 self._kernel.add_link(want)
                 return
@@ -120,11 +121,11 @@ class Links(KernelTable):
             actual = self._kernel.link(want.name)
             assert actual is not None
         there = actual.make
-        if not isinstance(there, Vxlan):
+        if isinstance(there, ForeignLink):
             raise KernelError(EEXIST)
         if there == want:
             return
-        if replace(there, mtu=want.mtu, up=want.up) == want:
+        if type(there) is type(want) and replace(there, mtu=want.mtu, up=want.up) == want:
             self._kernel.set_link(want)
             self._kernel.set_up(want.name)
             return
@@ -142,7 +143,7 @@ class Links(KernelTable):
         return None
 
     def _drop(self, resource: Resource) -> None:
-        assert isinstance(resource, Vxlan)
+        assert isinstance(resource, Link)
         self._kernel.delete_link(resource.name)
 
 
@@ -209,6 +210,8 @@ class Routes(KernelTable):
 
     def _seen(self, scope: Scope) -> Iterator[Seen]:
         """Yield the first route to each prefix, and one of ours behind it that is not wanted."""
+        for guard in self._kernel.blackholes.values():
+            yield Seen(guard, Claim.OURS if self._kernel.domain.owns_blackhole(guard) else Claim.FOREIGN)
         for by_network in self._kernel.routes.values():
             for there in by_network.values():
                 found = [each for each in there if each.metric == 0]
@@ -229,6 +232,9 @@ class Routes(KernelTable):
     def _put(self, put: Put) -> None:
         """Replace what stands there if this run made it, or take one of ours to the front."""
         want = put.want
+        if isinstance(want, Blackhole):
+            self._kernel.blackholes[want.key] = want
+            return
         assert isinstance(want, Route)
         there = [each for each in self._kernel.at(want.destination) if each.metric == 0]
         ours = [each for each in there if self._kernel.owns(each, adopt=want.key in self._ours)]
@@ -250,6 +256,9 @@ class Routes(KernelTable):
 
     def _drop(self, resource: Resource) -> None:
         """One that another program made just as we would have stays."""
+        if isinstance(resource, Blackhole):
+            del self._kernel.blackholes[resource.key]
+            return
         assert isinstance(resource, Route)
         if resource.key not in self._ours:
             raise KernelError(ENOENT)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from flanneld.backends.contract import NO_SERVICES
+from flanneld.backends.contract import HostServices
 from flanneld.config import Config
 from flanneld.effects import Effects
 from flanneld.errors import Cancelled, Fatal, Retryable
@@ -38,6 +38,7 @@ from flanneld.state.table import Put, Report, Scope, Seen
 from flanneld.subnet import subnet_file
 from flanneld.subnet.store import Store
 from flanneld.subnet.subnet_file import Previous
+from tests.unit.simulation.encrypting import Secrets
 from tests.unit.simulation.kernel import Kernel
 from tests.unit.simulation.kernel_tables import KernelTable, tables
 from tests.unit.simulation.world import Crash, Task, World
@@ -98,6 +99,7 @@ class SimulatedHost:
         self.subnet_env: LeaseKey = (None, None)
         self.state: last_run.RunRecord | None = None
         self.machine = last_run.Machine(f"02:00:00:00:00:{number % 256:02x}", f"uuid of {self.name}")
+        self.services = HostServices(secret=Secrets(self.kernel))
         self.open_store = open_store
         self.process: Process | None = None
         self.is_on = False
@@ -327,7 +329,7 @@ class Process:
             tasks=SimulatedTasks(),
             make_loop=self._make_loop,
             notifier=Notifier(),
-            services=NO_SERVICES,
+            services=host.services,
             make_queue=lambda: Inbox(lambda: self._loops[controller.NAME].cancel(), self.world.now),
             read_past=lambda _: (
                 Previous(subnets=host.subnet_env),

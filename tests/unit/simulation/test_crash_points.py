@@ -2,7 +2,8 @@
 
 An effect is a write to the store, the kernel or a file. The daemon is started again after five seconds. At
 every effect of any daemon, packets between pairs that the story leaves alone arrive, and others' objects
-are as they were. Rules of the packet filter have a story of their own, whose effects are commands.
+are as they were. With a backend that encrypts no packet leaves in the clear. Rules of the packet filter have
+a story of their own, whose effects are commands.
 """
 
 from __future__ import annotations
@@ -11,18 +12,22 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from ipaddress import IPv4Network
 from itertools import permutations
 from pathlib import Path
 
 import pytest
 
+from flanneld.backends import registry
 from flanneld.network.firewall.edits import Edit, claim
 from flanneld.network.firewall.rules import Purpose, Rules, desired_rules
 from tests.unit.network.firewall.test_edits import BOTH, FORMER, LOOK_ALIKES, NETS, OWN, V012
 from tests.unit.network.firewall.test_tables import Memory, converge, table_of
-from tests.unit.simulation import node
+from tests.unit.simulation import encrypting, node
+from tests.unit.simulation.chaos import Chaos
 from tests.unit.simulation.choices import Choices, every
 from tests.unit.simulation.cluster import STORES, Cluster
+from tests.unit.simulation.encrypting import is_in_the_clear
 from tests.unit.simulation.node import SimulatedHost
 from tests.unit.simulation.test_cluster import DAY, SETTLES, cluster_of
 from tests.unit.simulation.world import Crash, World
@@ -50,12 +55,17 @@ def move(cluster: Cluster, choices: Choices) -> tuple[SimulatedHost, tuple[int, 
 
 def switch(cluster: Cluster, _choices: Choices) -> tuple[SimulatedHost, tuple[int, ...]]:
     """One daemon after the other is started again with another backend."""
-    cluster.set_backend("host-gw" if cluster.config.backend_type == "vxlan" else "vxlan")
+    cluster.set_backend(SWITCHES[cluster.config.backend_type])
+    return _restart_all(cluster), ()
+
+
+def _restart_all(cluster: Cluster) -> SimulatedHost:
+    """Restart the first daemon, and later the others."""
     cluster.hosts[1].ended(InterruptedError("restarted"))
     for number in (2, 3):
         restart = partial(cluster.hosts[number].ended, InterruptedError("restarted"))
         cluster.world.at(cluster.world.time + SETTLES, restart)
-    return cluster.hosts[1], ()
+    return cluster.hosts[1]
 
 
 def sweep(cluster: Cluster, _choices: Choices) -> tuple[SimulatedHost, tuple[int, ...]]:
@@ -96,6 +106,18 @@ STORIES: dict[Begin, int] = {
 
 
 BACKENDS = ("vxlan", "host-gw")
+#: Backend to which each one is switched. Without ``Backend.Also`` ipsec would leave its policies behind.
+SWITCHES = {"vxlan": "host-gw", "host-gw": "vxlan", "wireguard": "ipsec"}
+
+
+#: A subnet of the cluster's network that is no node's in these stories, but could be any moment.
+FREE = IPv4Network("10.3.254.0/24")
+
+
+def encrypt(cluster: Cluster, choices: Choices) -> tuple[SimulatedHost, tuple[int, ...]]:
+    """One daemon after the other is started again with a backend that encrypts."""
+    cluster.set_backend(choices.pick(encrypting.TYPES))
+    return _restart_all(cluster), ()
 
 
 def _name(begin: Begin) -> str:
@@ -107,6 +129,12 @@ class Watch:
 
     def __init__(self, cluster: Cluster, choices: Choices, deaths: int) -> None:
         self.wrong: list[str] = []
+        #: Subnets of nodes, also former ones, and one that is nobody's.
+        self.subnets = {FREE}
+        #: Hosts and subnets to which packets did not leave unencrypted, and never may again.
+        self.encrypted: set[tuple[SimulatedHost, IPv4Network]] = set()
+        self._encrypts = False
+        self._begins_to = False
         self._cluster = cluster
         self._choices = choices
         self._deaths = deaths
@@ -117,8 +145,16 @@ class Watch:
         for host in self._cluster.hosts.values():
             host.on_effect = partial(self._at_effect, host, may_die=host is victim)
 
+    def confine(self, *, begins_to: bool) -> None:
+        """Let no packet leave in the clear. In a cluster that ``begins_to`` encrypt, none does so again."""
+        self._encrypts, self._begins_to = True, begins_to
+        for host in self._cluster.hosts.values():
+            self.wrong += self.in_the_clear(host)
+
     def _at_effect(self, host: SimulatedHost, when: str, *, may_die: bool) -> None:
         self.wrong += (f"{host.name} {when}: {line}" for line in self._now_wrong())
+        if self._encrypts:
+            self.wrong += (f"{host.name} {when}: {line}" for line in self.in_the_clear(host))
         if may_die and self._deaths and self._choices.pick((False, True)):
             self._deaths -= 1
             raise Crash(when)
@@ -133,6 +169,18 @@ class Watch:
             if host.kernel.foreign() != host.foreign:
                 yield f"foreign objects of {host.name} are {host.kernel.foreign()}, were {host.foreign}"
 
+    def in_the_clear(self, host: SimulatedHost) -> Iterator[str]:
+        """Yield the subnets to which packets leave a host unencrypted, though they must not."""
+        own = host.subnet_env[0]
+        nets = [each.subnet_env[0] for each in self._cluster.hosts.values()]
+        self.subnets.update(net for net in nets if isinstance(net, IPv4Network))
+        for net in self.subnets - {own} if own else ():
+            assert isinstance(own, IPv4Network)
+            if not is_in_the_clear(host.kernel, own[9], net[9]):
+                self.encrypted.add((host, net))
+            elif not self._begins_to or (host, net) in self.encrypted:
+                yield f"packets to {net} leave in the clear"
+
 
 def tell(begin: Begin, store: str, backend: str, directory: Path, deaths: int, choices: Choices) -> None:
     world = World(0, logging.WARNING)
@@ -141,17 +189,21 @@ def tell(begin: Begin, store: str, backend: str, directory: Path, deaths: int, c
         world.run(SETTLES)
         subnets = {number: host.subnet_env for number, host in cluster.hosts.items()}
         watch = Watch(cluster, choices, deaths)
+        if begin is encrypt or backend in encrypting.TYPES:
+            watch.confine(begins_to=begin is encrypt)
         watch.begin(begin)
-        world.run((2 if begin is switch else 1) * SETTLES + 10.0 * deaths)
+        world.run((2 if begin in (switch, encrypt) else 1) * SETTLES + 10.0 * deaths)
         assert watch.wrong == []
         assert cluster.problems() == []
+        if begin is encrypt:
+            assert len(watch.encrypted) == len(cluster.hosts) * (len(watch.subnets) - 1)
         for number in subnets.keys() & cluster.hosts.keys():
             assert cluster.hosts[number].subnet_env == subnets[number]
 
 
 def points_in(begin: Begin, store: str, backend: str, directory: Path, deaths: int) -> int:
     """Return the number of ways in which the story goes, but for those without a death."""
-    without = 2 if begin in (join, move, failover) else 1
+    without = 2 if begin in (join, move, failover, encrypt) else 1
     return every(partial(tell, begin, store, backend, directory, deaths)) - without
 
 
@@ -173,6 +225,67 @@ def test_daemon_that_dies_at_any_effect_recovers_and_costs_no_packet(
     points = sum(points_in(begin, store, backend, tmp_path, 1) for store in STORES for backend in BACKENDS)
     record_property("crash points", points)
     assert points >= STORIES[begin]
+
+
+#: Stories of a cluster that encrypts, and of one that begins to, with their crash points.
+ENCRYPTED: dict[tuple[Begin, str], int] = {
+    (join, "wireguard"): 42,
+    (renewal, "wireguard"): 2,
+    (move, "wireguard"): 6,
+    (switch, "wireguard"): 60,
+    (sweep, "wireguard"): 10,
+    (failover, "wireguard"): 42,
+    (removal, "wireguard"): 6,
+    (join, "ipsec"): 80,
+    (renewal, "ipsec"): 2,
+    (move, "ipsec"): 42,
+    (sweep, "ipsec"): 16,
+    (failover, "ipsec"): 80,
+    (removal, "ipsec"): 12,
+    (encrypt, "vxlan"): 98,
+    (encrypt, "host-gw"): 90,
+}
+
+
+@pytest.fixture
+def encrypting_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, place in encrypting.BACKENDS.items():
+        monkeypatch.setitem(registry.BUILT_IN, name, place)
+
+
+@pytest.mark.usefixtures("encrypting_backends")
+@pytest.mark.parametrize(
+    ("begin", "backend"), ENCRYPTED, ids=lambda each: each if isinstance(each, str) else _name(each)
+)
+def test_daemon_that_dies_at_any_effect_lets_nothing_out_in_the_clear(
+    begin: Begin,
+    backend: str,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    record_property: Callable[[str, object], None],
+) -> None:
+    if begin is renewal:
+        request.getfixturevalue("renewals_are_due")
+    points = points_in(begin, "v3", backend, tmp_path, 1)
+    record_property("crash points", points)
+    assert points >= ENCRYPTED[begin, backend]
+
+
+@pytest.mark.usefixtures("encrypting_backends")
+@pytest.mark.parametrize("backend", encrypting.TYPES)
+@pytest.mark.parametrize(
+    "seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 200))]
+)
+def test_troubled_cluster_lets_nothing_out_in_the_clear(backend: str, seed: int, tmp_path: Path) -> None:
+    world = World(seed, logging.WARNING)
+    with world.running():
+        cluster = cluster_of(world, STORES[seed % len(STORES)], 5, tmp_path, backend)
+        watch = Watch(cluster, Choices(), deaths=0)
+        watch.confine(begins_to=False)
+        cluster.on_effect = lambda host: watch.wrong.extend(watch.in_the_clear(host))
+        Chaos(cluster).run(15)
+        assert watch.wrong == []
+        assert cluster.problems() == []
 
 
 @pytest.mark.long
