@@ -81,6 +81,16 @@ def link(desired: Link, actual: Link | ForeignLink | None, parent: str) -> Itera
     yield ("ip", "link", "set", desired.name, "up")
 
 
+def set_link(name: str, *properties: object, inside: str = "") -> Command:
+    """Return the command that sets properties of any device, of this host or ``inside`` a namespace."""
+    return command(*entering(inside), "ip", "link", "set", "dev", name, *properties)
+
+
+def entering(namespace: str) -> Command:
+    """Return the words before a command that runs it in a network namespace; none for that of this host."""
+    return ("nsenter", f"--net={namespace}") if namespace else ()
+
+
 def _set(desired: Link, actual: Link) -> Iterator[Command]:
     change = ("ip", "link", "set", desired.name)
     yield from codec_for(desired).change_commands(desired, actual)

@@ -12,6 +12,7 @@ from flanneld.ctl.checks import check, few
 from flanneld.diagnostics.status import PeerStatus, Status, known
 from flanneld.findings import Advice, Finding, Fix, command
 from flanneld.model import Family, IPAddress, IPNetwork
+from flanneld.network.iproute2_commands import entering, set_link
 
 if TYPE_CHECKING:
     from flanneld.ctl.checks import Facts
@@ -104,12 +105,7 @@ def container_routes(facts: Facts) -> Iterator[Finding]:
             "its packets do not even leave the container",
             Fix(
                 tuple(
-                    (
-                        "nsenter",
-                        f"--net={each.path}",
-                        "ip",
-                        *_route(gateways[each.address.version], each.device),
-                    )
+                    (*entering(each.path), "ip", *_route(gateways[each.address.version], each.device))
                     for each in lost
                     if gateways[each.address.version]
                 )
@@ -143,7 +139,7 @@ def bridge_down(facts: Facts) -> Iterator[Finding]:
                 f"{name} is down",
                 "it has an address of our subnet",
                 "no packet gets to the containers or from them",
-                Fix((command("ip", "link", "set", "dev", name, "up"),)),
+                Fix((set_link(name, "up"),)),
                 about=name,
             )
 
@@ -190,7 +186,7 @@ def attachment(facts: Facts) -> Iterator[Finding]:
             "no packet gets to such a container or from it",
             Fix(
                 tuple(
-                    command("ip", "link", "set", "dev", name, "master", bridge)
+                    set_link(name, "master", bridge)
                     for name, bridge in dict.fromkeys((each.attached_to, each.reached_by) for each in loose)
                 )
             ),

@@ -13,6 +13,7 @@ from flanneld.ctl.paths import MADE_ANEW, between_nodes, listed, takes_mtu
 from flanneld.diagnostics.status import known
 from flanneld.findings import Advice, Finding, Fix, Severity, command, line
 from flanneld.network.host_settings import Topic
+from flanneld.network.iproute2_commands import set_link
 from flanneld.network.rtnetlink.traffic_control import ORDINARY, WITH_FILTERS
 
 if TYPE_CHECKING:
@@ -201,7 +202,7 @@ def container_mtu(facts: Facts) -> Iterator[Finding]:
                 f"an address of our subnet is on {name}",
                 "large packets of its containers vanish: connections open and then hang; see that the"
                 f" container runtime reads {facts.subnet_file}",
-                Fix((command("ip", "link", "set", "dev", name, "mtu", allowed),)),
+                Fix((set_link(name, "mtu", allowed),)),
                 about=name,
             )
     large = [each for each in facts.containers if allowed and each.mtu > allowed]
@@ -210,22 +211,7 @@ def container_mtu(facts: Facts) -> Iterator[Finding]:
             f"{counted(len(large), 'container')} with a larger MTU than the network allows, {allowed}",
             few([f"{each.address} in {each.path}: {each.mtu}" for each in large], "; "),
             "this host refuses its large packets; where a program does not make smaller ones, they are lost",
-            Fix(
-                tuple(
-                    command(
-                        "nsenter",
-                        f"--net={each.path}",
-                        "ip",
-                        "link",
-                        "set",
-                        "dev",
-                        each.device,
-                        "mtu",
-                        allowed,
-                    )
-                    for each in large
-                )
-            ),
+            Fix(tuple(set_link(each.device, "mtu", allowed, inside=each.path) for each in large)),
             severity=Severity.HINT,
         )
 

@@ -11,7 +11,7 @@ from flanneld.compat.glog import counted
 from flanneld.ctl.checks import check, few
 from flanneld.ctl.compare import Comparison
 from flanneld.diagnostics.status import known
-from flanneld.findings import Advice, Finding, Fix, Severity, command, line
+from flanneld.findings import Advice, Finding, Fix, Severity, line
 from flanneld.network import iproute2_commands
 from flanneld.network.host_settings import Topic
 from flanneld.network.rtnetlink.links import PORT_REMEDY, SeenLink
@@ -119,7 +119,7 @@ def _way_up(link: SeenLink | None, addresses: Sequence[str]) -> Fix | Advice:
     """
     if link is None:
         return Advice("plug it in, or let the daemon elect another")
-    up = command("ip", "link", "set", "dev", link.name, "up")
+    up = iproute2_commands.set_link(link.name, "up")
     if any(ip_address(text).version == 6 for text in addresses):
         return Advice(f"{line((up,))}, and give it its IPv6 addresses back")
     return Fix((up,))
