@@ -56,15 +56,6 @@ _SEEN_FROM_HERE = {
 _RANKS = {"daemon": 1, **dict.fromkeys(_SYMPTOMS, 2)}
 
 
-def verdict(findings: list[tuple[Check, Finding]]) -> str:
-    """Return the result in one line (pure)."""
-    problems = [finding for _, finding in findings if finding.severity is Severity.PROBLEM]
-    if problems:
-        more = f", and {counted(len(problems) - 1, 'more problem')}" if len(problems) > 1 else ""
-        return f"Broken: {problems[0].problem}{more}"
-    return f"Healthy, with {counted(len(findings), 'hint')}" if findings else "Healthy"
-
-
 def examine(facts: Facts) -> list[tuple[Check, Finding]]:
     """Return all findings: problems before hints, causes before symptoms, then by theme (pure)."""
     found = [(check, finding) for check in CHECKS for finding in check.look(facts)]
@@ -115,11 +106,6 @@ def run_fixes(chosen: Iterable[tuple[Command, ...]]) -> list[tuple[Command, str]
     return ran
 
 
-def has_problem(findings: list[tuple[Check, Finding]]) -> bool:
-    """Return True unless there is nothing worse than a hint."""
-    return any(finding.severity is Severity.PROBLEM for _, finding in findings)
-
-
 class Report(Struct, frozen=True):
     """Findings, what is not known, and the checks beside those of this host (``more``)."""
 
@@ -142,29 +128,45 @@ class Report(Struct, frozen=True):
         return cls(with_cluster(examine(facts), found), unknown, cluster.CLUSTER_CHECKS)
 
     @property
+    def problems(self) -> list[Finding]:
+        return [finding for _, finding in self.findings if finding.severity is Severity.PROBLEM]
+
+    @property
     def is_wrong(self) -> bool:
         """Return True unless there is nothing worse than a hint."""
-        return has_problem(self.findings)
+        return bool(self.problems)
+
+    @property
+    def verdict(self) -> str:
+        """Return the result in one line."""
+        found = self.problems
+        if found:
+            more = f", and {counted(len(found) - 1, 'more problem')}" if len(found) > 1 else ""
+            return f"Broken: {found[0].problem}{more}"
+        return f"Healthy, with {counted(len(self.findings), 'hint')}" if self.findings else "Healthy"
 
     def tables(self) -> list[TextTable]:
         """Return the findings for a terminal."""
-        return report(self.findings, self.unknown, self.more)
+        problems = len(self.problems)
+        checks, hints = len(CHECKS) + len(self.more), len(self.findings) - problems
+        said = f"{checks} checks: {counted(problems, 'problem')}, {counted(hints, 'hint')}"
+        return [
+            TextTable((), [(self.verdict,)]),
+            *(TextTable((), list(_rows(check, finding))) for check, finding in self.findings),
+            TextTable((), [*((f"not known: {why}",) for why in self.unknown), (said,)]),
+        ]
 
     def plain(self) -> dict[str, Any]:
-        """Return the findings as JSON."""
-        return as_json(self.findings, self.unknown, self.more)
-
-
-def report(
-    findings: list[tuple[Check, Finding]], unknown: Sequence[object], more: Sequence[Check] = ()
-) -> list[TextTable]:
-    """Return the findings as tables for a terminal; ``more`` are the checks beside those of this host."""
-    tables = [TextTable((), [(verdict(findings),)])]
-    tables += [TextTable((), list(_rows(check, finding))) for check, finding in findings]
-    problems = sum(finding.severity is Severity.PROBLEM for _, finding in findings)
-    hints = len(findings) - problems
-    said = f"{len(CHECKS) + len(more)} checks: {counted(problems, 'problem')}, {counted(hints, 'hint')}"
-    return [*tables, TextTable((), [*((f"not known: {why}",) for why in unknown), (said,)])]
+        """Return the findings as JSON: a fix as argument lists, or an advice as text."""
+        return {
+            "verdict": self.verdict,
+            "checks": [
+                {"theme": each.theme, "name": each.name, "meaning": each.meaning}
+                for each in (*CHECKS, *self.more)
+            ],
+            "findings": [_plain(check, finding) for check, finding in self.findings],
+            "not_known": list(map(str, self.unknown)),
+        }
 
 
 def _rows(check: Check, finding: Finding) -> Iterator[tuple[str, str]]:
@@ -179,35 +181,16 @@ def _rows(check: Check, finding: Finding) -> Iterator[tuple[str, str]]:
             yield "advice", advice.text
 
 
-def as_json(
-    findings: list[tuple[Check, Finding]], unknown: Sequence[object], more: Sequence[Check] = ()
-) -> dict[str, Any]:
-    """Return the findings as JSON: a fix as argument lists, or an advice as text."""
+def _plain(check: Check, finding: Finding) -> dict[str, Any]:
+    remedy = finding.remedy
     return {
-        "verdict": verdict(findings),
-        "checks": [
-            {"theme": each.theme, "name": each.name, "meaning": each.meaning} for each in (*CHECKS, *more)
-        ],
-        "findings": [
-            {
-                "theme": check.theme,
-                "check": check.name,
-                "severity": finding.severity,
-                "about": finding.about,
-                "problem": finding.problem,
-                "evidence": finding.evidence,
-                "why": finding.why,
-                **_remedy(finding),
-            }
-            for check, finding in findings
-        ],
-        "not_known": list(map(str, unknown)),
+        "theme": check.theme,
+        "check": check.name,
+        "severity": finding.severity,
+        "about": finding.about,
+        "problem": finding.problem,
+        "evidence": finding.evidence,
+        "why": finding.why,
+        "fix": remedy.commands if isinstance(remedy, Fix) else None,
+        "advice": None if isinstance(remedy, Fix) else remedy.text,
     }
-
-
-def _remedy(finding: Finding) -> dict[str, Any]:
-    match finding.remedy:
-        case Fix(commands):
-            return {"fix": commands, "advice": None}
-        case advice:
-            return {"fix": None, "advice": advice.text}
