@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from flanneld.backends.wireguard.mesh import NAT_KEEPALIVE
 from tests.lab import Lab, Node, own_command, peer_command, wait_for
 from tests.lab.lab import NETWORK
 from tests.netns.pair import DUAL_STACK, connect
+from tests.netns.test_mesh import RESTRICTED, Site, sessions
 
 OURS, THEIRS = own_command(), peer_command("v3")
 
@@ -84,4 +86,49 @@ def test_the_other_daemon_ignores_a_second_backend(lab: Lab, kind: str, also: st
     ours, later = mixed(lab, [OURS, THEIRS], Backend={**backends[kind], "Also": backends[also]})
     assert lab.etcd.leases()[ours.subnet()]["BackendData"]["Also"]["Type"] == also
     for one, other in itertools.permutations((theirs, ours, later), 2):
+        connect(one, other)
+
+
+#: Seconds: a session with traffic is renewed after 120 s (REKEY_AFTER_TIME), and by nothing else before.
+RENEWAL = 115
+#: Bytes of a handshake initiation.
+INITIATION = 148
+
+
+def test_a_mesh_reaches_the_other_daemon_and_leaves_its_sessions_alone(lab: Lab) -> None:
+    """A node behind NAT reaches it, too; meanwhile a node that has died is searched for in vain."""
+    lab.etcd.put_config({"Network": NETWORK, "Backend": {"Type": "wireguard", "Mesh": True}})
+    ours, hidden, theirs, dead = nodes = lab.add_nodes(4)
+    Site(lab, 1, RESTRICTED).take(hidden)
+    for node in nodes:
+        start(node, THEIRS if node is theirs else OURS)
+    dead.kill()
+    dead.namespace.ip("link set eth0 down")
+    for one, other in itertools.permutations((ours, hidden, theirs), 2):
+        connect(one, other)
+
+    def handshakes() -> list[tuple[float, object]]:
+        pairs = ((ours, theirs), (theirs, ours), (hidden, theirs), (theirs, hidden))
+        found = [sessions(one)[other.subnet()] for one, other in pairs]
+        return [(each.last_handshake, each.endpoint) for each in found]
+
+    def sent() -> int:
+        return min(sessions(each)[dead.subnet()].tx_bytes for each in (ours, hidden))
+
+    before, tried = handshakes(), sent()
+    with ours.container().ping(theirs.container()) as ping:
+        wait_for(lambda: sent() >= tried + 4 * INITIATION, 120, "four attempts to reach the dead node")
+        ping.wait_for_replies()
+        ping.stop()
+    assert ping.lost() == 0
+    for (was, at), (now, there) in zip(before, handshakes(), strict=True):
+        assert there == at
+        assert now == was or now - was >= RENEWAL
+    assert [sessions(each)[theirs.subnet()].keepalive for each in (ours, hidden)] == [0, NAT_KEEPALIVE]
+    assert all("endpoints" not in str(each) for each in lab.etcd.leases().values())
+    ours.stop()
+    start(ours, OURS)
+    theirs.stop()
+    start(theirs, THEIRS)
+    for one, other in itertools.permutations((ours, hidden, theirs), 2):
         connect(one, other)
