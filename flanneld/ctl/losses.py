@@ -34,7 +34,7 @@ from flanneld.ctl.paths import (
 )
 from flanneld.diagnostics.status import Status, addresses, known
 from flanneld.errors import Retryable
-from flanneld.findings import Command, command
+from flanneld.findings import Command, command, line
 from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork
 from flanneld.network.firewall import foreign
 from flanneld.network.firewall.driver import IptablesRunner
@@ -254,6 +254,12 @@ class Lost(Struct, frozen=True, gc=False):
     families: frozenset[Family] = frozenset({4})
     #: Route of a kind that leads nowhere, as ip-route(8) deletes it; empty if there is none.
     removal: str = ""
+
+    @property
+    def note(self) -> str:
+        about = f"; {self.cause} {self.about}" if self.about else ""
+        fix = f"; {line(self.commands)}" if self.commands else ""
+        return f"{self.evidence}{about}{fix}"
 
 
 class Question(Struct, frozen=True, gc=False):

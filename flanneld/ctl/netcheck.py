@@ -14,14 +14,15 @@ from msgspec.structs import replace
 
 from flanneld.ctl.checks.containers import container_devices
 from flanneld.ctl.compare import wanted_route
-from flanneld.ctl.losses import Drop, drops_towards, host_addresses
+from flanneld.ctl.losses import drops_towards, host_addresses, lost_packets
 from flanneld.ctl.nodes import answer_remedy, our_addresses, port_of, target_of, told, vxlan_of
 from flanneld.ctl.output import TextTable
-from flanneld.ctl.paths import PathToPeer, carriers, paths, peer_named
+from flanneld.ctl.paths import PathToPeer, carriers, parsed, paths, peer_named
 from flanneld.ctl.source import DataSource
 from flanneld.diagnostics.status import PeerStatus, Status, UplinkStatus, known
 from flanneld.errors import FlannelError
 from flanneld.model import IPAddress, family_of
+from flanneld.network.interfaces import names
 from flanneld.network.query import ORDINARY
 from flanneld.network.survey import SILENCE, Channel, EchoChannel, QueryChannel, Reply, ask, path_mtus, survey
 from flanneld.state.resources import Vxlan
@@ -31,10 +32,9 @@ _NO_CONTAINER = frozenset({errno.EHOSTUNREACH, errno.ENETUNREACH})
 _FEW = 3
 #: Bytes of a small packet, with the IP header: the size of ping(8).
 SMALL = 84
-#: Seconds until a packet counts as lost, and lost packets in a row after which a stage is given up.
-_WITHIN, _ENOUGH = 1.0, 3
-#: Seconds more for the last packet to a container: its node reports a missing one after 3 s of ARP.
-_LINGER = 2.0
+#: Seconds until a packet counts as lost, lost packets in a row after which a stage is given up, and seconds
+#: more for the last packet to a container: its node reports a missing one after 3 s of ARP.
+_WITHIN, _ENOUGH, _LINGER = 1.0, 3, 2.0
 #: Seconds for the answers to one try of a query without checksums, and tries.
 _CHECKED_WITHIN, _TRIES = 0.5, 2
 
@@ -174,15 +174,22 @@ def examine(source: DataSource, wanted: Wanted, tell: Callable[[str], None]) -> 
     tell("largest packets")
     has_sizes = known(status.mtu) and known(status.uplink)
     sizes = paths(peers, status, path_mtus, container) if has_sizes else []
-    drops = drops_towards(status, container_devices(status, host_addresses()))
-    port = port_of(source)
+    devices = container_devices(status, host_addresses())
+    drops, port = drops_towards(status, devices), port_of(source)
     is_mute = False
     for peer in peers:
         found = list(Walk(peer, status, port, wanted.count, tell).stages(container))
         through = [each for each in sizes if each.peer == peer.subnets[0]]
-        results += judge(peer, found, through, drops(peer.networks[0].network_address), status)
-        results += spoilt(peer, found, port, status)
-        verdicts.append((peer.name, verdict(found, through)))
+        here = [
+            Result("filter", peer.name, each.state, f"{each.chain} of this node", each.note)
+            for each in drops(peer.networks[0].network_address)
+        ] + [
+            Result("lookup", peer.name, "PROBLEM", each.packets, each.note)
+            for each in lost_packets(status, names(), devices, [parsed(peer)])
+            if each.cause != "uplink"  # which may be meant so
+        ]
+        results += [*judge(peer, found, through, status), *here, *spoilt(peer, found, port, status)]
+        verdicts.append((peer.name, verdict(found, through, here)))
         is_mute = is_mute or any(each.stage is Stage.UDP and each.is_refused for each in found)
     mute = [f"which direction loses large packets (there, back); {answer_remedy(port)}"] if is_mute else []
     return Answer(results, verdicts, mute)
@@ -318,8 +325,19 @@ def _ask_unsummed(target: IPAddress, port: int, which: tuple[bool, bool]) -> Rep
 # ---- judgements (pure) --------------------------------------------------------------------------
 
 
-def verdict(found: Sequence[Series], sizes: Sequence[PathToPeer] = ()) -> Verdict:
-    """Return where packets stop: at the first stage that explains everything after it."""
+def verdict(
+    found: Sequence[Series], sizes: Sequence[PathToPeer] = (), here: Sequence[Result] = ()
+) -> Verdict:
+    """Return where packets stop: at the first stage that explains everything after it.
+
+    A cause on this node, ``here``, is better than any guess.
+    """
+    said = _of_stages(found, sizes)
+    known_here = [f"{each.found}: {each.note}" for each in here if each.state == "PROBLEM"]
+    return replace(said, reason=known_here[0]) if said.at and known_here else said
+
+
+def _of_stages(found: Sequence[Series], sizes: Sequence[PathToPeer]) -> Verdict:
 
     def one(stage: Stage) -> Series | None:
         return next((each for each in found if each.stage is stage), None)
@@ -386,10 +404,9 @@ def judge(
     peer: PeerStatus,
     found: Sequence[Series],
     sizes: Sequence[PathToPeer],
-    drops: Sequence[Drop],
     told: Status,
 ) -> Iterator[Result]:
-    """Yield a result for each stage, each size, and each rule of this node that drops the peer's packets."""
+    """Yield a result for each stage and each size."""
     about, devices = peer.name, known(told.devices) or ()
     is_open = any(
         each.rtts
@@ -408,8 +425,6 @@ def judge(
         carried = f"{path.carried or '-'} of {path.required} bytes"
         more = {"to": str(path.target), "wanted": path.required, "carried": path.carried}
         yield Result(f"path MTU, {path.name}", about, path.state, carried, path.note, more)
-    for drop in drops:
-        yield Result("filter", about, drop.state, f"{drop.chain} of this node", drop.note)
 
 
 def _of_stage(about: str, each: Series) -> Result:
@@ -445,19 +460,15 @@ def translated(uplink: UplinkStatus | None) -> Iterator[Result]:
 def port_state(about: str, found: str, reply: Reply, *, is_open: bool) -> Result:
     """Judge the reply to a datagram at a peer's port; an open one is known by answers through it."""
     if reply.is_refusal:
-        return Result(
-            "port", about, "PROBLEM", f"{found} is closed", "no device listens: is flanneld started there?"
-        )
-    if reply.error:
+        state, what, note = "PROBLEM", "is closed", "no device listens: is flanneld started there?"
+    elif reply.error:
         reason = errno.errorcode.get(reply.error, str(reply.error))
-        return Result(
-            "port", about, "PROBLEM", f"{found} is rejected ({reason})", "let it pass in the firewall"
-        )
-    if is_open:
-        return Result("port", about, "ok", f"{found} is open")
-    return Result(
-        "port", about, "unknown", f"{found} gives no answer", "open, or a firewall drops what is sent there"
-    )
+        state, what, note = "PROBLEM", f"is rejected ({reason})", "let it pass in the firewall"
+    elif is_open:
+        state, what, note = "ok", "is open", ""
+    else:
+        state, what, note = "unknown", "gives no answer", "open, or a firewall drops what is sent there"
+    return Result("port", about, state, f"{found} {what}", note)
 
 
 def checksums(about: str, replies: Sums, *, answers_icmp: bool, device: Vxlan | None) -> Result:

@@ -30,7 +30,6 @@ from flanneld.ctl.nodes import handshake
 from flanneld.ctl.paths import parsed, reached_peers
 from flanneld.diagnostics.status import PeerStatus, Status, known, networks, resources
 from flanneld.errors import FlannelError
-from flanneld.findings import line
 from flanneld.model import Family, IPAddress, IPNetwork
 from flanneld.network.firewall.fate import MASQUERADE, Packet, Rule
 from flanneld.network.firewall.iptables_text import rule_text
@@ -121,7 +120,7 @@ def trace(
         # A route that is wrong has a hop already, and so has an uplink.
         is_wrong = any(each.state == "PROBLEM" for each in hops)
         causes = {"filter", "forwarding", "rule", *(() if is_wrong else ("route",))}
-        hops += (Hop("lookup", each.packets, "PROBLEM", _loss(each)) for each in lost if each.cause in causes)
+        hops += (Hop("lookup", each.packets, "PROBLEM", each.note) for each in lost if each.cause in causes)
         return [*hops, *(Hop("filter", each.chain, each.state, each.note) for each in drops)]
     way = look_up_route(target)
     if not told.ranges:
@@ -155,12 +154,6 @@ def _seen_source(target: IPAddress, told: Status, way: RouteTaken, rules_of: Mas
     else:
         seen = f"the container's address in {own}"
     yield Hop("source", seen, "ok", f"by {rule_text(rule)}" if rule else "no rule of flannel's is about it")
-
-
-def _loss(lost: Lost) -> str:
-    about = f"; {lost.cause} {lost.about}" if lost.about else ""
-    fix = f"; {line(lost.commands)}" if lost.commands else ""
-    return f"{lost.evidence}{about}{fix}"
 
 
 def _to_a_container(target: IPAddress, own: str, told: Status, look_up_route: WayTo) -> Iterator[Hop]:

@@ -110,7 +110,7 @@ def problems(node: Node, target: str, *words: str) -> dict[str, str]:
     return {hop["hop"]: f"{hop['found']}: {hop['note']}" for hop in hops if hop["state"] == "PROBLEM"}
 
 
-def test_trace_fails_where_this_host_loses_packets(lab: Lab) -> None:
+def test_trace_and_netcheck_fail_where_this_host_loses_packets(lab: Lab) -> None:
     node, peer = settled(lab)
     container, target = node.container(), peer.container().address
     sender = f"--from-container={container.address}"
@@ -121,6 +121,11 @@ def test_trace_fails_where_this_host_loses_packets(lab: Lab) -> None:
     node.namespace.ip("rule add to 10.5.0.0/16 blackhole priority 99")
     assert "99: " in problems(node, target)["lookup"]
     assert flannelctl(node, "trace", target).returncode == 1
+    checked = answer(node, "netcheck", peer.subnet(), "--count=1")
+    assert problems(node, target)["lookup"] in {
+        f"{each['found']}: {each['note']}" for each in checked["checks"] if each["check"] == "lookup"
+    }
+    assert "99: " in checked["reason"]
     node.namespace.ip("rule del priority 99")
     node.namespace.sysctl("net/ipv4/ip_forward", 0)
     assert problems(node, target)["forwarding"] == "off: this node passes no packet of a container on"
