@@ -6,6 +6,7 @@ import os
 import signal
 
 from flanneld.network.rtnetlink.links import PORT_REMEDY
+from tests.lab.namespace import suspend
 from tests.faults.fault import (
     BEHIND,
     NO_LEASE,
@@ -36,7 +37,7 @@ def lease_of_wrong0_deleted(world: World) -> None:
 
 
 def hang(world: World) -> None:
-    os.kill(world.node.pid, signal.SIGSTOP)
+    suspend(world.node.pid)
 
 
 def go_on(world: World) -> None:

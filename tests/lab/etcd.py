@@ -18,7 +18,7 @@ from urllib.parse import quote, urlencode
 
 from tests.lab import sparse
 from tests.lab.etcd_v3 import V3Keys
-from tests.lab.namespace import Namespace
+from tests.lab.namespace import Namespace, suspend
 from tests.lab.wait import wait_for
 
 PORT = 2379
@@ -121,7 +121,8 @@ class Etcd:
     @contextmanager
     def frozen(self) -> Iterator[None]:
         """Make it take connections and requests, and say nothing, for a while."""
-        self.send_signal(signal.SIGSTOP)
+        assert self._process is not None
+        suspend(self._process.pid)
         try:
             yield
         finally:

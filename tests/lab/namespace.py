@@ -169,6 +169,17 @@ def inhabitants(namespaces: Iterable[Namespace]) -> list[int]:
     return found
 
 
+def suspend(pid: int) -> None:
+    """Stop a process. SIGSTOP alone returns early: a thread in a system call finishes that first."""
+    os.kill(pid, signal.SIGSTOP)
+
+    def is_stopped() -> bool:
+        stats = [file.read_text() for file in Path(f"/proc/{pid}/task").glob("*/stat")]
+        return all(stat.rpartition(") ")[2].startswith(("T", "Z")) for stat in stats)
+
+    wait_for(is_stopped, what=f"process {pid} to stop")
+
+
 def remove(namespaces: list[Namespace]) -> None:
     """Kill who lives in them, by pid, and remove them with all they hold."""
     if not namespaces:

@@ -14,7 +14,7 @@ from typing import Any
 
 from tests.lab.changes import Changes
 from tests.lab.daemon import Daemon, Exit, own_command
-from tests.lab.namespace import Namespace, batch
+from tests.lab.namespace import Namespace, batch, suspend
 from tests.lab.ping import Ping
 from tests.lab.service_manager import ServiceManager
 from tests.lab.wait import wait_for
@@ -145,7 +145,7 @@ class Node:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Stop the daemon in its tracks for a moment, so that several things happen to it at once."""
-        os.kill(self.pid, signal.SIGSTOP)
+        suspend(self.pid)
         try:
             yield
         finally:

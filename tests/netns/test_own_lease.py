@@ -10,6 +10,7 @@ import pytest
 from flanneld.subnet.lease_keeper import PROBATION
 from tests.lab import Lab, Node, own_command, wait_for
 from tests.lab.etcd import TTL
+from tests.lab.namespace import suspend
 from tests.netns.apis import both_apis
 from tests.netns.pair import DUAL_STACK
 
@@ -45,7 +46,7 @@ def test_nodes_that_ask_at_the_same_moment_get_a_subnet_each(lab: Lab, number: i
         node.start(command=["nice", *own_command()])
     for node in nodes:
         node.wait_for_log("Couldn't fetch network config", 120)
-        os.kill(node.pid, signal.SIGSTOP)
+        suspend(node.pid)
     lab.etcd.put_config({**HOST_GW, "SubnetMin": "10.5.1.0", "SubnetMax": f"10.5.{number}.0"})
     for node in nodes:
         os.kill(node.pid, signal.SIGCONT)

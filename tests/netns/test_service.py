@@ -12,6 +12,7 @@ import pytest
 
 from tests.lab import Lab, Node
 from tests.lab.lab import NETWORK
+from tests.lab.namespace import suspend
 from tests.netns.booted import BootedNode
 
 
@@ -172,7 +173,7 @@ def test_a_daemon_that_hangs_is_replaced(booted: BootedNode) -> None:
     booted.set_watchdog("flanneld", 5)
     booted.systemctl("start", "flanneld")
     hanging = booted.pid("flanneld")
-    os.kill(hanging, signal.SIGSTOP)
+    suspend(hanging)
     wait_for_restart(booted)
     assert booted.pid("flanneld") != hanging
 

@@ -13,6 +13,7 @@ import pytest
 
 from tests.bench.process import cpu_seconds
 from tests.lab import Lab, Node, wait_for
+from tests.lab.namespace import suspend
 from tests.netns.apis import both_apis
 
 MAC = "02:00:00:00:00:{:02x}"
@@ -116,7 +117,7 @@ def test_a_backup_that_was_put_back_is_followed(lab: Lab, writes: int) -> None:
 
 @contextmanager
 def stopped(_lab: Lab, node: Node) -> Iterator[None]:
-    os.kill(node.pid, signal.SIGSTOP)
+    suspend(node.pid)
     try:
         yield
     finally:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import select
-import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from msgspec.structs import replace
 from flanneld.backends.udp.client import ProxyClient
 from flanneld.network import interfaces
 from tests.lab import Lab, Node, wait_for
+from tests.lab.namespace import suspend
 from tests.netns.pair import connect
 from tests.netns.test_capabilities import NOBODY
 from tests.netns.test_cleanup import cleanup
@@ -135,7 +135,7 @@ def test_a_crowd_of_strangers_does_not_keep_the_daemon_from_the_pump(nodes: list
 def test_a_pump_that_hangs_is_replaced(nodes: list[Node]) -> None:
     node, peer = nodes
     before = pid_of(node)
-    os.kill(before, signal.SIGSTOP)
+    suspend(before)
     assert not node.container().reaches(peer.container(), 0.5)
     node.wait_for_log(f"Killed the udp proxy of {TUN}, process {before}: no answer for", 60)
     node.wait_for_log(f"Restored udp proxy of {TUN}", 30)
@@ -147,7 +147,7 @@ def test_a_daemon_that_finds_a_pump_that_hangs_replaces_it(nodes: list[Node]) ->
     node, peer = nodes
     before = pid_of(node)
     node.kill()
-    os.kill(before, signal.SIGSTOP)
+    suspend(before)
     node.start()
     node.wait_ready(60)
     assert pid_of(node) != before
@@ -159,7 +159,7 @@ def test_a_pump_that_hangs_is_cleaned_up(nodes: list[Node]) -> None:
     before = pid_of(node)
     node.stop()
     with pidfd_of(before) as pidfd:
-        os.kill(before, signal.SIGSTOP)
+        suspend(before)
         assert f"removed udp proxy of {TUN}, which does not answer" in cleanup_after(node)
         assert has_ended(pidfd)
     assert node.link(TUN) is None

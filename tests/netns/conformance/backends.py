@@ -34,7 +34,7 @@ from flanneld.state.resources import (
     WireGuard,
 )
 from flanneld.state.table import Put, Table
-from tests.lab.namespace import Namespace
+from tests.lab.namespace import Namespace, suspend
 from tests.netns.conformance.host import OnHost
 
 _WANTED_PROXY = UdpProxy(
@@ -81,7 +81,7 @@ class PumpProcess(OnHost):
         """Have the proxy stopped: it may only be slow."""
         assert isinstance(table, ProxyTable)
         pid = table._client.hello().pid
-        os.kill(pid, signal.SIGSTOP)
+        suspend(pid)
         try:
             with self._patience:
                 yield
