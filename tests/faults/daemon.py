@@ -6,7 +6,6 @@ import os
 import signal
 
 from flanneld.network.rtnetlink.links import PORT_REMEDY
-from tests.lab.namespace import suspend
 from tests.faults.fault import (
     BEHIND,
     NO_LEASE,
@@ -21,6 +20,7 @@ from tests.faults.fault import (
     stop,
 )
 from tests.faults.world import DUAL, HOST_GW, UDP, World
+from tests.lab.namespace import suspend
 
 START = "systemctl start flanneld"
 
