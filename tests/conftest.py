@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -13,7 +14,7 @@ from tests import hermetic, order, report
 from tests.lab import Lab, Node
 from tests.lab.forks import FORKS
 from tests.lab.lab import API
-from tests.vm.machine import lacks
+from tests.vm.machine import INSIDE, lacks
 
 # A busy machine is no reason to fail. The same examples each time: a failure belongs to the change that
 # it comes with. With --long new ones are looked for, and ten times as many.
@@ -44,7 +45,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="write how long each file's tests take, for their order",
     )
-    parser.addoption("--part", metavar="K/N", help="run the Kth of N parts that take about as long")
+    parser.addoption(
+        "--claims",
+        type=Path,
+        metavar="FOLDER",
+        help="run files that no other run with this folder has begun",
+    )
     parser.addoption(
         "--needs-kernel",
         choices=["with", "without", "only"],
@@ -81,13 +87,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     by_name = {item.nodeid: item for item in wanted}
     shared = {item.nodeid: mark.args[0] for item in wanted for mark in item.iter_markers("shares")}
     workers = getattr(config, "workerinput", {}).get("workercount", 1)
-    names = order.dealt(order.together(list(by_name), shared), workers, order.recorded())
-    if config.getoption("--part"):
-        number, parts = map(int, config.getoption("--part").split("/"))
-        names = order.part(names, number, parts, order.recorded("machine"))
+    durations = order.recorded("machine" if INSIDE in os.environ else "host")
+    names = order.dealt(order.together(list(by_name), shared), workers, durations)
     chosen = [by_name[name] for name in names]
     config.hook.pytest_deselected(items=list(set(items).difference(chosen)))
     items[:] = chosen
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    """Run what is not claimed by another process, if there are others; see pytest's own loop."""
+    folder = session.config.getoption("--claims")
+    if folder is None or session.config.option.collectonly or session.testsfailed:
+        return None
+    tests = order.claimed(session.items, folder, lambda item: order.file_of(item.nodeid))
+    item = next(tests, None)
+    while item is not None:
+        following = next(tests, None)
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        if session.shouldfail:
+            raise session.Failed(session.shouldfail)
+        item = following
+    return True
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

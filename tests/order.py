@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -13,8 +14,7 @@ import pytest
 DURATIONS = Path(__file__).with_name("durations.json")
 #: Seconds of a file that is worth the record, and of one that comes first.
 SHORTEST, LONG = 1.0, 5.0
-#: Seconds of a test in a file without a record, for equal parts.
-USUAL = 0.5
+Test = TypeVar("Test")
 
 
 def file_of(test: str) -> str:
@@ -78,14 +78,17 @@ def dealt(tests: Sequence[str], workers: int, seconds: Mapping[str, float]) -> l
     return order + others
 
 
-def part(tests: Sequence[str], number: int, parts: int, seconds: Mapping[str, float]) -> list[str]:
-    """Return one of several parts that take about as long, in whole files, the slowest first."""
-    weights = {file: seconds.get(file, USUAL * count) for file, count in Counter(map(file_of, tests)).items()}
-    loads = [0.0] * parts
-    chosen: list[str] = []
-    for file in sorted(weights, key=lambda file: (-weights[file], file)):
-        lightest = loads.index(min(loads))
-        loads[lightest] += weights[file]
-        if lightest == number - 1:
-            chosen += [test for test in tests if file_of(test) == file]
-    return chosen
+def claimed(tests: Iterable[Test], folder: Path, file_of_test: Callable[[Test], str]) -> Iterator[Test]:
+    """Yield the tests of each file that no other process with this folder has begun."""
+    known: dict[str, bool] = {}
+    for test in tests:
+        file = file_of_test(test)
+        if file not in known:
+            try:
+                # Of two machines that create a file at once both succeed, but one that makes a folder.
+                (folder / file.replace("/", "+")).mkdir(parents=True)
+                known[file] = True
+            except FileExistsError:
+                known[file] = False
+        if known[file]:
+            yield test

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from tests.order import record
 from tests.report import NOT_RUN, REPEAT, TOOK, TRIED
-from tests.vm.machine import lacks
+from tests.vm.machine import SHARED, lacks
 
 PYTHON = ".venv/bin/python"
 PYTEST = (PYTHON, "-m", "pytest")
@@ -116,11 +116,12 @@ def plan(
     long: str = "",
     is_root: bool = True,
     lacking: Sequence[str] = (),
+    shared: str = "",
 ) -> list[list[Step]]:
     """Return the steps in lanes: those of a lane run one after the other, the lanes beside each other.
 
     ``more`` are arguments for pytest; ``lacking`` are the features that this kernel lacks. ``long`` is a part
-    of what takes long, or "all".
+    of what takes long, or "all". ``shared`` is a folder, in which machines divide their tests.
     """
     if long not in ("", "all", "tests"):
         return [[long_step(long, more)]]
@@ -148,13 +149,12 @@ def plan(
     if lacking:
         kernel = Step("kernel of the machine", ("tests/vm/build",))
         limit = ("--limit", "10800" if long else "3600")
-        inside = (PYTHON, "-m", "tests.vm.machine", *limit)
-        only = (*PYTEST, "--needs-kernel", "only", *elsewhere)
-        # One for the clock alone, which belongs to no host.
-        parts = min(MACHINES, len(lacking))
+        inside = (PYTHON, "-m", "tests.vm.machine", "--shared", shared, *limit)
+        only = (*PYTEST, "--needs-kernel", "only", *elsewhere, "--claims", f"{SHARED}/claims")
         lanes.append([kernel])
-        for number in range(1, parts + 1):
-            command = (*inside, *only, "--part", f"{number}/{parts}", *more, *NAMESPACES)
+        # One for the clock alone, which belongs to no host.
+        for number in range(1, min(MACHINES, len(lacking)) + 1):
+            command = (*inside, *only, *more, *NAMESPACES)
             lanes.append([Step(f"tests in machine {number}", command, after=kernel)])
     lanes[0].append(Step("new clusters", (*SEARCH, "--seconds=30"), optional=True))
     why = "takes from minutes to hours; add --long, or --long="
@@ -325,15 +325,23 @@ def main() -> int:
     more += ["--long"] * bool(chosen.long)
     is_root = os.geteuid() == 0
     lacking = [feature for feature in FEATURES if is_root and lacks(feature)]
-    if chosen.shuffles:
-        order = []  # each run has its own
-        lanes = shuffles(more, chosen.shuffles, lacking)
-    else:
-        order = [] if "no:randomly" in more else [f"--randomly-seed={chosen.randomly_seed}"]
-        lanes = plan([*more, *order], fast=chosen.fast, long=chosen.long, is_root=is_root, lacking=lacking)
-    steps = [step for lane in lanes for step in lane]
+    # Each of several runs has its own order.
+    has_order = not chosen.shuffles and "no:randomly" not in more
+    order = [f"--randomly-seed={chosen.randomly_seed}"] if has_order else []
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="flanneld-tests-") as folder:
+        if chosen.shuffles:
+            lanes = shuffles(more, chosen.shuffles, lacking)
+        else:
+            lanes = plan(
+                [*more, *order],
+                fast=chosen.fast,
+                long=chosen.long,
+                is_root=is_root,
+                lacking=lacking,
+                shared=folder,
+            )
+        steps = [step for lane in lanes for step in lane]
         try:
             Run(lanes, Path(folder), selects=bool(more)).go()
         except KeyboardInterrupt:

@@ -1,11 +1,14 @@
-"""Order of the tests, and their parts."""
+"""Order of the tests, and their division among runs."""
 
 from __future__ import annotations
+
+import tempfile
+from pathlib import Path
 
 import hypothesis
 from hypothesis import strategies as st
 
-from tests.order import dealt, file_of, part, together
+from tests.order import claimed, dealt, file_of, together
 
 tests_of_files = st.dictionaries(st.sampled_from("abcdefgh"), st.integers(1, 9)).map(
     lambda counts: [f"{file}::{number}" for file, count in counts.items() for number in range(count)]
@@ -31,18 +34,11 @@ def test_tests_of_a_file_that_share_a_network_follow_each_other() -> None:
     assert together(tests, shared) == ["a::1", "a::4", "a::2", "a::3", "b::1", "b::2"]
 
 
-@hypothesis.given(tests_of_files, st.integers(1, 4), seconds_of_files)
-def test_parts_have_each_test_once_and_whole_files(
-    tests: list[str], parts: int, seconds: dict[str, float]
-) -> None:
-    found = [part(tests, number, parts, seconds) for number in range(1, parts + 1)]
-    assert sorted(test for tests in found for test in tests) == sorted(tests)
-    files = [file for tests in found for file in {file_of(test) for test in tests}]
-    assert len(files) == len(set(files))
-
-
-def test_parts_take_about_as_long_and_begin_with_the_slowest_file() -> None:
-    tests = [f"{file}::{number}" for file in "abcde" for number in range(2)]
-    seconds = {"a": 10.0, "b": 40.0, "c": 30.0, "d": 25.0}
-    found = [[file_of(test) for test in part(tests, number, 2, seconds)] for number in (1, 2)]
-    assert found == [["b", "b", "a", "a", "e", "e"], ["c", "c", "d", "d"]]
+@hypothesis.given(tests_of_files, st.lists(st.integers(0, 2)))
+def test_each_file_is_claimed_by_one_run(tests: list[str], turns: list[int]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        runs = [claimed(tests, Path(folder, "claims"), file_of) for _ in range(3)]
+        begun = [(turn, test) for turn in turns if (test := next(runs[turn], None))]
+        done = begun + [(number, test) for number, run in enumerate(runs) for test in run]
+    assert sorted(test for _, test in done) == sorted(tests)
+    assert len({(number, file_of(test)) for number, test in done}) == len(set(map(file_of, tests)))

@@ -1,10 +1,11 @@
 """Runs a command as root in a virtual machine whose kernel has what this host's lacks.
 
-    python -m tests.vm.machine [--limit SECONDS] [--without FEATURE] COMMAND [ARGUMENT]...
+    python -m tests.vm.machine [--limit SECONDS] [--without FEATURE] [--shared FOLDER] COMMAND [ARGUMENT]...
 
 The command has the caller's folder and environment, one CPU, a loopback interface and no other network. It
-sees the host's files, and what it writes is forgotten. The status is the command's own, or 125 when the
-machine did not start, ended under it or was stopped because time was up.
+sees the host's files, and what it writes is forgotten, except in /run/shared, which is the shared folder. The
+status is the command's own, or 125 when the machine did not start, ended under it or was stopped because time
+was up.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ PATIENCE = "10"
 #: Variable that tells a process that it runs in the machine.
 INSIDE = "FLANNELD_TEST_MACHINE"
 
+#: Where the shared folder is in there.
+SHARED = "/run/shared"
+
 #: Features that the kernel can start without, each with the functions that would register it.
 FEATURES = {
     "x_tables": ("ip_tables_init", "ip6_tables_init", "nft_compat_module_init"),
@@ -53,7 +57,7 @@ def lacks(feature: str) -> bool:
     return status == 1
 
 
-def run(command: Sequence[str], *, limit: float = 3600, without: str = "") -> int:
+def run(command: Sequence[str], *, limit: float = 3600, without: str = "", shared: str = "") -> int:
     """Run a command to its end, at most ``limit`` seconds. Raises ``MachineError``."""
     built = subprocess.run([HERE / "build"], stdout=subprocess.PIPE, text=True, check=False)
     if built.returncode != 0:
@@ -61,7 +65,17 @@ def run(command: Sequence[str], *, limit: float = 3600, without: str = "") -> in
     with tempfile.TemporaryDirectory(prefix="flanneld-vm-") as name:
         exchange = Path(name)
         (exchange / "command").write_text(_script(command))
-        _boot(built.stdout.strip(), exchange, limit, FEATURES.get(without, ()))
+        options = {
+            "exchange": str(exchange),
+            "shared": shared,
+            "initcall_blacklist": ",".join(FEATURES.get(without, ())),
+        }
+        _boot(
+            built.stdout.strip(),
+            exchange,
+            limit,
+            [f"{name}={value}" for name, value in options.items() if value],
+        )
         return _status(exchange)
 
 
@@ -82,13 +96,13 @@ def _status(exchange: Path) -> int:
     raise MachineError(f"the machine ended before the command did:\n{last_words}")
 
 
-def _boot(kernel: str, exchange: Path, limit: float, skipped: Sequence[str]) -> None:
+def _boot(kernel: str, exchange: Path, limit: float, options: Sequence[str]) -> None:
     with _copied_to(sys.stdout.buffer) as out, _copied_to(sys.stderr.buffer) as err:
         with (exchange / "log").open("wb") as log:
             machine = subprocess.Popen(
                 [
                     *_command_line(kernel, exchange, out.fileno(), err.fileno(), log.fileno()),
-                    *([f"initcall_blacklist={','.join(skipped)}"] if skipped else []),
+                    *options,
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -127,7 +141,6 @@ def _command_line(kernel: str, exchange: Path, out: int, err: int, log: int) -> 
         "ssl=null",
         "console=tty2",
         f"init={HERE / 'init'}",
-        f"exchange={exchange}",
     ]
 
 
@@ -161,13 +174,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="tests.vm.machine", description=__doc__.splitlines()[0])
     parser.add_argument("--limit", type=float, default=3600, metavar="SECONDS")
     parser.add_argument("--without", choices=FEATURES, default="", metavar="FEATURE")
+    parser.add_argument("--shared", default="", metavar="FOLDER")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND")
     chosen = parser.parse_args()
     if not chosen.command or not shutil.which(chosen.command[0]):
         parser.error("name a command")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        return run(chosen.command, limit=chosen.limit, without=chosen.without)
+        return run(chosen.command, limit=chosen.limit, without=chosen.without, shared=chosen.shared)
     except KeyboardInterrupt:
         return 130
     except MachineError as error:
