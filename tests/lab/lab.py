@@ -113,7 +113,7 @@ class Lab:
             f"route add default via {gateway(node.link_number)}",
         )
         self.switch.ip(f"link set {node.name} master {_bridge(node.link_number)} up")
-        node.namespace.ip(f"route add default via {gateway(node.link_number, 6)}")
+        node.namespace.add_default_route(gateway(node.link_number, 6))
 
     @contextmanager
     def unplugged(self, node: Node) -> Iterator[None]:

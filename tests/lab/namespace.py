@@ -95,6 +95,14 @@ class Namespace:
         """Run ``ip`` commands in here, one a line, without the leading ``ip``."""
         self.run("ip", "-batch", "-", stdin="\n".join(lines) + "\n")
 
+    def add_default_route(self, gateway: str) -> None:
+        """Add it as soon as the device has a carrier, without which IPv6 knows no way to the gateway."""
+
+        def is_added() -> bool:
+            return self.run("ip", "route", "add", "default", "via", gateway, check=False).returncode == 0
+
+        wait_for(is_added, what=f"a way from {self.name} to its gateway {gateway}")
+
     def sysctl(self, path: str, value: int) -> None:
         """Set ``net/ipv4/ip_forward`` and the like, for this namespace alone."""
         with self.entered():

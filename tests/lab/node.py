@@ -302,7 +302,7 @@ class Node:
             *(f"address add {address} dev eth0 {_nodad(version)}" for version, address in own.items()),
         )
         for gateway in gateways:
-            inside.run("ip", "route", "add", "default", "via", str(gateway.ip))
+            inside.add_default_route(str(gateway.ip))
         addresses = {version: address.partition("/")[0] for version, address in own.items()}
         return Container(inside, addresses, self.directory)
 
