@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from ipaddress import ip_network
 
 import pytest
 
-from flanneld.network.firewall.driver import IptablesRunner, Rejected
+from flanneld.network.firewall import tables
+from flanneld.network.firewall.driver import IptablesRunner, Rejected, Unavailable
 from flanneld.network.firewall.edits import Edit, RuleOwnership
 from flanneld.network.firewall.fate import Rule
+from flanneld.network.firewall.netlink import Removal
+from flanneld.network.firewall.placing import RulePlace
 from flanneld.network.firewall.rules import Purpose, Rules, desired_rules
 from flanneld.network.firewall.tables import RuleSet, RulesTable
 from flanneld.reconcile.reconciler import Reconciler, desired_by_table
@@ -91,6 +96,97 @@ def test_script_names_what_the_reconciler_would_change() -> None:
     converge(table, want)
     assert [*table.script(scope)] == []
     assert [*table.script(Scope({}))] == ["edit FORWARD", "edit FLANNEL-FWD"]
+
+
+@pytest.mark.parametrize(
+    ("place", "removal", "concerns"),
+    [
+        ("nft", Removal(), True),
+        ("nft", Removal(4, "nat"), True),
+        ("nft", Removal(4, "nat", "POSTROUTING"), True),
+        ("nft", Removal(4, "filter", "FLANNEL-FWD"), True),
+        ("nft", Removal(6, "nat", "POSTROUTING"), False),
+        ("nft", Removal(4, "nat", "FORWARD"), False),
+        ("nft", Removal(4, "flannel-ipv4"), False),
+        ("native", Removal(), True),
+        ("native", Removal(4, "flannel-ipv4", "postrtg"), True),
+        ("native", Removal(4, "nat", "POSTROUTING"), False),
+        ("legacy", Removal(4, "nat", "POSTROUTING"), True),
+    ],
+)
+def test_removal_of_what_may_hold_our_rules_is_a_change(
+    place: RulePlace, removal: Removal, concerns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Told:
+        def read(self) -> set[Removal]:
+            return {removal}
+
+    monkeypatch.setattr(tables, "Removals", Told)
+    table = RulesTable(place, 4, OURS, Memory({}), IptablesRunner(threading.Event()), audit=1.0)
+    assert list(table.changes()) == []
+    table.listen()
+    assert table.audit is None
+    assert len(list(table.changes())) == concerns
+
+
+def test_table_without_notifications_is_read_from_time_to_time(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse() -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(tables, "Removals", refuse)
+    table = table_of(Memory({}))
+    table.listen()
+    assert (table.audit, table.fileno(), list(table.changes())) == (1.0, -1, [])
+    assert "No notifications from nf_tables: " in caplog.text
+
+
+def test_repair_is_described_by_what_was_missing_or_too_many() -> None:
+    chain = ("filter", "FLANNEL-FWD")
+    inside = FORWARD_ONLY[chain]
+
+    def repair(rules: Rules) -> str:
+        table = table_of(Memory(rules))
+        want = table.desired(FORWARD_ONLY)
+        return converge(table, want).details[want.key]
+
+    assert "filter FLANNEL-FWD (2 rules); filter FORWARD " in repair({})
+    assert len(inside) == 2
+    told = repair({**FORWARD_ONLY, chain: inside[:1]})
+    assert told.startswith("missing were filter FLANNEL-FWD -")
+    assert "rules)" not in told
+    assert repair({**FORWARD_ONLY, chain: (*inside, inside[0])}).startswith("too many were ")
+    assert repair({**FORWARD_ONLY, chain: inside[::-1]}) == "their order was wrong"
+
+
+def test_long_lists_of_rules_are_cut() -> None:
+    lines = [str(number) for number in range(8)]
+    assert tables._some(lines) == "0; 1; 2; 3; 4; 5; 6; 7"
+    assert tables._some([*lines, "8", "9"]) == "0; 1; 2; 3; 4; 5; 6; 7; and 2 more"
+
+
+def test_rules_of_an_earlier_run_that_cannot_be_looked_for_are_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise Unavailable("no iptables", "install it")
+
+    table = RulesTable("legacy", 4, OURS, None, IptablesRunner(threading.Event()))
+    monkeypatch.setattr(tables, "driver", refuse)
+    monkeypatch.setattr(tables, "may_hold", lambda *_: False)
+    assert list(table.read(Scope({}))) == []
+    assert caplog.text == ""
+    monkeypatch.setattr(tables, "may_hold", lambda *_: True)
+    assert list(table.read(Scope({}))) == []
+    assert "Rules of an earlier run for IPv4 not removed: no iptables" in caplog.text
+
+
+def test_destinations_outside_the_network_that_are_spared_are_read_from_our_rules() -> None:
+    cloud = ip_network("192.0.2.0/24")
+    spared = desired_rules("own-chains", NETS.sparing([cloud]), Purpose(masquerade=True))
+    assert table_of(Memory(spared)).spared() == {cloud}
+    assert table_of(Memory(OWN)).spared() == set()
 
 
 class Rejecting(Memory):

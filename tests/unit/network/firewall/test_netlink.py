@@ -1,0 +1,171 @@
+"""Questions to nf_tables, and what is made of a kernel's answers."""
+
+from __future__ import annotations
+
+import errno
+import os
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from flanneld.model import Family
+from flanneld.network.firewall import netlink
+from flanneld.network.firewall.netlink import Hooked, Netfilter, NoNetfilter, has_guard
+from flanneld.network.rtnetlink.netlink import DumpInterrupted, attribute
+
+# linux/netfilter/nfnetlink.h and nf_tables.h
+NF_TABLES, GETTABLE, GETCHAIN, GETRULE = 10 << 8, 1, 4, 7
+INET, IPV4, NETDEV, IPV6 = 1, 2, 5, 10
+#: NF_INET_*
+HOOKS = ["prerouting", "input", "forward", "output", "postrouting", "ingress"]
+
+
+def text(kind: int, value: str) -> bytes:
+    return attribute(kind, value.encode() + b"\0")
+
+
+def number(kind: int, value: int) -> bytes:
+    return attribute(kind, struct.pack(">i", value))
+
+
+def base_chain(
+    table: str, name: str, hook: int, priority: int = 0, policy: int = 1, device: str = ""
+) -> bytes:
+    inside = number(1, hook) + number(2, priority) + (text(3, device) if device else b"")
+    return text(1, table) + text(3, name) + attribute(4, inside) + number(5, policy) + text(7, "filter")
+
+
+class FakeKernel:
+    """Stands in for the netlink socket: objects by question and family, and what is refused."""
+
+    def __init__(self) -> None:
+        self.objects: dict[tuple[int, int], list[bytes]] = {}
+        self.refusal = 0
+        self.interruptions = 0
+        self.asked: list[tuple[int, bytes]] = []
+        self.closed = 0
+
+    def __call__(self, *_: Any, protocol: int) -> FakeKernel:
+        assert protocol == 12  # NETLINK_NETFILTER
+        return self
+
+    def close(self) -> None:
+        self.closed += 1
+
+    def _refuse(self) -> None:
+        if self.refusal:
+            raise OSError(self.refusal, os.strerror(self.refusal))
+
+    def ask(self, kind: int, body: bytes) -> tuple[bytes, int, int]:
+        self._refuse()
+        self.asked.append((kind, body))
+        return b"", 0, 0
+
+    def dump(self, kind: int, body: bytes) -> Iterator[tuple[bytes, int, int]]:
+        self._refuse()
+        family, version, resource = struct.unpack(">BBH", body)
+        assert (version, resource) == (0, 0)
+        for each in self.objects.get((kind - NF_TABLES, family), ()):
+            yield b"noise" + bytes(4) + each, len(b"noise"), len(b"noise") + 4 + len(each)
+        if self.interruptions:
+            self.interruptions -= 1
+            raise DumpInterrupted(errno.EINTR, "interrupted")
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> FakeKernel:
+    found = FakeKernel()
+    monkeypatch.setattr(netlink, "NetlinkSocket", found)
+    return found
+
+
+def test_base_chains_that_packets_of_a_family_pass_are_told_with_nfts_names(kernel: FakeKernel) -> None:
+    kernel.objects = {
+        (GETCHAIN, IPV4): [
+            base_chain("filter", "FORWARD", 2, -1, policy=0),
+            text(1, "filter") + text(3, "own"),
+        ],
+        (GETCHAIN, IPV6): [base_chain("filter", "FORWARD", 2)],
+        (GETCHAIN, INET): [base_chain("wall", hook, place) for place, hook in enumerate([*HOOKS, "unknown"])],
+        (GETCHAIN, NETDEV): [
+            base_chain("early", "arrivals", 0, device="eth0"),
+            base_chain("early", "departures", 1, device="eth0"),
+        ],
+    }
+    with Netfilter() as netfilter:
+        found = {family: list(netfilter.hooked(family)) for family in (4, 6)}
+    assert kernel.closed == 1
+    both = [Hooked("inet wall", hook, hook, "filter", False) for hook in HOOKS]
+    both.append(Hooked("netdev early", "arrivals", "ingress", "filter", False, device="eth0"))
+    assert found[4] == [Hooked("ip filter", "FORWARD", "forward", "filter", True, -1), *both]
+    assert found[6] == [Hooked("ip6 filter", "FORWARD", "forward", "filter", False), *both]
+
+
+@pytest.mark.parametrize(("interruptions", "is_told"), [(4, True), (5, False)])
+def test_list_that_changed_meanwhile_is_read_again_four_times(
+    kernel: FakeKernel, interruptions: int, is_told: bool
+) -> None:
+    kernel.objects = {(GETCHAIN, IPV4): [base_chain("filter", "FORWARD", 2)]}
+    kernel.interruptions = interruptions
+    with Netfilter() as netfilter:
+        if is_told:
+            assert len(list(netfilter.hooked(4))) == 1
+        else:
+            with pytest.raises(DumpInterrupted):
+                list(netfilter.hooked(4))
+
+
+@pytest.mark.parametrize(("family", "protocol"), [(4, IPV4), (6, IPV6)])
+def test_one_table_or_chain_is_asked_for_by_name(kernel: FakeKernel, family: Family, protocol: int) -> None:
+    header = struct.pack(">BBH", protocol, 0, 0)
+    with Netfilter() as netfilter:
+        assert netfilter.has_table(family, "nat")
+        assert netfilter.has_chain(family, ("nat", "FLANNEL-POSTRTG"))
+        assert kernel.asked == [
+            (NF_TABLES | GETTABLE, header + text(1, "nat")),
+            (NF_TABLES | GETCHAIN, header + text(1, "nat") + text(3, "FLANNEL-POSTRTG")),
+        ]
+        kernel.refusal = errno.ENOENT
+        assert not netfilter.has_table(family, "nat")
+        kernel.refusal = errno.EPERM
+        with pytest.raises(PermissionError):
+            netfilter.has_table(family, "nat")
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP])
+def test_kernel_without_nf_tables_is_told_from_one_without_the_table(kernel: FakeKernel, code: int) -> None:
+    kernel.refusal = code
+    with Netfilter() as netfilter:
+        with pytest.raises(NoNetfilter, match="no nf_tables"):
+            netfilter.has_table(4, "nat")
+        with pytest.raises(NoNetfilter, match="no nf_tables"):
+            list(netfilter.hooked(4))
+    assert not has_guard(4)
+
+
+def test_rules_of_others_are_counted_without_ours_and_our_jumps(kernel: FakeKernel) -> None:
+    def rules(*chains: tuple[str, str]) -> list[bytes]:
+        return [text(1, table) + text(2, chain) for table, chain in chains]
+
+    forward, ours = ("filter", "FORWARD"), ("filter", "FLANNEL-FWD")
+    kernel.objects = {
+        (GETRULE, IPV4): rules(forward, forward, ours, ours, ("nat", "POSTROUTING"), ("nat", "DOCKER")),
+        (GETRULE, IPV6): rules(("filter", "INPUT")),
+    }
+    kernel.interruptions = 1
+    with Netfilter() as netfilter:
+        # Two rules in FORWARD, of which one is the jump to ours, as the chain of ours shows.
+        assert netfilter.count_rules() == 4
+        kernel.objects = {(GETRULE, IPV4): rules(ours)}
+        assert netfilter.count_rules() == 0
+
+
+def test_guard_is_looked_for_by_its_name(kernel: FakeKernel) -> None:
+    assert has_guard(6)
+    assert kernel.asked == [
+        (NF_TABLES | GETTABLE, struct.pack(">BBH", IPV6, 0, 0) + text(1, "flannel-guard"))
+    ]
+    kernel.refusal = errno.ENOENT
+    assert not has_guard(6)
