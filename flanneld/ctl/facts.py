@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import re
-import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from itertools import islice
@@ -30,7 +29,6 @@ from flanneld.diagnostics.status import Status, known, resources
 from flanneld.errors import Retryable
 from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork
 from flanneld.network import host_settings, interfaces, processes, survey
-from flanneld.network.firewall.driver import IptablesRunner
 from flanneld.network.firewall.edits import RuleOwnership
 from flanneld.network.firewall.foreign import has_firewalld
 from flanneld.network.firewall.netlink import has_guard
@@ -419,9 +417,7 @@ def _left_rules(told: Status) -> Iterator[LeftRules]:
     for network, _ in told.ranges:
         for place in others:
             try:
-                there, edits = stale_rules(
-                    place, network.version, RuleOwnership((network,)), IptablesRunner(threading.Event())
-                )
+                there, edits = stale_rules(place, network.version, RuleOwnership((network,)))
             except Retryable:
                 continue
             if there and edits:

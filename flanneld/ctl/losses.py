@@ -7,7 +7,6 @@ kernel does for such packets.
 from __future__ import annotations
 
 import errno
-import threading
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import cache
@@ -103,7 +102,7 @@ def masquerading_rules(told: Status) -> Callable[[Family], Sequence[Rule] | None
             return None
         chains = (FLANNEL_POSTRTG, (NATIVE_TABLE[family], NATIVE_POSTRTG), POSTROUTING)
         try:
-            rules = driver(place, family, IptablesRunner(threading.Event())).read()
+            rules = driver(place, family, IptablesRunner()).read()
         except Retryable:
             return None
         return next((rules[chain] for chain in chains if rules.get(chain)), ())

@@ -355,7 +355,7 @@ def retire(
     Return the removed rules, and the reasons why some may be left. ``former`` are the networks of the last
     run: unmarked rules, as in v0.12, are recognized only by them. With ``dry_run`` nothing is changed.
     """
-    commands = IptablesRunner(threading.Event())
+    commands = IptablesRunner()
     known = {nets.family: nets for nets in former}
     removed: list[str] = []
     failures: list[str] = []

@@ -97,9 +97,12 @@ class IptablesRunner:
     """
 
     def __init__(
-        self, stop: threading.Event, limit: float = TIME_LIMIT, ran: Callable[[], None] = lambda: None
+        self,
+        stop: threading.Event | None = None,
+        limit: float = TIME_LIMIT,
+        ran: Callable[[], None] = lambda: None,
     ) -> None:
-        self._runner = CommandRunner(stop)
+        self._runner = CommandRunner(stop or threading.Event())
         self._limit = limit
         self._ran = ran
 

@@ -7,7 +7,6 @@ in one table.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Container, Iterable, Iterator
 from contextlib import suppress
 
@@ -178,11 +177,10 @@ def read(
     With ``hook`` only those there: no table without such a chain is listed. Those of the ``kind`` "nat" do
     not drop: they change the sender or the destination.
     """
-    commands = commands or IptablesRunner(threading.Event())
     yield from (each for each in _read(family, hook, commands, kind) if hook in ("", each.hook))
 
 
-def _read(family: Family, hook: str, commands: IptablesRunner, kind: str) -> Iterator[BaseChain]:
+def _read(family: Family, hook: str, commands: IptablesRunner | None, kind: str) -> Iterator[BaseChain]:
     tables = _TABLES[kind]
     with suppress(OSError):  # only root can read the legacy tables
         for table in sorted(xtables.tables(family) & tables.keys()):
@@ -202,8 +200,9 @@ def _read(family: Family, hook: str, commands: IptablesRunner, kind: str) -> Ite
 
 
 def _of_iptables(
-    place: Flavour, family: Family, table: str, priority: int, commands: IptablesRunner
+    place: Flavour, family: Family, table: str, priority: int, commands: IptablesRunner | None
 ) -> Iterator[BaseChain]:
+    commands = commands or IptablesRunner()
     try:
         text = commands.run((f"{program(place, family)}-save", "-t", table))
     except FlannelError:
@@ -220,11 +219,11 @@ def _of_iptables(
             yield BaseChain(place, family, qualified, name, name.lower(), drops, chains, priority=priority)
 
 
-def _native(family: Family, hooked: list[Hooked], commands: IptablesRunner) -> Iterator[BaseChain]:
+def _native(family: Family, hooked: list[Hooked], commands: IptablesRunner | None) -> Iterator[BaseChain]:
     from flanneld.network.firewall.nft_json import read_chains  # not needed on most hosts
 
     try:
-        text = commands.run(("nft", "-j", "list", "table", *hooked[0].table.split()))
+        text = (commands or IptablesRunner()).run(("nft", "-j", "list", "table", *hooked[0].table.split()))
         chains = read_chains(text, family)
     except (FlannelError, ValueError):
         return
@@ -247,7 +246,7 @@ def text_of(base: BaseChain, rule: str) -> str:
     if base.place != "native" or not rule:
         return rule
     try:
-        listing = IptablesRunner(threading.Event()).run(("nft", "-a", "list", "table", *base.table.split()))
+        listing = IptablesRunner().run(("nft", "-a", "list", "table", *base.table.split()))
     except FlannelError:
         return f"rule # handle {rule}"
     mark = f" # handle {rule}"

@@ -207,12 +207,12 @@ def may_hold(place: RulePlace, family: Family, claim: RuleOwnership) -> bool:
 
 
 def stale_rules(
-    place: RulePlace, family: Family, claim: RuleOwnership, commands: IptablesRunner
+    place: RulePlace, family: Family, claim: RuleOwnership, commands: IptablesRunner | None = None
 ) -> tuple[Driver | None, tuple[Edit, ...]]:
     """Return the driver of a place, and the edits that remove all our rules there. Raises ``Retryable``."""
     if not may_hold(place, family, claim):
         return None, ()
-    there = driver(place, family, commands)
+    there = driver(place, family, commands or IptablesRunner())
     return there, edits_for({}, there.read(), claim)
 
 
