@@ -52,6 +52,10 @@ class Secret(Struct, frozen=True, gc=False):
     __str__ = __repr__
 
 
+#: A lease that expires within this time, in seconds, should have been renewed.
+LEASE_ENDS_SOON = 600.0
+
+
 class Uplink(Struct, frozen=True, gc=False):
     """Uplink: the external interface, which carries the packets between the nodes.
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from msgspec import Struct
 
-from flanneld.model import Lease
+from flanneld.model import LEASE_ENDS_SOON, Lease
 from flanneld.node import Node
 from flanneld.reconcile.local_node import UplinkManager
 from flanneld.reconcile.peers import Peers
@@ -20,8 +20,6 @@ from flanneld.state.table import Failure, silence
 LOOK, LASTING = 1.0, 5.0
 #: Parts reported at once, because READY must not appear without them.
 _AT_ONCE = frozenset({"leases"})
-#: A lease that expires within this time, in seconds, should have been renewed.
-LEASE_ENDS_SOON = 600.0
 
 
 class PartHealth(Struct, frozen=True, gc=False):

@@ -170,8 +170,8 @@ class Check(Struct, frozen=True):
     look: Callable[[Facts], Iterator[Finding]]
 
 
-#: Items named in a finding, at most.
-_FEW = 3
+#: Items named in a finding, and findings of one kind, at most.
+FEW = 3
 
 
 def check(theme: str, name: str, meaning: str) -> Callable[[Callable[[Facts], Iterator[Finding]]], Check]:
@@ -181,5 +181,5 @@ def check(theme: str, name: str, meaning: str) -> Callable[[Callable[[Facts], It
 
 def few(items: Sequence[object], separator: str = ", ") -> str:
     """Return the first items as text, and how many more there are."""
-    shown = separator.join(map(str, items[:_FEW]))
-    return f"{shown}{separator}and {len(items) - _FEW} more" if len(items) > _FEW else shown
+    shown = separator.join(map(str, items[:FEW]))
+    return f"{shown}{separator}and {len(items) - FEW} more" if len(items) > FEW else shown

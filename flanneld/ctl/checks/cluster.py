@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from flanneld.backends.registry import described
 from flanneld.compat.glog import counted
-from flanneld.ctl.checks import Check, check, few
+from flanneld.ctl.checks import FEW, Check, check, few
 from flanneld.ctl.checks.kernel import NEW_MAC
 from flanneld.ctl.checks.store import shown, unlike_stored
 from flanneld.ctl.nodes import Told
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from flanneld.ctl.nodes import Cluster, ClusterNode
 
 Value = TypeVar("Value", bound=Hashable)
-#: Peers with a finding of their own, at most.
-_FEW = 3
 #: Seconds. Every flannel renews a lease of a day an hour before its end, or earlier.
 _SOON = 3000.0
 _GOOD_STATES = ("in the kernel", "pending", "")
@@ -390,7 +388,7 @@ def tunnel(facts: Facts) -> Iterator[Finding]:
         for each in silent
         if each.name == "tunnel" and _end(each) in answered and each.peer not in keyless
     ]
-    for each in there[:_FEW]:
+    for each in there[:FEW]:
         peer = peers.get(each.peer, PeerStatus((each.peer,)))
         used = dict.fromkeys(each.name for each in carriers(facts.status, peer))
         ends = [

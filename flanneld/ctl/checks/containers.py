@@ -10,7 +10,7 @@ from msgspec import Struct
 from flanneld.compat.glog import counted
 from flanneld.ctl.checks import check, few
 from flanneld.diagnostics.status import PeerStatus, Status, known
-from flanneld.findings import Advice, Finding, Fix, command
+from flanneld.findings import Advice, Command, Finding, Fix, command
 from flanneld.model import Family, IPAddress, IPNetwork
 from flanneld.network.iproute2_commands import entering, set_link
 
@@ -154,14 +154,14 @@ def bridge_address(facts: Facts) -> Iterator[Finding]:
             f"no interface leads to the containers on {bridge}",
             f"{mine[0].address} in {mine[0].path}: packets leave by {mine[0].reached_by or 'no interface'}",
             "no packet of other nodes gets to these containers, and none of this host",
-            Fix(
-                tuple(
-                    command("ip", "address", "add", f"{net[1]}/{net.prefixlen}", "dev", bridge)
-                    for net in nets
-                )
-            ),
+            Fix(addressing(nets, bridge)),
             about=bridge,
         )
+
+
+def addressing(nets: Iterable[IPNetwork], bridge: str) -> tuple[Command, ...]:
+    """Return the commands that give a bridge the first address of each subnet."""
+    return tuple(command("ip", "address", "add", f"{net[1]}/{net.prefixlen}", "dev", bridge) for net in nets)
 
 
 @check("G", "attachment", "each container is attached to the bridge that leads to it")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from flanneld.backends.cloud.contract import FORWARDING, ROUTES
 from flanneld.compat.glog import counted
-from flanneld.ctl.checks import check, few
+from flanneld.ctl.checks import FEW, check, few
 from flanneld.ctl.compare import Comparison
 from flanneld.diagnostics.status import known
 from flanneld.findings import Advice, Finding, Fix, Severity, line
@@ -20,8 +20,6 @@ from flanneld.state.resources import Link
 if TYPE_CHECKING:
     from flanneld.ctl.checks import Facts
 
-#: Objects named in a finding, at most.
-_FEW = 3
 #: What gives a clone a MAC of its own while its daemon is stopped.
 NEW_MAC = "ip link set flannel.1 address with a new MAC"
 _LACKING = ("missing", "different")
@@ -147,10 +145,10 @@ def detours(facts: Facts) -> Iterator[Finding]:
     if facts.detours:
         subnets = sorted({each.subnet for each in facts.detours})
         more = f" and {len(subnets) - 1} more" if len(subnets) > 1 else ""
-        removals = dict.fromkeys(each.removal for each in facts.detours[:_FEW] if each.removal)
+        removals = dict.fromkeys(each.removal for each in facts.detours[:FEW] if each.removal)
         yield Finding(
             f"packets for {subnets[0]}{more} do not take the daemon's route",
-            "; ".join(each.found for each in facts.detours[:_FEW]),
+            "; ".join(each.found for each in facts.detours[:FEW]),
             "another program's route or rule overrides it; the daemon leaves it alone",
             Advice(
                 f"if nobody needs it: {'; '.join(removals)}; keep the route to a network that this host is"
@@ -177,7 +175,7 @@ def stale(facts: Facts) -> Iterator[Finding]:
 @check("B", "refused", "the kernel takes all that the daemon writes")
 def refused(facts: Facts) -> Iterator[Finding]:
     refusals = known(facts.status.refused) or ()
-    for each in [each for each in refusals if each.table not in (ROUTES, FORWARDING)][:_FEW]:
+    for each in [each for each in refusals if each.table not in (ROUTES, FORWARDING)][:FEW]:
         yield Finding(
             f"the kernel refuses {each.object}",
             each.reason,

@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from flanneld.compat.glog import counted
 from flanneld.ctl.checks import check, few
-from flanneld.ctl.checks.containers import RUNTIMES_BRIDGES
+from flanneld.ctl.checks.containers import RUNTIMES_BRIDGES, addressing
 from flanneld.ctl.checks.host import let_in
 from flanneld.ctl.paths import TO_CONTAINERS
 from flanneld.findings import Advice, Command, Finding, Fix, Severity, command, line
@@ -128,11 +128,9 @@ def _is_missing(facts: Facts, lost: Lost) -> bool:
 def _way_out(lost: Lost, facts: Facts) -> str:
     if lost.cause == "rule":
         return f"give the rule conditions that spare the nodes' addresses, or {_removal(lost)}"
-    if lost.packets != TO_CONTAINERS:
+    if lost.removal or lost.packets != TO_CONTAINERS:
         text = f"ip route del {lost.removal}" if lost.removal else f"`ip route get {lost.about}` shows it"
         return f"remove the route that leads astray, if nobody needs it: {text}"
-    if lost.removal:
-        return f"remove the route that leads astray, if nobody needs it: ip route del {lost.removal}"
     return (
         f"give the containers' bridge the address in {facts.subnet_file}, as the container runtime does:"
         f" {_addressing(facts)}"
@@ -142,7 +140,7 @@ def _way_out(lost: Lost, facts: Facts) -> str:
 def _addressing(facts: Facts) -> str:
     nets = [net for net in facts.status.own_subnets if net.version == 4] or facts.status.own_subnets
     bridge = next((name for name in RUNTIMES_BRIDGES if facts.link(name)), "BRIDGE")
-    return "; ".join(f"ip address add {net[1]}/{net.prefixlen} dev {bridge}" for net in nets)
+    return line(addressing(nets, bridge))
 
 
 @check("A", "uplink choice", "packets to other nodes leave by the external interface")

@@ -20,7 +20,7 @@ from flanneld.ctl.source import SourcePart, last_words
 from flanneld.diagnostics.status import known
 from flanneld.errors import LEASES_END
 from flanneld.findings import Advice, Finding, Severity
-from flanneld.model import lies_in
+from flanneld.model import LEASE_ENDS_SOON, lies_in
 from flanneld.network.host_settings import Topic
 from flanneld.subnet.etcd.http import remedy_for
 
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 #: Seconds by which the clocks of etcd and of this host may differ.
 _CLOCK_OFF = 300.0
-#: A lease that expires within this time, in seconds, should have been renewed.
-_SOON = 600.0
 
 
 class EtcdHealth(Struct, frozen=True, gc=False):
@@ -145,7 +143,7 @@ def lease(facts: Facts) -> Iterator[Finding]:
     if not own or not expires:
         return
     left = expires - facts.now
-    if left < _SOON:
+    if left < LEASE_ENDS_SOON:
         yield Finding(
             "the lease has expired" if left <= 0 else f"the lease ends in {left:.0f} s",
             f"subnet {', '.join(own.subnets)}, renewals: {known(own.renewals) or 'none'}",
