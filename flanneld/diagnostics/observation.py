@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from contextlib import closing
 from functools import partial
@@ -10,6 +11,8 @@ from pathlib import Path
 from flanneld.diagnostics import conditions
 from flanneld.network.query import DEFAULT_PORT
 from flanneld.node import Node, Phase
+
+log = logging.getLogger(__name__)
 
 
 class Observation:
@@ -78,7 +81,11 @@ def _follow_path_mtu(node: Node) -> None:
     if not node.options.follow_path_mtu or node.member is None or node.reconciler is None:
         return
     from flanneld.reconcile.path_mtu import NAME, PathMtuFollower
+    from flanneld.reconcile.probes import answering
 
+    if not answering(node.member.lease, node.reconciler.peers.local_resources()):
+        log.warning("-follow-path-mtu has no effect: %s has no tunnel", node.member.config.backend_type)
+        return
     loop = node.make_loop(NAME, PathMtuFollower(node.member.lease, node.reconciler).step)
     node.tasks.start(NAME, loop.run, loop.cancel)
 
@@ -88,6 +95,8 @@ def _meet_peers(node: Node) -> None:
     controller = node.reconciler
     mesh = controller.tables.mesh if controller else None
     if controller is None or mesh is None:
+        if node.options.public_name:
+            log.warning('-public-name has no effect: it is for wireguard with "Mesh": true')
         return
     from flanneld.backends.wireguard.mesh import NAME, MeshTask, ask_peers, resolver
 

@@ -133,3 +133,11 @@ def test_mtu_follows_a_path_that_loses_larger_packets(
             each.stop()
         start(*flags)
         assert mtus() == {(mtu, str(mtu))}
+
+
+def test_flags_without_effect_are_named(lab: Lab) -> None:
+    (node,) = lab.cluster(
+        {"Type": "host-gw"}, nodes=1, flags=("--follow-path-mtu", "--public-name=home.example.org")
+    )
+    node.wait_for_log("-follow-path-mtu has no effect: host-gw has no tunnel")
+    node.wait_for_log("-public-name has no effect")
