@@ -73,24 +73,17 @@ WORDS = CloudTerms(
 
 
 class Ali(SdkCloud):
-    """Client of the APIs in this instance's region. ``endpoints`` overrides their URLs: ``vpc``, ``ecs``."""
+    """Client of the APIs in this instance's region. Raises ``Fatal`` for unusable options."""
 
     words, limit = WORDS, _CALL_LIMIT
 
-    def __init__(
-        self,
-        services: HostServices,
-        *,
-        tables: tuple[str, ...] = (),
-        keys: tuple[str, str] | None = None,
-        endpoints: Mapping[str, str] | None = None,
-        metadata: str = _METADATA,
-    ) -> None:
+    def __init__(self, options: Fields, services: HostServices) -> None:
         super().__init__(services)
-        self._tables = tables
-        self._keys = keys
-        self._endpoints = dict(endpoints or {})
-        self._metadata = Metadata(services.http, metadata)
+        self._tables = table_ids(options, _TABLE)
+        self._keys = access_keys(options, os.environ)
+        ecs = endpoint(options, "InstanceEndpoint") or os.environ.get("ECS_ENDPOINT", "")
+        self._endpoints = {"vpc": endpoint(options), "ecs": ecs}
+        self._metadata = Metadata(services.http, endpoint(options, METADATA) or _METADATA)
         self._region = ""
 
     # ---- reading -----------------------------------------------------------------------------
@@ -149,7 +142,7 @@ class Ali(SdkCloud):
         from aliyunsdkcore.request import CommonRequest
 
         api = "ecs" if call.action in _OF_ECS else "vpc"
-        url = urlsplit(self._endpoints.get(api) or f"https://{api}.{self._region}.aliyuncs.com")
+        url = urlsplit(self._endpoints[api] or f"https://{api}.{self._region}.aliyuncs.com")
         request = CommonRequest(domain=url.netloc, version=_VERSIONS[api], action_name=call.action)
         request.set_protocol_type(url.scheme)
         for name, value in {"RegionId": self._region, **call.parameters}.items():
@@ -199,18 +192,4 @@ def _entry(table: str, route: Mapping[str, Any]) -> CloudTableEntry:
     )
 
 
-def _connect(options: Fields, services: HostServices) -> Ali:
-    endpoints = {"vpc": endpoint(options), "ecs": endpoint(options, "InstanceEndpoint")}
-    endpoints["ecs"] = endpoints["ecs"] or os.environ.get("ECS_ENDPOINT", "")
-    return Ali(
-        services,
-        tables=table_ids(options, _TABLE),
-        keys=access_keys(options, os.environ),
-        endpoints=endpoints,
-        metadata=endpoint(options, METADATA) or _METADATA,
-    )
-
-
-build = CloudFactory(
-    TYPE, _connect, table_option=_TABLE, kept=(_TABLE, ENDPOINT, METADATA, "InstanceEndpoint")
-)
+build = CloudFactory(TYPE, Ali, table_option=_TABLE, kept=(_TABLE, ENDPOINT, METADATA, "InstanceEndpoint"))

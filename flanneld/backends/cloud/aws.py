@@ -77,18 +77,15 @@ WORDS = CloudTerms(
 
 
 class Aws(SdkCloud):
-    """Client of the EC2 API in this instance's region.
-
-    ``tables`` are those of the network config, ``endpoint`` replaces the API's URL.
-    """
+    """Client of the EC2 API in this instance's region. Raises ``Fatal`` for unusable options."""
 
     words, limit = WORDS, _CALL_LIMIT
     filters_addresses = True
 
-    def __init__(self, services: HostServices, tables: tuple[str, ...] = (), endpoint: str = "") -> None:
+    def __init__(self, options: Fields, services: HostServices) -> None:
         super().__init__(services)
-        self._tables = tables
-        self._endpoint = endpoint
+        self._tables = table_ids(options, _TABLE)
+        self._endpoint = endpoint(options)
         url = os.environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT") or _METADATA
         self._metadata = Metadata(services.http, url, token=_TOKEN)
 
@@ -245,8 +242,4 @@ def _hop(route: Mapping[str, Any]) -> str:
     return str(route.get("NetworkInterfaceId") or (hops[0] if hops else "an unknown hop"))
 
 
-def _connect(options: Fields, services: HostServices) -> Aws:
-    return Aws(services, table_ids(options, _TABLE), endpoint(options))
-
-
-build = CloudFactory(TYPE, _connect, table_option=_TABLE, kept=(_TABLE, ENDPOINT))
+build = CloudFactory(TYPE, Aws, table_option=_TABLE, kept=(_TABLE, ENDPOINT))

@@ -83,14 +83,14 @@ _IN_PATH = frozenset({"zone", "instance", "route", "operation"})
 
 
 class Gce(SdkCloud):
-    """Client for the routes of this instance's network. ``endpoint`` replaces the URL of the API."""
+    """Client for the routes of this instance's network. Raises ``Fatal`` for unusable options."""
 
     words, limit = WORDS, _CALL_LIMIT
     filters_addresses = True
 
-    def __init__(self, services: HostServices, endpoint: str = "") -> None:
+    def __init__(self, options: Fields, services: HostServices) -> None:
         super().__init__(services)
-        self._api = (endpoint or _API).rstrip("/")
+        self._api = (endpoint(options) or _API).rstrip("/")
         self._project = ""
         host = os.environ.get("GCE_METADATA_HOST") or _METADATA
         url = f"http://{host}/computeMetadata/v1"
@@ -251,8 +251,4 @@ def _entry(table: str, route: Mapping[str, Any]) -> CloudTableEntry:
     )
 
 
-def _connect(options: Fields, services: HostServices) -> Gce:
-    return Gce(services, endpoint(options))
-
-
-build = CloudFactory(TYPE, _connect, kept=(ENDPOINT,))
+build = CloudFactory(TYPE, Gce, kept=(ENDPOINT,))

@@ -64,27 +64,19 @@ WORDS = CloudTerms(
 
 
 class Tencent(SdkCloud):
-    """Client of the VPC API in this instance's region; ``url`` replaces its address.
+    """Client of the VPC API in this instance's region. Raises ``Fatal`` for unusable options.
 
     A next hop is an instance's address, so a route follows a move of the uplink.
     """
 
     words, limit = WORDS, _CALL_LIMIT
 
-    def __init__(
-        self,
-        services: HostServices,
-        *,
-        tables: tuple[str, ...] = (),
-        keys: tuple[str, str] | None = None,
-        url: str = "",
-        metadata: str = _METADATA,
-    ) -> None:
+    def __init__(self, options: Fields, services: HostServices) -> None:
         super().__init__(services)
-        self._tables = tables
-        self._keys = keys
-        self._url = urlsplit(url) if url else None
-        self._metadata = Metadata(services.http, metadata)
+        self._tables = table_ids(options, _TABLE)
+        self._keys = access_keys(options, os.environ)
+        self._url = urlsplit(endpoint(options))
+        self._metadata = Metadata(services.http, endpoint(options, METADATA) or _METADATA)
         self._region = ""
 
     # ---- reading -----------------------------------------------------------------------------
@@ -177,7 +169,7 @@ class Tencent(SdkCloud):
 
         credentials = Credential(*self._keys) if self._keys else _found()
         profile = HttpProfile(reqTimeout=_REQUEST_LIMIT)
-        if self._url:
+        if self._url.netloc:
             profile.scheme, profile.endpoint = self._url.scheme, self._url.netloc
         return CommonClient("vpc", _VERSION, credentials, self._region, ClientProfile(httpProfile=profile))
 
@@ -214,14 +206,4 @@ def _entry(table: str, route: Mapping[str, Any]) -> CloudTableEntry:
     )
 
 
-def _connect(options: Fields, services: HostServices) -> Tencent:
-    return Tencent(
-        services,
-        tables=table_ids(options, _TABLE),
-        keys=access_keys(options, os.environ),
-        url=endpoint(options),
-        metadata=endpoint(options, METADATA) or _METADATA,
-    )
-
-
-build = CloudFactory(TYPE, _connect, table_option=_TABLE, kept=(_TABLE, ENDPOINT, METADATA))
+build = CloudFactory(TYPE, Tencent, table_option=_TABLE, kept=(_TABLE, ENDPOINT, METADATA))
