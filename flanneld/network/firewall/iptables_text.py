@@ -129,12 +129,13 @@ def read_rules(listing: str) -> tuple[Rule, ...]:
 
 
 def read_ipsets(listing: str) -> IpSets:
-    """Return the sets in the output of ``ipset save``. One with exceptions has an element that is none."""
+    """Return the sets in the output of ``ipset save``. What is not understood has elements that are none."""
     sets: dict[str, tuple[str, list[str]]] = {}
     for line in listing.split("\n"):
         match line.split(" "):
-            case ["create", name, kind, *_]:
-                sets[name] = kind.partition(":")[2], []
+            case ["create", name, kind, *options]:
+                is_masked = "netmask" in options or "bitmask" in options
+                sets[name] = "" if is_masked else kind.partition(":")[2], []
             case ["add", name, element, *options]:
                 sets[name][1].append("nomatch" if "nomatch" in options else element)
     return sets
@@ -199,6 +200,9 @@ def _in_set(name: str, sides: str, sets: IpSets, *, negated: bool = False) -> Te
     """Return the test that a set has a packet's properties of these sides, ``src`` or ``dst`` each."""
     dimensions, elements = sets.get(name, ("", ["unknown"]))
     try:
+        if dimensions in ("ip", "net") and elements:
+            side = "source" if sides.startswith("src") else "destination"
+            return _test(side, ",".join(elements), negated=negated)
         ways = tuple(tuple(_in_element(dimensions, each, sides, sets)) for each in elements)
     except ValueError:
         return UNKNOWN

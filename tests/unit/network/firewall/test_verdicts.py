@@ -109,6 +109,8 @@ add all nets
 create six hash:net family inet6
 add six 2001:db8::/32
 create empty hash:ip family inet
+create masked hash:ip family inet hashsize 1024 netmask 24
+add masked 192.0.2.0
 """
 
 
@@ -129,6 +131,7 @@ create empty hash:ip family inet
         ("--match-set empty src", False),
         ("! --match-set empty src", True),
         ("--match-set but src", None),
+        ("--match-set masked src", None),
         ("--match-set macs src", None),
         ("--match-set missing src", None),
         ("--match-set nets src --return-nomatch", None),
