@@ -49,6 +49,7 @@ STATE = RunRecord(
     ),
     store_tried=1_700_000_000,
     earlier=(LeaseAttrs(IPv4Address("10.0.2.14"), backend_type="host-gw"),),
+    path_mtu=(1450, 1350),
 )
 
 
@@ -61,12 +62,13 @@ def save(path: Path, state: RunRecord) -> None:
     StateFile(path).update(**{name: getattr(state, name) for name in RunRecord.__struct_fields__})
 
 
-def test_state_of_an_earlier_version_without_the_store_is_read(path: Path) -> None:
+def test_state_of_an_earlier_version_without_the_latest_fields_is_read(path: Path) -> None:
     save(path, STATE)
     content = json.loads(path.read_text())
-    del content["store_addresses"], content["store_tried"], content["earlier"]
+    for name in (latest := ("store_addresses", "store_tried", "earlier", "path_mtu")):
+        del content[name]
     path.write_text(json.dumps(content))
-    assert StateFile(path).load() == replace(STATE, store_addresses=(), store_tried=0, earlier=())
+    assert StateFile(path).load() == replace(STATE, **{name: getattr(RunRecord(), name) for name in latest})
 
 
 @pytest.mark.parametrize(
