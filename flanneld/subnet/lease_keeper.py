@@ -17,6 +17,7 @@ from flanneld.runtime import clock
 from flanneld.runtime.complaints import Once, Outage
 from flanneld.runtime.loop import MakeLoop
 from flanneld.runtime.waits import Backoff
+from flanneld.subnet.codec import format_attrs
 from flanneld.subnet.store import Store
 
 log = logging.getLogger(__name__)
@@ -32,6 +33,10 @@ PROBATION = 5.0
 #: Seconds between two writes of a contested lease, so that two nodes do not overwrite each other
 #: continuously. Less than the probation, so that a newcomer notices the conflict in time.
 CONTEST_SPACING = 2.0
+#: Writes of another node after which one of two older ones yields, and the seconds until the next one of them
+#: at most.
+MOST_CONTESTS = 10
+_CONTEST_PACE = 10.0
 #: Seconds without a foreign change after which the growing write interval starts over.
 INTERVAL_RESET = 600.0
 #: Seconds allowed between a write and its notification, when telling a full TTL from a shorter one.
@@ -86,6 +91,7 @@ class LeaseKeeper:
         self._misrepresented = False
         #: Back-off of corrections, and until when another foreign change counts as repeated.
         self._undone = Backoff(first=CONTEST_SPACING, longest=_LONGEST_SPACING)
+        self._contests = 0
         self._contested_until = 0.0
         self._is_contested = False
         #: The conflict we lost, and when to end because of it.
@@ -206,10 +212,17 @@ class LeaseKeeper:
         self._contested_until = now + INTERVAL_RESET
 
     def _contest(self, lease: Lease, now: float) -> None:
-        """Another node took our lease, by our public IP or key; the one that has had it longer keeps it."""
+        """Another node took our lease, by our public IP or key; the one that has had it longer keeps it.
+
+        If both have had it for long, as after a restore of the store, the lower attributes yield in the end.
+        """
         problem = f"another node writes itself into our lease {lease}: {lease.attrs}"
         remedy = "give each node its own address with --public-ip; on a clone remove copied key files"
-        if now - self._taken_at < self._probation:
+        self._contests = self._contests + 1 if now < self._contested_until else 1
+        self._contested_until = now + _CONTEST_PACE
+        is_newcomer = now - self._taken_at < self._probation
+        is_long = self._contests >= MOST_CONTESTS
+        if is_newcomer or (is_long and _order(self._lease.attrs) < _order(lease.attrs)):
             log.error("%s; %s; yielding to it", problem, remedy)
             self._lost()
             # An immediate restart would find the other node on probation, and the lease would alternate.
@@ -246,3 +259,8 @@ class LeaseKeeper:
         level = V(1 if self._is_contested else 0)
         log.log(level, "Lease renewed, new expiration: %s, of %s", ends, renewed)
         self._is_contested = False
+
+
+def _order(attrs: LeaseAttrs) -> str:
+    """Return a text by which two nodes agree whose attributes are lower."""
+    return format_attrs(attrs, with_ipv6=True)

@@ -269,6 +269,29 @@ def test_lease_around_address_of_store_is_followed_by_no_node(
             assert (route and route.device, host.kernel.at(IPv4Network("10.3.200.0/24"))) == (node.UPLINK, [])
 
 
+@pytest.mark.parametrize("store", ["v2", "v3"])
+def test_two_nodes_that_a_restored_store_gave_one_lease_do_not_fight_for_ever(
+    store: str, tmp_path: Path
+) -> None:
+    world = World(1)
+    with world.running():
+        cluster = cluster_of(world, store, 3, tmp_path)
+        world.run(SETTLES)
+        (etcd,) = cluster.etcds
+        subnets = cluster.hosts[1].subnet_env
+        assert isinstance(subnets[0], IPv4Network)
+        key = next(each for each in etcd.leases() if _names(each, subnets[0]))
+        for watcher in etcd.watchers:
+            watcher.stalled_until = world.time + SETTLES if watcher.concerns(key) else 0.0
+        etcd.restore(len(etcd.history))
+        cluster.add(4).subnet_env = subnets
+        world.run(SETTLES - 1.0)
+        assert cluster.hosts[4].process
+        assert cluster.hosts[4].process.lease
+        world.run(QUIET)
+        assert cluster.problems() == []
+
+
 def _names(key: str, net: IPv4Network) -> bool:
     return key.endswith(f"/{net}".replace("/", "-").replace("-", "/", 1))
 
