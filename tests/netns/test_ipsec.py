@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from flanneld.backends.ipsec import charon as charon_process
+from flanneld.backends.ipsec.resources import is_encapsulated
 from flanneld.backends.ipsec.vici import text
 from flanneld.network import xfrm_table
 from flanneld.network.rtnetlink.netlink import NLM_F_REQUEST, message
@@ -24,7 +25,8 @@ from flanneld.network.xfrm_table import open_xfrm, policies
 from tests.lab import Lab, Node, own_command, wait_for
 from tests.lab.lab import NETWORK
 from tests.netns.charons import IPSEC, PSK, associations, charon_of, control, loaded, with_own_run
-from tests.netns.kube import HEALTH_PORT, readiness
+from tests.netns.kube import HEALTH_PORT, readiness, write_net_conf
+from tests.netns.kube import start as start_with_kube
 from tests.netns.pair import connect
 from tests.netns.test_seeing import flannelctl
 from tests.netns.traffic import Sniffer, Stream
@@ -340,6 +342,37 @@ def test_a_charon_that_is_out_of_date_is_replaced(lab: Lab, tmp_path: Path, chan
         program.unlink()
         shutil.copy(charon_process.find_charon(), program)
     assert run() not in (0, former)
+
+
+def test_charon_is_replaced_while_the_leases_are_those_saved_on_disk(lab: Lab, tmp_path: Path) -> None:
+    """The saved leases replace nothing that leads to peers. charon is needed whatever they say."""
+    write_net_conf(lab, IPSEC)
+    node, peer = lab.add_nodes(2)
+    saved = tmp_path / "kube-nodes.json"
+
+    def run(each: Node) -> None:
+        flags = [f"--state-dir={tmp_path}"] if each is node else []
+        start_with_kube(lab, each, *flags, command=with_own_run(each, *own_command()))
+
+    for each in (node, peer):
+        lab.kube.add(each)
+        run(each)
+    for each in (node, peer):
+        each.wait_ready()
+    talk(node, peer)
+    wait_for(lambda: saved.exists() and peer.name in saved.read_text(), SOON, "both nodes to be saved")
+    former = charon_of(node)
+    with underlay(node, peer, tmp_path) as plain:
+        lab.kube.kill()
+        node.kill()
+        write_net_conf(lab, {**IPSEC, "UDPEncap": True})
+        run(node)
+        node.wait_for_log("Using the nodes saved in")
+        wait_for(lambda: charon_of(node) not in (0, former), SOON, "a charon with the new settings")
+        wait_for(lambda: loaded(node) == all_of(node, peer), SOON, "its keys and connection")
+        talk(node, peer)
+        assert plain() == 0
+    assert any(is_encapsulated(each) for each in associations(node).values())
 
 
 def test_a_stop_does_not_wait_for_a_charon_that_starts(lab: Lab, tmp_path: Path) -> None:
