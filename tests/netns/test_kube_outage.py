@@ -269,6 +269,35 @@ def test_with_saved_nodes_a_host_that_boots_without_api_server_joins_the_network
     assert saved(directory) == []
 
 
+@pytest.mark.needs_kernel("wireguard")
+def test_saved_nodes_let_this_node_change_its_own_device_and_nothing_of_a_peer(lab: Lab) -> None:
+    write_net_conf(lab, {"Type": "wireguard"})
+    directory = lab.directory / "state"
+    directory.mkdir()
+    first, second = lab.add_nodes(2)
+    for node in (first, second):
+        lab.kube.add(node)
+        start(lab, node, *([f"--state-dir={directory}"] if node is first else []))
+        node.wait_ready()
+    connect(first, second)
+    wait_for(lambda: saved(directory) == ["n1", "n2"], 20)
+    (peer,) = first.run("wg", "show", "flannel-wg", "peers").stdout.split()
+    lab.kube.kill()
+    first.kill()
+    first.run("wg", "set", "flannel-wg", "peer", peer, "persistent-keepalive", "7")
+    write_net_conf(lab, {"Type": "wireguard", "ListenPort": 51900})
+    start(lab, first, f"--state-dir={directory}")
+    first.wait_for_log("Using the nodes saved in")
+    port = ("wg", "show", "flannel-wg", "listen-port")
+    wait_for(lambda: first.run(*port).stdout.strip() == "51900", SOON, "the port of the network config")
+    first.wait_ready()
+    assert first.run("wg", "show", "flannel-wg", "persistent-keepalive").stdout.split() == [peer, "7"]
+    lab.kube.start()
+    keepalive = ("wg", "show", "flannel-wg", "persistent-keepalive")
+    wait_for(lambda: first.run(*keepalive).stdout.split() == [peer, "off"], RECONNECTED, "the store's peer")
+    first.container().wait_for_reply(second.container())
+
+
 @pytest.mark.parametrize("fault", [Fault("list", status=503, times=0), Fault("list", delay=SILENCE, times=0)])
 def test_with_saved_nodes_a_host_joins_though_the_api_server_fails_half_way(lab: Lab, fault: Fault) -> None:
     """It tells the booting host its own node, and lists the others no more."""
