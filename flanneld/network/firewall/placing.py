@@ -175,18 +175,16 @@ def must_be_native(
 
 
 def _holds_some(driver: Restore, flavour: Flavour, family: Family, rules: Rules) -> bool:
-    """Return True if a chain of ours is there, or else some of these rules, as v0.12's are."""
-    own = (FLANNEL_POSTRTG, FLANNEL_FWD)
+    """Return True if flannel's chains are there, which is known without a command, or some of these rules."""
     try:
-        if flavour == "legacy":
-            has_own = bool(xtables.read(family, own))
-        else:
+        if flavour == "nft":
             with Netfilter() as netfilter:
-                has_own = any(netfilter.has_chain(family, chain) for chain in own)
-        found = {} if has_own else driver.read()
+                if any(netfilter.has_chain(family, chain) for chain in (FLANNEL_POSTRTG, FLANNEL_FWD)):
+                    return True
+        found = driver.read()
     except (OSError, Retryable):
         return False
-    return has_own or any(rule in found.get(chain, ()) for chain, each in rules.items() for rule in each)
+    return any(rule in found.get(chain, ()) for chain, each in rules.items() for rule in each)
 
 
 def may_hold(place: RulePlace, family: Family, claim: RuleOwnership) -> bool:
