@@ -237,6 +237,8 @@ class V3Client:
 
 #: Seconds between two restarts of a watch because the store's revision is ahead of the watch's.
 TRUST = 600.0
+#: Changes after which a delivery does not wait for what may come next.
+_BATCH = 1000
 
 
 class V3Watcher:
@@ -257,6 +259,8 @@ class V3Watcher:
         self._at: Position | None = None
         #: The latest store revision that the stream has named.
         self._told = 0
+        #: What ended the stream, after changes that are delivered first.
+        self._failure: ServerFailed | Retryable | None = None
         #: The watch was restarted as overdue and has sent nothing since.
         self._in_doubt = False
 
@@ -284,7 +288,7 @@ class V3Watcher:
     def close(self) -> None:
         if self._stream is not None:
             self._stream.close()
-        self._stream = None
+        self._stream = self._failure = None
 
     def _read(self, after: Position) -> KeyChanges:
         if self._stream is None or self._at != after:
@@ -292,15 +296,33 @@ class V3Watcher:
             self._open(after)
         assert self._begun
         assert self._stream
-        while True:
-            result = self._stream.next(self.client.timeouts.silence)
-            if result is None:
-                return self._after_silence(after)
-            told, self._at = v3_messages.changes(result, self._begun, after)
+        replies: list[KeyReply] = []
+        at, wait = after, self.client.timeouts.silence
+        # etcd sends a message for each change: what has come is one delivery.
+        while len(replies) < _BATCH and (result := self._next(self._stream, wait)) is not None:
+            told, at = v3_messages.changes(result, self._begun, at)
             self._told = max(self._told, result.at.index)
             self._in_doubt = False
-            if told or self._at != after:
-                return KeyChanges(tuple(self._reply(*each, self._at) for each in told), self._at)
+            replies += [self._reply(*each, at) for each in told]
+            if replies or at != after:
+                wait = 0.0
+        if not replies and at == after:
+            return self._after_silence(after)
+        self._at = at
+        return KeyChanges(tuple(replies), at)
+
+    def _next(self, stream: Stream, wait: float) -> GatewayMessage | None:
+        """Return the next message, None after ``wait`` seconds. With 0 a failure is kept for later."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+        try:
+            return stream.next(wait)
+        except (ServerFailed, Retryable) as problem:
+            if wait:
+                raise
+            self._failure = problem.with_traceback(None)
+            return None
 
     def _after_silence(self, after: Position) -> KeyChanges:
         """Check the server with a request, which tells an idle server from a dead one."""

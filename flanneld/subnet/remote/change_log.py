@@ -74,7 +74,7 @@ class ChangeLog:
     def next_after(
         self, after: int, wanted: Wanted, is_there: Callable[[], bool], now: Callable[[], int]
     ) -> list[LogEntry] | None:
-        """Wait for the first wanted change after an index. Return all entries with its index.
+        """Wait for a wanted change after an index. Return all such entries.
 
         Return None if the history is too short, or if etcd's own index from ``now`` is lower than ``after``,
         as after a restore. Raises ``Cancelled`` if the server stops or the client has left.
@@ -87,9 +87,8 @@ class ChangeLog:
                     raise Cancelled
                 if self._floor is not None and after < self._floor:
                     return None
-                found = next((each for each in self._entries if each.index > after and wanted(each)), None)
-                if found is not None:
-                    return [each for each in self._entries if each.index == found.index and wanted(each)]
+                if found := [each for each in self._entries if each.index > after and wanted(each)]:
+                    return found
                 if not self._changed.heard(LOOK) and not is_there():
                     raise Cancelled
 

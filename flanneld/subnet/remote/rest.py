@@ -223,6 +223,9 @@ class RestApi:
 
 
 def _events(entries: list[LogEntry], request: RestRequest) -> str:
+    """Return the answer: all changes for a client of ours, else the first as Go flannel's server does."""
+    if not request.wants_index:
+        entries = [each for each in entries if each.index == entries[0].index]
     events = [
         structs.replace(each.event, lease=_shown(each.event.lease, request))
         if each.event.lease

@@ -37,6 +37,8 @@ SIMULATED = ["simulated v2", "simulated v3"]
 OF_KEYS = pytest.mark.parametrize("place", [*KEYS, *SIMULATED], indirect=True)
 ALL = pytest.mark.parametrize("place", [*STORES, *SIMULATED], indirect=True)
 NOTHING = (None, None)
+#: Changes while a reader is busy.
+BURST = 240
 _numbers = itertools.count()
 
 
@@ -212,6 +214,32 @@ def test_reconnect_loses_no_change_whenever_it_is_requested(place: Place) -> Non
     place.delete(2)
     watching.wait_for(3, 4, 5)
     watching.end()
+
+
+def test_burst_of_changes_comes_in_few_deliveries(place: Place) -> None:
+    """They come while the reader is busy with the first change."""
+    events: list[Event] = []
+    deliveries: list[int] = []
+    busy = threading.Event()
+
+    def deliver(told: list[Event]) -> None:
+        deliveries.append(len(told))
+        events.extend(told)
+        if len(deliveries) == 2:
+            busy.wait(DEADLINE)
+
+    with ThreadPoolExecutor(1) as pool:
+        watching = pool.submit(place.store.watch, deliver, lambda: None)
+        wait_for(lambda: deliveries, DEADLINE, "the list")
+        place.put(2)
+        wait_for(lambda: len(deliveries) == 2, DEADLINE, "the first change")
+        for number in range(3, 2 + BURST):
+            place.put(number)
+        busy.set()
+        wait_for(lambda: len(peers(events)) == BURST, DEADLINE, "all changes")
+        place.store.close()
+        assert isinstance(watching.exception(DEADLINE), Cancelled)
+    assert len(deliveries) <= BURST / 30, deliveries
 
 
 @pytest.mark.parametrize("store", ["v2", "v3", "both", "remote"])
