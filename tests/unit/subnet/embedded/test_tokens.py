@@ -7,8 +7,9 @@ import http.client
 import logging
 import socket
 import ssl
+import threading
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
 from typing import NamedTuple
@@ -39,6 +40,7 @@ from flanneld.subnet.remote.credentials import (
 from flanneld.subnet.remote.store import RemoteOptions, RemoteStore
 from flanneld.subnet.remote.wire import SECRET, Acquisition, Reservation
 from tests.clock import Clock
+from tests.local_etcd import DEADLINE, make_certificates, server
 from tests.unit.subnet.remote.servers import CONFIG, ROOT, LocalFile, Running
 
 DAY = 86400.0
@@ -115,11 +117,26 @@ def test_node_without_a_token_gets_nothing(guarded: Guarded) -> None:
         guarded.join(forged.text)
 
 
-def test_server_with_another_certificate_does_not_see_the_token(guarded: Guarded) -> None:
-    good = guarded.tokens.create(DAY)
-    other = JoinToken(good.id, good.ends, good.code, "0" * 64)
-    with pytest.raises(NoAnswer, match="its certificate is not the one in the token"):
-        guarded.join(other.text)
+def test_server_with_another_certificate_does_not_see_the_token(guarded: Guarded, tmp_path: Path) -> None:
+    make_certificates(tmp_path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "server.crt", tmp_path / "server.key")
+    heard: list[bytes] = []
+    ended = threading.Event()
+
+    def listen(sock: socket.socket) -> None:
+        with suppress(OSError), context.wrap_socket(sock, server_side=True) as encrypted:
+            heard.append(encrypted.recv(65536))
+        ended.set()
+
+    with server(listen) as url:
+        false_server = RemoteServer("127.0.0.1", int(url.rpartition(":")[2]))
+        client = RemoteStore(RemoteOptions((false_server,), token=guarded.tokens.create(DAY).text))
+        with pytest.raises(NoAnswer, match="its certificate is not the one in the token"):
+            client.network_config()
+        assert ended.wait(DEADLINE)
+        client.close()
+    assert b"".join(heard) == b""
 
 
 def test_expired_token_lets_nodes_stay_and_no_other_join(guarded: Guarded) -> None:

@@ -288,6 +288,18 @@ def test_a_backlog_is_read_quickly(watched: Watched) -> None:
         wait_for(lambda: len(slow.events) == 300 + 1, 250 / PATIENCE, "all events")
 
 
+def test_catching_up_with_the_history_keeps_one_connection(etcd: LocalEtcd, api: str) -> None:
+    relay = Relay(etcd.url)
+    with server(relay) as url, Watched(etcd, api, url, timeouts=EtcdTimeouts(read=60.0)) as slow:
+        slow.manager.stored(None)
+        before = relay.connections
+        slow.keys.put_often(f"{slow.prefix}/subnets/10.1.1.0-24", 300, value(1))
+        slow.start()
+        wait_for(lambda: len(slow.events) == 300 + 1, DEADLINE, "all events")
+        # In v2 a stream that begins in the history tells one change. One connection of polls tells the rest.
+        assert relay.connections - before == (2 if api == "v2" else 1)
+
+
 def test_events_that_etcd_has_forgotten_end_in_a_snapshot(
     watched: Watched, caplog: pytest.LogCaptureFixture
 ) -> None:
