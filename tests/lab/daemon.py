@@ -66,15 +66,15 @@ class Daemon:
         return self._process.poll()
 
     def failure(self) -> str:
-        """How it ended by itself with an error, and its last lines; "" unless it did.
-
-        Tests kill daemons, but none makes one abort.
-        """
+        """How it ended by itself with an error, and its last lines; "" unless it did."""
         status = self.status()
         if status in (None, 0, -signal.SIGTERM, -signal.SIGKILL):
             return ""
         lines = self.log().splitlines()[-LAST_LINES:]
         return "\n".join([f"the daemon with the log {self._log} ended by itself, status {status}:", *lines])
+
+    def has_crashed(self) -> bool:
+        return (self.status() or 0) < 0 and bool(self.failure())
 
     def log(self) -> str:
         """What it wrote to stdout and stderr."""

@@ -25,6 +25,9 @@ class Watched(Protocol):
     def failure(self) -> str:
         """Return how it ended by itself with an error, and its last words; "" unless it did."""
 
+    def has_crashed(self) -> bool:
+        """Return True if a signal ended it that no test sends."""
+
 
 #: Processes whose failure ends each wait that has begun before.
 WATCHED: WeakSet[Watched] = WeakSet()
@@ -36,12 +39,12 @@ def wait_for(condition: Callable[[], T], deadline: float = 20, what: str = "the 
     """Poll until ``condition()`` is true and return its value; ``deadline`` is in seconds.
 
     Raises ``AssertionError`` with ``what`` and the last value when it never was, and at once if a daemon
-    fails meanwhile that ran when the wait began.
+    has crashed, or fails that ran when the wait began.
     """
     deadline *= PATIENCE
     end = time.monotonic() + deadline
     pause = FIRST_PAUSE
-    relied_on = [each for each in WATCHED if not each.failure()]
+    relied_on = [each for each in WATCHED if each.has_crashed() or not each.failure()]
     while True:
         failures = [failure for each in relied_on if (failure := each.failure())]  # before its last effects
         value = condition()
