@@ -195,3 +195,13 @@ def kubeconfig_with_data(folder: Path, url: str) -> Path:
     assert place in text
     config.write_text(text.replace(place, f"certificate-authority-data: {data}"))
     return config
+
+
+@pytest.mark.parametrize("name", ["token", '"the token"', "'the token'"])
+def test_file_with_credentials_is_watched_however_its_name_is_quoted(tmp_path: Path, name: str) -> None:
+    config, own = tmp_path / "kubeconfig", tmp_path / name.strip("\"'")
+    config.write_text(f"users:\n- user:\n    tokenFile: {name}\n")
+    access = Access("", str(config), {})
+    before = access.files()
+    own.write_text("new")
+    assert access.files() != before

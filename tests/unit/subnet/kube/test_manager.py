@@ -255,25 +255,21 @@ def test_pauses_are_short_after_a_denial_and_long_after_other_refusals() -> None
     assert longest == {Denied: 5.0, ApiRefusal: 40.0, NoAnswer: 40.0}
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["", "token", '"the token"', "'the token'"],
-    ids=["kubeconfig", "tokenFile", "double quotes", "single quotes"],
-)
-def test_changed_token_ends_the_pause_after_a_denial(cluster: Cluster, name: str) -> None:
+@pytest.mark.parametrize("is_of_its_own", [False, True], ids=["kubeconfig", "tokenFile"])
+def test_changed_token_ends_the_pause_after_a_denial(cluster: Cluster, *, is_of_its_own: bool) -> None:
     manager = cluster.open(backoff=Backoff(first=1000.0))
     file = cluster.directory / f"kubeconfig-{FLANNEL_TOKEN}"
-    if name:
-        own = cluster.directory / name.strip("\"'")
-        own.write_text(FLANNEL_TOKEN)
-        file.write_text(file.read_text().replace(f"token: {FLANNEL_TOKEN}", f"tokenFile: {name}"))
+    if is_of_its_own:
+        text = file.read_text()
+        (cluster.directory / "token").write_text(FLANNEL_TOKEN)
+        file.write_text(text.replace(f"token: {FLANNEL_TOKEN}", "tokenFile: token"))
     manager.acquire(cluster.config, ATTRS, (None, None))
     cluster.control.revoke_token(FLANNEL_TOKEN)
     cluster.control.put_token("new")
     cluster.start_watches(manager)
     wait_for(lambda: manager.problem is not None and "401" in str(manager.problem))
-    if name:
-        own.write_text("new")
+    if is_of_its_own:
+        (cluster.directory / "token").write_text("new")
     else:
         write_kubeconfig(file, cluster.kube.url, "new", None)
     cluster.wait_for()
