@@ -66,10 +66,10 @@ class RouteTaken(Struct, frozen=True, gc=False):
 
 
 class DesiredObject(Struct, frozen=True, gc=False):
-    """One desired object; ``value`` is None for one of a backend's own table."""
+    """One desired object of this kernel."""
 
     owner: str
-    value: Resource | None
+    value: Resource
 
 
 class Difference(Struct, frozen=True, gc=False):
@@ -124,7 +124,7 @@ def read(told: Status, desired: Sequence[DesiredObject]) -> ActualState:
     kernel.domain = Domain(told.uplink_name, frozenset(devices), tuple(told.ranges), bridging=bridging)
     by_table: dict[object, dict[Key, Resource]] = defaultdict(dict)
     for item in desired:
-        if item.value is not None and not isinstance(item.value, Link):
+        if not isinstance(item.value, Link):
             by_table[item.value.key[0]][item.value.key] = item.value
     # With known peers, an administrator's route must not count as left over.
     adopt = not told.knows_peers
@@ -168,8 +168,9 @@ def route_lookup() -> Callable[[IPAddress], RouteTaken]:
 
 
 def desired_objects(told: Status) -> list[DesiredObject]:
-    """Return each object that should be there."""
-    return [DesiredObject(owner, item.resource) for owner, item in _items(told)]
+    """Return each object that should be in this kernel."""
+    found = ((owner, item.resource) for owner, item in _items(told))
+    return [DesiredObject(owner, value) for owner, value in found if value is not None]
 
 
 def _items(told: Status) -> Iterator[tuple[str, ObjectStatus]]:
@@ -178,23 +179,32 @@ def _items(told: Status) -> Iterator[tuple[str, ObjectStatus]]:
     yield from ((peer.name, item) for peer in told.each_peer for item in peer.objects)
 
 
-def compare(told: Status, desired: Sequence[DesiredObject], found: ActualState) -> list[Comparison]:
-    """Return all desired objects, then our surplus ones (pure)."""
+def compare(
+    told: Status, desired: Sequence[DesiredObject], found: ActualState, *, but_ok: bool = False
+) -> list[Comparison]:
+    """Return all desired objects, those that are ``but_ok`` if asked to, then our surplus ones (pure)."""
     ours = [value for value, is_ours in found.objects.items() if is_ours]
     if not told.knows_peers:
         return [Comparison(value, "found") for value in ours]
+    right: set[Key] = set()
+    lacks_any = False
+    # Of hundreds of thousands of objects all are as desired, as a rule: that is found out first.
+    for item in desired:
+        is_ours = found.objects.get(item.value)
+        lacks_any = lacks_any or is_ours is None
+        if is_ours:
+            right.add(item.value.key)
+    if but_ok and not lacks_any and len(right) == len(ours):
+        return []
     contested = {value for peer in told.each_peer if peer.conflicts for value in resources(peer.objects)}
     at_key = {value.key: value for value in ours}
-    known: set[Resource] = set()
     replaced: set[Key] = set()
     entries = []
     for item in desired:
-        if item.value is None:
-            continue
-        known.add(item.value)
         other = at_key.get(item.value.key)
         if item.value in found.objects:
-            entries.append(Comparison(item.value, "ok", item.owner))
+            if not but_ok:
+                entries.append(Comparison(item.value, "ok", item.owner))
         elif item.value in contested:
             continue
         elif other is None:
@@ -203,6 +213,7 @@ def compare(told: Status, desired: Sequence[DesiredObject], found: ActualState) 
             replaced.add(other.key)
             drift = tuple(differences(item.value, other, found))
             entries.append(Comparison(item.value, "different", item.owner, other, drift))
+    known = {item.value for item in desired}
     extra = [value for value in ours if value not in known and value.key not in replaced]
     return entries + [Comparison(value, "not wanted") for value in extra]
 
@@ -289,50 +300,52 @@ def shadowing_routes(
         for key, index, kind in routes
         if (key[1], key[3]) not in shortest and (destination := destination_of(key)) is not None
     )
-    certain = _certain(kernel, (key for key, _, _ in routes), lengths)
-    return [*by_lookup(told, found, look_up_route, certain), *by_length(subnets, longer)]
+    doubtful = _doubtful(kernel, [key for key, _, _ in routes], subnets.keys())
+    return [
+        *by_lookup(told, found, look_up_route, {key: subnets[key] for key in doubtful}),
+        *by_length(subnets.keys(), longer),
+    ]
 
 
-def _certain(
-    kernel: HostView, destinations: Iterable[Key], lengths: AbstractSet[tuple[int, int]]
-) -> AbstractSet[Key]:
-    """Return the destinations that need no lookup: nothing but their one route is about them.
+def _doubtful(kernel: HostView, destinations: Sequence[Key], subnets: AbstractSet[Key]) -> AbstractSet[Key]:
+    """Return the subnets that need a lookup: something beside their one route is about them.
 
     A lookup of each of thousands of subnets takes most of the doctor's time.
     """
     if any(not rule.is_default for family in FAMILIES for rule in kernel.rules(family)):
-        return frozenset()
+        return subnets
     local = {
         route_key(network.supernet(new_prefix=length))
         for family in FAMILIES
         for _, network, _ in kernel.local(family)
-        for version, length in lengths
+        for version, length in _lengths(subnets)
         if version == network.version and length <= network.prefixlen
     }
-    number = Counter(destinations)
-    return {key for key in number if number[key] == 1 and key not in local}
+    once = set(destinations)
+    several = (
+        {key for key, number in Counter(destinations).items() if number > 1}
+        if len(once) < len(destinations)
+        else set()
+    )
+    return (subnets - once) | (subnets & (local | several))
 
 
 def by_lookup(
     told: Status,
     found: ActualState,
     look_up_route: Callable[[IPAddress], RouteTaken],
-    certain: AbstractSet[Key] = frozenset(),
+    subnets: Mapping[Key, PeerStatus],
 ) -> Iterator[ShadowingRoute]:
-    """Yield subnets diverted by a route of the same length, a rule or another table (pure).
-
-    Destinations with a key in ``certain`` are known not to be.
-    """
-    for peer in told.each_peer:
-        for text, subnet in zip(peer.subnets, peer.networks, strict=True):
-            if route_key(subnet) in certain:
-                continue
-            target = subnet[1 % subnet.num_addresses]
-            route = wanted_route(target, peer, told)
-            if route is not None and route in found.objects:
-                way = look_up_route(target)
-                if not follows(way, route):
-                    yield ShadowingRoute(text, f"{target} {way}")
+    """Yield those ``subnets`` diverted by a route of the same length, a rule or another table (pure)."""
+    for key, peer in subnets.items():
+        subnet = destination_of(key)
+        assert subnet is not None
+        target = subnet[1 % subnet.num_addresses]
+        route = wanted_route(target, peer, told)
+        if route is not None and route in found.objects:
+            way = look_up_route(target)
+            if not follows(way, route):
+                yield ShadowingRoute(str(subnet), f"{target} {way}")
 
 
 def by_length(
@@ -353,9 +366,9 @@ def by_length(
                     yield ShadowingRoute(str(around), f"route {text}", removal)
 
 
-def subnets_of(told: Status) -> AbstractSet[Key]:
-    """Return the peers' subnets, as keys of the routes to them."""
-    return {route_key(subnet) for peer in told.each_peer for subnet in peer.networks}
+def subnets_of(told: Status) -> dict[Key, PeerStatus]:
+    """Return the peers by their subnets, as keys of the routes to them."""
+    return {route_key(subnet): peer for peer in told.each_peer for subnet in peer.networks}
 
 
 def _lengths(subnets: Iterable[Key]) -> AbstractSet[tuple[int, int]]:

@@ -92,7 +92,7 @@ def gather(source: DataSource) -> Facts:
         previous=subnet_file.read(path),
         links=found.links,
         addresses=addresses,
-        entries=(*compare.compare(told, desired, found), *_outside(source)),
+        entries=(*compare.compare(told, desired, found, but_ok=True), *_outside(source)),
         detours=tuple(compare.shadowing_routes(told, found, compare.route_lookup())),
         host=_host_findings(source),
         managed=tuple(_managed(ours)),

@@ -70,6 +70,7 @@ class Facts(Struct, frozen=True, gc=False):
     links: tuple[SeenLink, ...] = ()
     #: Addresses of all interfaces, with the interface's name.
     addresses: tuple[tuple[str, IPAddress], ...] = ()
+    #: Objects that are not as desired.
     entries: tuple[Comparison, ...] = ()
     detours: tuple[ShadowingRoute, ...] = ()
     host: tuple[WrongSetting, ...] = ()

@@ -16,7 +16,7 @@ from flanneld.ctl.checks.kernel import NEW_MAC
 from flanneld.ctl.checks.store import shown, unlike_stored
 from flanneld.ctl.nodes import Told
 from flanneld.ctl.paths import PathToPeer, carriers, listed
-from flanneld.diagnostics.status import PeerStatus, known, networks
+from flanneld.diagnostics.status import PeerStatus, known, networks, resources
 from flanneld.errors import LEASES_END
 from flanneld.findings import Advice, Finding, Severity
 from flanneld.model import FAMILIES, Family, overlap
@@ -439,8 +439,10 @@ def _silent(facts: Facts) -> Iterator[PathToPeer]:
     """
     silent = [each for each in facts.paths if each.carried is None]
     tunnels = {(each.peer, each.target.version) for each in facts.paths if each.name == "tunnel"}
-    routes = (entry.value for entry in (facts.entries if silent else ()))
-    gateways = {route.gateway for route in routes if isinstance(route, Route)}
+    names = {each.peer for each in silent}
+    peers = (peer for peer in (facts.peers if silent else ()) if peer.subnets[0] in names)
+    routes = (each for peer in peers for each in resources(peer.objects) if isinstance(each, Route))
+    gateways = {route.gateway for route in routes}
     for each in silent:
         end = _end(each)
         if end not in facts.passing and (

@@ -109,7 +109,6 @@ WELL = Facts(
         ("flannel.1", ip_address("10.5.1.0")),
         ("cni0", ip_address("10.5.1.1")),
     ),
-    entries=(Comparison(ROUTE, "ok"),),
     traffic={"flannel.1": (1000, 1000)},
     offload={"flannel.1": True},
     kernel=(6, 1),
@@ -389,7 +388,10 @@ CASES: dict[str, list[Facts]] = {
             WELL, paths=(path("underlay", 1500), path("tunnel", None)), refusing=frozenset({"192.0.2.2"})
         ),
         replace(WELL, paths=(path("underlay", None), path("tunnel", None))),
-        replace(WELL, paths=(path("underlay", None),), entries=(Comparison(OFF_LINK, "ok"),)),
+        replace(
+            told(lambda d: d["peers"][0].update(objects=[object_of(OFF_LINK)])),
+            paths=(path("underlay", None),),
+        ),
     ],
     "segment": [
         told(lambda d: (d.update(local=[object_of(VXLAN)]), d["peers"][0].update(vnis=[7]))),

@@ -32,7 +32,10 @@ def document(*objects: Resource, conflicts: Sequence[str] = ()) -> dict[str, Any
 
 def compared(document: dict[str, Any], found: ActualState) -> list[Comparison]:
     told = status_of(document)
-    return compare(told, desired_objects(told), found)
+    entries = compare(told, desired_objects(told), found)
+    wrong = compare(told, desired_objects(told), found, but_ok=True)
+    assert wrong == [each for each in entries if each.state != "ok"]
+    return entries
 
 
 def states(told: dict[str, Any], *there: Resource, foreign: Sequence[Resource] = ()) -> dict[Resource, str]:
