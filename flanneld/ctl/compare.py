@@ -300,14 +300,19 @@ def shadowing_routes(
         for key, index, kind in routes
         if (key[1], key[3]) not in shortest and (destination := destination_of(key)) is not None
     )
-    doubtful = _doubtful(kernel, [key for key, _, _ in routes], subnets.keys())
+    doubtful = _doubtful(kernel, [key for key, _, _ in routes], subnets.keys(), lengths)
     return [
         *by_lookup(told, found, look_up_route, {key: subnets[key] for key in doubtful}),
         *by_length(subnets.keys(), longer),
     ]
 
 
-def _doubtful(kernel: HostView, destinations: Sequence[Key], subnets: AbstractSet[Key]) -> AbstractSet[Key]:
+def _doubtful(
+    kernel: HostView,
+    destinations: Sequence[Key],
+    subnets: AbstractSet[Key],
+    lengths: AbstractSet[tuple[int, int]],
+) -> AbstractSet[Key]:
     """Return the subnets that need a lookup: something beside their one route is about them.
 
     A lookup of each of thousands of subnets takes most of the doctor's time.
@@ -318,7 +323,7 @@ def _doubtful(kernel: HostView, destinations: Sequence[Key], subnets: AbstractSe
         route_key(network.supernet(new_prefix=length))
         for family in FAMILIES
         for _, network, _ in kernel.local(family)
-        for version, length in _lengths(subnets)
+        for version, length in lengths
         if version == network.version and length <= network.prefixlen
     }
     once = set(destinations)

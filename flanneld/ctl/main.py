@@ -31,7 +31,7 @@ from flanneld.errors import FlannelError, cause_of
 from flanneld.runtime import clock
 
 #: Allocations between two collections of reference cycles.
-_GARBAGE = 1_000_000
+_GARBAGE = 50_000_000
 #: Seconds between two queries of ``--watch``.
 _WATCH_EVERY = 2.0
 #: Seconds between two looks for new lines of the log.
