@@ -114,6 +114,55 @@ def test_doctor_finds_nothing_where_nodes_drop_icmp_and_pass_packets_on(
                 node.run(program, "-F", "INPUT")
 
 
+#: A host that lets in little, runs Docker and a VPN, and filters by the reverse path; and its end.
+STRICT_HOST = (
+    "nft add table inet filter",
+    "nft 'add chain inet filter input {{ type filter hook input priority 0; policy drop; }}'",
+    *(
+        f"nft 'add rule inet filter input {rule} accept'"
+        for rule in (
+            *("ct state established,related", "iif lo", "meta l4proto {{ icmp, ipv6-icmp, ipencap }}"),
+            *("iifname flannel.1", "tcp dport 22", "udp dport {{ 8285, 8470, 8472 }}"),
+        )
+    ),
+    "iptables-nft -P FORWARD DROP; iptables-nft -N DOCKER; iptables-nft -N DOCKER-USER",
+    "iptables-nft -A DOCKER-USER -j RETURN; iptables-nft -A FORWARD -j DOCKER-USER",
+    "iptables-nft -A FORWARD -o docker0 -m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT",
+    "iptables-nft -A FORWARD -o docker0 -j DOCKER; iptables-nft -A FORWARD -i docker0 -j ACCEPT",
+    "iptables-nft -t nat -A POSTROUTING -s 172.17.0.0/16 ! -o docker0 -j MASQUERADE",
+    "ip link add docker0 type bridge; ip address add 172.17.0.1/16 dev docker0",
+    "ip link add vpn0 up type bridge; ip address add 10.200.0.2/24 dev vpn0",
+    "ip route add 10.201.0.0/16 via 10.200.0.1; ip route add default via 10.200.0.1 table 100",
+    "ip rule add to 203.0.113.0/24 lookup 100; ip rule add fwmark 7 lookup 100",
+    "sysctl -w net.ipv4.conf.eth0.rp_filter=1",
+)
+STRICT_NO_MORE = (
+    "nft delete table inet filter; iptables-nft -P FORWARD ACCEPT",
+    "iptables-nft -D FORWARD -j DOCKER-USER; iptables-nft -D FORWARD -i docker0 -j ACCEPT",
+    "iptables-nft -D FORWARD -o docker0 -m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT",
+    "iptables-nft -D FORWARD -o docker0 -j DOCKER; iptables-nft -F DOCKER-USER",
+    "iptables-nft -X DOCKER; iptables-nft -X DOCKER-USER",
+    "iptables-nft -t nat -D POSTROUTING -s 172.17.0.0/16 ! -o docker0 -j MASQUERADE",
+    "ip rule del fwmark 7; ip rule del to 203.0.113.0/24; ip link del docker0; ip link del vpn0",
+    "sysctl -w net.ipv4.conf.eth0.rp_filter=0",
+)
+
+
+@pytest.mark.parametrize(
+    "kind", [KINDS[name].marked(KINDS[name], name) for name in (*FILTERED[:-1], "vxlan, masquerade")]
+)
+def test_doctor_finds_nothing_on_a_strict_host_with_docker_and_a_vpn(
+    worlds: Kept[Kind, World], kind: Kind
+) -> None:
+    with worlds.get(kind) as world:
+        for node in world.nodes:
+            world.run(*STRICT_HOST, on=node)
+        world.wait_for_packets()
+        assert findings(world) == []
+        for node in world.nodes:
+            world.run(*STRICT_NO_MORE, on=node)
+
+
 def from_server(lab: Lab, backend: dict[str, Any], stack: ExitStack) -> list[Node]:
     stack.enter_context(server(lab, API))
     return join(lab, backend, 2)
