@@ -35,8 +35,9 @@ _FAMILIES: Mapping[str, Mapping[str, object]] = {
 }
 
 
-def _backend(name: str) -> dict[str, object]:
-    return {"Type": name, **encrypting.OPTIONS.get(name, {})}
+def _backend(name: str, also: str = "") -> dict[str, object]:
+    beside = {"Also": _backend(also)} if also else {}
+    return {"Type": name, **encrypting.OPTIONS.get(name, {}), **beside}
 
 
 class Cluster:
@@ -63,9 +64,9 @@ class Cluster:
             apis = ("v3", "v2") if store == "both" else (store,)
             self.etcds = tuple(SimulatedEtcd(world, api, config) for api in apis)
 
-    def set_backend(self, backend: str) -> None:
+    def set_backend(self, backend: str, also: str = "") -> None:
         """Write another backend into the network config, which each daemon reads at its next start."""
-        config = json.dumps({**_FAMILIES[self._families], "Backend": _backend(backend)})
+        config = json.dumps({**_FAMILIES[self._families], "Backend": _backend(backend, also)})
         if self.kube is not None:
             self._net_config.write_text(config)
         for etcd in self.etcds:

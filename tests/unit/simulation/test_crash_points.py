@@ -140,10 +140,10 @@ class Watch:
         self._deaths = deaths
         self._healthy: tuple[int, ...] = ()
 
-    def begin(self, begin: Begin) -> None:
+    def begin(self, begin: Begin, *, may_die: bool = True) -> None:
         victim, self._healthy = begin(self._cluster, self._choices)
         for host in self._cluster.hosts.values():
-            host.on_effect = partial(self._at_effect, host, may_die=host is victim)
+            host.on_effect = partial(self._at_effect, host, may_die=may_die and host is victim)
 
     def confine(self, *, begins_to: bool) -> None:
         """Let no packet leave in the clear. In a cluster that ``begins_to`` encrypt, none does so again."""
@@ -269,6 +269,36 @@ def test_daemon_that_dies_at_any_effect_lets_nothing_out_in_the_clear(
     points = points_in(begin, "v3", backend, tmp_path, 1)
     record_property("crash points", points)
     assert points >= ENCRYPTED[begin, backend]
+
+
+def switch_in_phases(backend: str, deadly: int, directory: Path, choices: Choices) -> None:
+    """A cluster begins to encrypt by ``Backend.Also``; a daemon dies in the phase of that number."""
+    world = World(0, logging.WARNING)
+    with world.running():
+        cluster = cluster_of(world, "v3", 3, directory, "vxlan")
+        world.run(SETTLES)
+        watch = Watch(cluster, choices, deaths=1)
+        watch.confine(begins_to=True)
+        for phase, config in enumerate((("vxlan", backend), (backend, "vxlan"), (backend,)), 1):
+            cluster.set_backend(*config)
+            watch.begin(lambda cluster, _: (_restart_all(cluster), ()), may_die=phase == deadly)
+            world.run(3 * SETTLES + 10.0)
+            assert watch.wrong == []
+            assert cluster.problems() == []
+        assert len(watch.encrypted) == len(cluster.hosts) * (len(watch.subnets) - 1)
+
+
+@pytest.mark.usefixtures("encrypting_backends")
+@pytest.mark.parametrize(
+    ("backend", "phase", "least"),
+    [("wireguard", 2, 12), ("wireguard", 3, 12), ("ipsec", 2, 16), ("ipsec", 3, 32)],
+)
+def test_daemon_that_dies_in_a_phase_of_a_switch_lets_nothing_out_again(
+    backend: str, phase: int, least: int, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    points = every(partial(switch_in_phases, backend, phase, tmp_path)) - 1
+    record_property("crash points", points)
+    assert points >= least
 
 
 @pytest.mark.usefixtures("encrypting_backends")
