@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
+from functools import partial
 from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
 from typing import Any
@@ -192,6 +194,11 @@ def test_blocking_policies_hold_where_other_routes_lead_past_the_device(
     talk(node, peer)
 
 
+def removals(node: Node, logged: int) -> list[str]:
+    """Return the commands against policies that were logged since. A route of the test before may be, too."""
+    return re.findall("remove it: (ip xfrm .*)", node.log()[logged:])
+
+
 def test_a_policy_past_the_encryption_keeps_the_node_from_ready_and_stays(pair: list[Node]) -> None:
     """Another program's, three times: it is named each time, and gone by the command that the log names."""
     node, _ = pair
@@ -201,8 +208,7 @@ def test_a_policy_past_the_encryption_keeps_the_node_from_ready_and_stays(pair: 
         logged = len(node.log())
         node.run(*f"ip xfrm policy add {selector} {packets} dir out priority 100".split())
         wait_for(lambda: readiness(node)[0] == 503, SOON, "the node not to be ready")
-        _, _, removal = node.log()[logged:].partition("remove it: ")
-        removal, _, _ = removal.partition("\n")
+        removal = wait_for(partial(removals, node, logged), SOON, "the policy to be named")[-1]
         assert removal in flannelctl(node, "doctor").stdout
         node.run(*removal.split())
         wait_for(lambda: readiness(node)[0] == 200, SOON, "the node to be ready again")
