@@ -63,7 +63,7 @@ def _status(source: DataSource, _arguments: argparse.Namespace) -> CommandAnswer
 def _peers(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
     from flanneld.ctl import nodes
 
-    wrong = any(peer.state not in ("in the kernel", "pending") for peer in source.status.each_peer)
+    wrong = any(map(nodes.is_lost, source.status.each_peer))
     return _noted(
         source,
         [nodes.peers_table(source, is_wide=_is_wide(arguments))],

@@ -201,9 +201,9 @@ def page(found: list[Vertex], columns: tuple[str, ...], made: str) -> Iterator[s
     yield '<html lang="en"><head><meta charset="utf-8">'
     yield f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
     yield '<meta name="viewport" content="width=device-width, initial-scale=1">'
-    yield f"<title>flannel: {len(found)} nodes</title>"
+    yield f"<title>flannel: {counted(len(found), 'node')}</title>"
     yield f"<style>{_STYLE}</style></head><body>"
-    yield f"<header><h1>flannel: {len(found)} nodes</h1>"
+    yield f"<header><h1>flannel: {counted(len(found), 'node')}</h1>"
     yield f"<p>{html.escape(summary)}. As seen from one node, {html.escape(made)}.</p>"
     yield '<div id="controls" hidden><label>Search <input type="search" id="search"></label>'
     for state in WORST_FIRST:

@@ -357,7 +357,7 @@ def _of_stages(found: Sequence[Series], sizes: Sequence[PathToPeer]) -> Verdict:
         return Verdict("udp", "ICMP passes and UDP does not: a firewall, or checksums")
     lossy = next((each for each in found if each.stage is not Stage.PORT and each.rtts and each.lost), None)
     if lossy is not None:
-        return Verdict(lossy.stage.value, f"{lossy.lost} of {lossy.sent} packets are lost")
+        return Verdict(lossy.stage.value, f"packets lost: {lossy.lost} of {lossy.sent}")
     if tunnel is None and container is None:
         return Verdict(None, "the node answers; its backend has no address in the overlay: name a container")
     return Verdict(None, "packets pass in both directions")

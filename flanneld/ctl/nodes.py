@@ -327,6 +327,13 @@ def _table(columns: Mapping[str, Callable[[Node], str]], shown: Iterable[Node]) 
     return TextTable(tuple(columns), rows)
 
 
+def is_lost(peer: PeerStatus) -> bool:
+    """Return True if a peer is not in the kernel as desired, or the last message to it found no answer."""
+    probe, sessions = known(peer.probe), known(peer.sessions) or ()
+    is_silent = any(each.state == "silent" for each in sessions) or (probe is not None and probe.rtt is None)
+    return is_silent or peer.state not in ("in the kernel", "pending")
+
+
 def peers_table(source: DataSource, *, is_wide: bool = False) -> TextTable:
     """Return one line for each other node, as the daemon has it: nothing is sent."""
     told, now = source.status.each_peer, known(source.status.time) or 0.0

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from ipaddress import IPv4Network
+from typing import Any
 
-from flanneld.ctl.nodes import peers_table
+import pytest
+
+from flanneld.ctl.nodes import is_lost, peers_table
 from flanneld.ctl.source import DataSource
 from flanneld.state.table import TunnelSession, silence
 from tests.unit.ctl.documents import status_of
@@ -46,3 +49,20 @@ def test_peers_are_shown_with_their_sessions() -> None:
         ("30 s ago", "512 B", "5.0 MiB", "192.0.2.2:51820"),
         ("-", "-", "-", "-"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "lost"),
+    [
+        ({}, False),
+        ({"state": "pending"}, False),
+        ({"state": "refused"}, True),
+        ({"sessions": [{"subnet": "10.5.2.0/24", "state": "idle"}]}, False),
+        ({"sessions": [{"subnet": "10.5.2.0/24", "state": "silent"}]}, True),
+        ({"probe": {"target": "10.5.2.0", "time": 1.0, "rtt": 0.001}}, False),
+        ({"probe": {"target": "10.5.2.0", "time": 1.0, "rtt": None}}, True),
+    ],
+)
+def test_peers_fails_where_a_peer_does_not_answer(changes: dict[str, Any], lost: bool) -> None:
+    peer = {"subnets": ["10.5.2.0/24"], "state": "in the kernel", **changes}
+    assert is_lost(status_of({"peers": [peer]}).each_peer[0]) is lost
