@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ssl
 from base64 import b64encode
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import unquote
 
@@ -15,7 +12,7 @@ from msgspec import Struct
 from flanneld.errors import Fatal
 from flanneld.option_values import url_parts
 from flanneld.runtime import randomness
-from flanneld.runtime.sockets.http_connection import failure_text
+from flanneld.runtime.sockets.tls import TlsFiles, client_context
 from flanneld.subnet.failover import ServerRing
 
 #: Function that reorders a list in place, as ``random.shuffle`` does.
@@ -81,7 +78,8 @@ class Servers(ServerRing[Server]):
             raise Fatal(
                 f"-etcd-endpoints {problem}", "give client URLs of one kind, like https://10.0.0.1:2379"
             )
-        context = _tls_context(options) if _mentions_tls(options, schemes) else None
+        files = TlsFiles(options.certfile, options.keyfile, options.cafile, "-etcd")
+        context = client_context(files) if files or "https" in schemes else None
         self.tls = context if "https" in schemes else None
         self.options = options
         shuffle(servers)
@@ -116,55 +114,3 @@ def _server(url: str, number: int, options: EtcdOptions) -> Server:
     if not user and parts.username:
         user, password = unquote(parts.username), unquote(parts.password or "")
     return Server(name, scheme, host, port, path, user, password)
-
-
-def _mentions_tls(options: EtcdOptions, schemes: set[str]) -> bool:
-    return "https" in schemes or any((options.keyfile, options.certfile, options.cafile))
-
-
-def _tls_context(options: EtcdOptions) -> ssl.SSLContext:
-    """Return the TLS settings. Without ``-etcd-cafile`` the system's authorities are trusted, as in Go."""
-    if bool(options.certfile) != bool(options.keyfile):
-        raise Fatal("only one of -etcd-certfile and -etcd-keyfile is set", "set both, or none")
-    for flag in ("cafile", "certfile", "keyfile"):
-        _check_readable(getattr(options, flag), flag)
-    # Not create_default_context: since Python 3.13 it refuses authorities that Go accepts.
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    if options.cafile:
-        with _refusing(
-            f"{options.cafile} holds no certificates",
-            "set -etcd-cafile to the authority's certificate in PEM format",
-        ):
-            context.load_verify_locations(options.cafile)
-    else:
-        context.load_default_certs()
-    if options.certfile:
-        with _refusing(
-            f"{options.certfile} and {options.keyfile} do not hold a certificate and its key",
-            "set -etcd-certfile and -etcd-keyfile to a matching pair in PEM format",
-        ):
-            context.load_cert_chain(options.certfile, options.keyfile, lambda: _no_passphrase(options))
-    return context
-
-
-def _check_readable(file: str, flag: str) -> None:
-    if not file:
-        return
-    try:
-        Path(file).open("rb").close()
-    except OSError as error:
-        raise Fatal(f"cannot read {file}: {error.strerror}", f"correct -etcd-{flag} or the file") from None
-
-
-@contextmanager
-def _refusing(problem: str, remedy: str) -> Iterator[None]:
-    try:
-        yield
-    except ssl.SSLError as error:
-        raise Fatal(f"{problem}: {failure_text(error, 0)}", remedy) from None
-
-
-def _no_passphrase(options: EtcdOptions) -> str:
-    raise Fatal(
-        f"the key in {options.keyfile} is encrypted", "set -etcd-keyfile to a key without a passphrase"
-    )

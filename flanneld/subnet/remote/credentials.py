@@ -10,11 +10,11 @@ import hmac
 import os
 import re
 import ssl
-from pathlib import Path
 
 from msgspec import Struct
 
 from flanneld.errors import Fatal, FlannelError, Refused
+from flanneld.runtime.sockets.tls import TlsFiles
 
 _TOKEN = re.compile(r"fl1-([0-9a-f]{8})-([0-9]{1,12})-([0-9a-f]{64})-([0-9a-f]{64})")
 #: Remedy for an unusable token.
@@ -100,20 +100,12 @@ def fingerprint_of(certificate: bytes) -> str:
 # ---- TLS ---------------------------------------------------------------------------------------
 
 
-class TlsFiles(Struct, frozen=True, gc=False):
-    """Flags ``-remote-certfile``, ``-remote-keyfile`` and ``-remote-cafile``, each empty if not given."""
-
-    certfile: str = ""
-    keyfile: str = ""
-    cafile: str = ""
-
-
 def server_context(files: TlsFiles, *, with_tokens: bool = False) -> ssl.SSLContext | None:
     """Return the server's TLS; None without a certificate. With an authority, clients need one of its.
 
     Clients with tokens have TLS 1.3, those of Go flannel 0.6.2 have 1.2.
     """
-    _check(files)
+    files.check()
     if not files.certfile:
         if files.cafile:
             # Go flannel 0.6.2 then listens without TLS.
@@ -125,28 +117,9 @@ def server_context(files: TlsFiles, *, with_tokens: bool = False) -> ssl.SSLCont
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     if with_tokens:
         context.minimum_version = ssl.TLSVersion.TLSv1_3
-    _load(context, files)
+    files.load(context)
     if files.cafile:
         context.verify_mode = ssl.CERT_REQUIRED
-    return context
-
-
-def client_context(files: TlsFiles, *, is_pinned: bool = False) -> ssl.SSLContext | None:
-    """Return a client's TLS; None without files. Without an authority the system's are trusted.
-
-    With ``is_pinned`` the server is known by its certificate: neither authority nor name is checked.
-    """
-    _check(files)
-    if not any((files.certfile, files.keyfile, files.cafile, is_pinned)):
-        return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    if is_pinned:
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_REQUIRED if files.cafile else ssl.CERT_NONE
-        context.minimum_version = ssl.TLSVersion.TLSv1_3
-    _load(context, files)
-    if not files.cafile and not is_pinned:
-        context.load_default_certs()
     return context
 
 
@@ -161,43 +134,6 @@ def identity_context(identity: str, cafile: str = "") -> ssl.SSLContext:
     finally:
         os.close(descriptor)
     if cafile:
-        _load(context, TlsFiles(cafile=cafile))
+        TlsFiles(cafile=cafile).load(context)
         context.verify_mode = ssl.CERT_REQUIRED
     return context
-
-
-def _check(files: TlsFiles) -> None:
-    if bool(files.certfile) != bool(files.keyfile):
-        raise Fatal("only one of -remote-certfile and -remote-keyfile is set", "set both, or none")
-    for flag, file in (("certfile", files.certfile), ("keyfile", files.keyfile), ("cafile", files.cafile)):
-        if file:
-            try:
-                Path(file).open("rb").close()
-            except OSError as error:
-                raise Fatal(
-                    f"cannot read {file}: {error.strerror}", f"correct -remote-{flag} or the file"
-                ) from None
-
-
-def _load(context: ssl.SSLContext, files: TlsFiles) -> None:
-    try:
-        if files.cafile:
-            context.load_verify_locations(files.cafile)
-    except ssl.SSLError:
-        raise Fatal(
-            f"{files.cafile} holds no certificates", "set -remote-cafile to a certificate in PEM format"
-        ) from None
-    try:
-        if files.certfile:
-            context.load_cert_chain(files.certfile, files.keyfile, lambda: _no_passphrase(files))
-    except ssl.SSLError:
-        raise Fatal(
-            f"{files.certfile} and {files.keyfile} do not hold a certificate and its key",
-            "set -remote-certfile and -remote-keyfile to a matching pair in PEM format",
-        ) from None
-
-
-def _no_passphrase(files: TlsFiles) -> str:
-    raise Fatal(
-        f"the key in {files.keyfile} is encrypted", "set -remote-keyfile to a key without a passphrase"
-    )

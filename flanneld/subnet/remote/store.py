@@ -32,12 +32,13 @@ from flanneld.model import (
 )
 from flanneld.option_values import RemoteServer
 from flanneld.runtime import clock, files, randomness
+from flanneld.runtime.sockets.tls import TlsFiles, client_context
 from flanneld.subnet.allocation import fits
 from flanneld.subnet.codec import format_key
 from flanneld.subnet.list_watch import Contact, ListWatch, PossibleGap, Watches
 from flanneld.subnet.remote import wire
 from flanneld.subnet.remote.connection import RemoteAnswer, RemoteClient, RemoteServers, accepted, nonsense
-from flanneld.subnet.remote.credentials import JoinToken, TlsFiles, client_context, parse_token
+from flanneld.subnet.remote.credentials import JoinToken, parse_token
 from flanneld.subnet.remote.wire import Acquisition, Reservation, WatchResult, WireLease
 from flanneld.subnet.store import NO_FACTS, Deliver, LocalFacts
 
@@ -68,7 +69,8 @@ class RemoteOptions(Struct, frozen=True, gc=False):
     def open_servers(self) -> RemoteServers:
         """Return the servers, not connected yet. Raises ``Fatal`` for unusable TLS files."""
         is_pinned = bool(self.token or self.token_file)
-        return RemoteServers(self.servers, client_context(self.tls, is_pinned=is_pinned), self.read_token)
+        tls = client_context(self.tls, is_pinned=is_pinned) if self.tls or is_pinned else None
+        return RemoteServers(self.servers, tls, self.read_token)
 
     def read_token(self) -> JoinToken | None:
         """Return the token; None without an option. Raises ``Retryable`` if it cannot be read."""

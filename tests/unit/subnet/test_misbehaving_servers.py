@@ -18,13 +18,13 @@ from msgspec import Struct
 from flanneld.errors import Cancelled, NoAnswer, Retryable
 from flanneld.option_values import RemoteServer
 from flanneld.runtime.sockets import http_connection, interruptible
+from flanneld.runtime.sockets.tls import TlsFiles
 from flanneld.subnet.etcd.transport import EtcdTimeouts
 from flanneld.subnet.etcd.v2 import V2Client
 from flanneld.subnet.etcd.v3 import V3Client
 from flanneld.subnet.kube.access import Access
 from flanneld.subnet.kube.api import NODES, Api, ApiTimeouts
 from flanneld.subnet.remote import connection
-from flanneld.subnet.remote.credentials import TlsFiles
 from flanneld.subnet.remote.store import RemoteOptions, RemoteStore
 from tests.etcd_clients import opened, transport_to
 from tests.lab.impostor import http

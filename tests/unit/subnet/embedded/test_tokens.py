@@ -23,6 +23,7 @@ from flanneld.model import LeaseAttrs, LeaseKey, name_of
 from flanneld.option_values import RemoteServer
 from flanneld.options import read
 from flanneld.runtime import clock
+from flanneld.runtime.sockets.tls import TlsFiles, client_context
 from flanneld.runtime.supervisor import Supervisor
 from flanneld.subnet.embedded.store import store_of
 from flanneld.subnet.embedded.tokens import Tokens, fingerprint_of_pem
@@ -31,8 +32,6 @@ from flanneld.subnet.remote.credentials import (
     Caller,
     Denied,
     JoinToken,
-    TlsFiles,
-    client_context,
     identity_context,
     owner_of,
     parse_token,

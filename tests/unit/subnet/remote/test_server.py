@@ -21,10 +21,11 @@ import pytest
 from flanneld.errors import Fatal
 from flanneld.model import LeaseAttrs
 from flanneld.option_values import RemoteServer
+from flanneld.runtime.sockets.tls import TlsFiles, client_context
 from flanneld.subnet.codec import format_key
 from flanneld.subnet.etcd.endpoints import EtcdOptions
 from flanneld.subnet.remote import server as http_server
-from flanneld.subnet.remote.credentials import Caller, Denied, TlsFiles, client_context, server_context
+from flanneld.subnet.remote.credentials import Caller, Denied, server_context
 from flanneld.subnet.remote.leases import over_etcd
 from flanneld.subnet.remote.server import open_listener
 from flanneld.subnet.remote.store import RemoteOptions, RemoteStore
