@@ -169,8 +169,9 @@ def route_lookup() -> Callable[[IPAddress], RouteTaken]:
 
 def desired_objects(told: Status) -> list[DesiredObject]:
     """Return each object that should be in this kernel."""
-    found = ((owner, item.resource) for owner, item in _items(told))
-    return [DesiredObject(owner, value) for owner, value in found if value is not None]
+    return [
+        DesiredObject(owner, value) for owner, item in _items(told) if (value := item.resource) is not None
+    ]
 
 
 def _items(told: Status) -> Iterator[tuple[str, ObjectStatus]]:
@@ -186,15 +187,7 @@ def compare(
     ours = [value for value, is_ours in found.objects.items() if is_ours]
     if not told.knows_peers:
         return [Comparison(value, "found") for value in ours]
-    right: set[Key] = set()
-    lacks_any = False
-    # Of hundreds of thousands of objects all are as desired, as a rule: that is found out first.
-    for item in desired:
-        is_ours = found.objects.get(item.value)
-        lacks_any = lacks_any or is_ours is None
-        if is_ours:
-            right.add(item.value.key)
-    if but_ok and not lacks_any and len(right) == len(ours):
+    if but_ok and _all_are_right(desired, found.objects, len(ours)):
         return []
     contested = {value for peer in told.each_peer if peer.conflicts for value in resources(peer.objects)}
     at_key = {value.key: value for value in ours}
@@ -216,6 +209,18 @@ def compare(
     known = {item.value for item in desired}
     extra = [value for value in ours if value not in known and value.key not in replaced]
     return entries + [Comparison(value, "not wanted") for value in extra]
+
+
+def _all_are_right(desired: Sequence[DesiredObject], found: Mapping[Resource, bool], number: int) -> bool:
+    """Return True if all is there, and nothing beside it is ours, as a rule; ``number`` is that of ours."""
+    right: set[Key] = set()
+    for item in desired:
+        is_ours = found.get(item.value)
+        if is_ours is None:
+            return False
+        if is_ours:
+            right.add(item.value.key)
+    return len(right) == number
 
 
 class Outside(Struct, frozen=True, gc=False):
