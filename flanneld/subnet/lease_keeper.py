@@ -33,10 +33,10 @@ PROBATION = 5.0
 #: Seconds between two writes of a contested lease, so that two nodes do not overwrite each other
 #: continuously. Less than the probation, so that a newcomer notices the conflict in time.
 CONTEST_SPACING = 2.0
-#: Writes of another node after which one of two older ones yields, and the seconds until the next one of them
-#: at most.
+#: Writes of ours undone by another node after which one of two older ones yields, and the seconds in which it
+#: undoes each. Less than the probation: a newcomer that yields and is started again takes longer.
 MOST_CONTESTS = 10
-_CONTEST_PACE = 10.0
+_REPLY_TIME = 4.0
 #: Seconds without a foreign change after which the growing write interval starts over.
 INTERVAL_RESET = 600.0
 #: Seconds allowed between a write and its notification, when telling a full TTL from a shorter one.
@@ -218,8 +218,9 @@ class LeaseKeeper:
         """
         problem = f"another node writes itself into our lease {lease}: {lease.attrs}"
         remedy = "give each node its own address with --public-ip; on a clone remove copied key files"
-        self._contests = self._contests + 1 if now < self._contested_until else 1
-        self._contested_until = now + _CONTEST_PACE
+        if not self._misrepresented:  # else we have not written since the last one, which a late watch shows
+            is_reply = now - self._renewed_at < _REPLY_TIME
+            self._contests = self._contests + 1 if is_reply else 1
         is_newcomer = now - self._taken_at < self._probation
         is_long = self._contests >= MOST_CONTESTS
         if is_newcomer or (is_long and _order(self._lease.attrs) < _order(lease.attrs)):

@@ -23,6 +23,7 @@ from flanneld.subnet.lease_keeper import (
     ANNOUNCE_RETRY,
     CONTEST_SPACING,
     INTERVAL_RESET,
+    MOST_CONTESTS,
     RENEW_RETRY,
     LeaseKeeper,
 )
@@ -541,6 +542,59 @@ def test_two_nodes_of_old_standing_do_not_write_over_each_other_without_pause(
     assert first < len(store.attempts) <= first + 2
     for node in (ours, theirs):
         assert not node.ended
+
+
+BOTH_ORDERS = pytest.mark.parametrize(("ours", "others"), [(OURS, OTHERS), (OTHERS, OURS)])
+
+
+@BOTH_ORDERS
+def test_of_two_nodes_of_old_standing_the_lower_yields_in_the_end(
+    ours: LeaseAttrs, others: LeaseAttrs, store: MemoryStore, clock: Clock
+) -> None:
+    lease = store.write(replace(LEASE, attrs=ours))
+    one, other = Node(store, clock, lease), Node(store, clock, lease)
+    one.pass_time(PROBATION)
+    other.settle()
+    other.lease_keeper.announce(others)
+    for _ in range(8 * MOST_CONTESTS):
+        other.pass_time(CONTEST_SPACING / 4)
+        one.settle()
+    assert (one.ended, other.ended) == (ours == OURS, others == OURS)
+    assert store.leases[KEY].attrs == OTHERS
+
+
+@BOTH_ORDERS
+@pytest.mark.parametrize("restart", [0.1, 2.0, 30.0])
+def test_older_node_keeps_its_lease_while_a_newcomer_is_started_again_and_again(
+    ours: LeaseAttrs, others: LeaseAttrs, restart: float, start: Start, store: MemoryStore
+) -> None:
+    older = start(replace(LEASE, attrs=ours))
+    older.pass_time(PROBATION)
+    for _ in range(2 * MOST_CONTESTS):
+        newcomer = start(replace(LEASE, attrs=others))
+        older.settle()
+        for _ in range(2):
+            older.pass_time(CONTEST_SPACING)
+            newcomer.settle()
+        newcomer.pass_time(PROBATION - CONTEST_SPACING)
+        assert newcomer.ended
+        older.pass_time(restart)
+    assert (older.error, store.leases[KEY].attrs) == (None, ours)
+
+
+@BOTH_ORDERS
+def test_writes_of_another_node_that_a_late_watch_shows_together_are_one(
+    ours: LeaseAttrs, others: LeaseAttrs, start: Start, store: MemoryStore
+) -> None:
+    node = start(replace(LEASE, attrs=ours))
+    node.pass_time(PROBATION)
+    store.write(replace(LEASE, attrs=others))
+    node.settle()
+    for _ in range(2 * MOST_CONTESTS):
+        store.write(replace(LEASE, attrs=others))
+    node.settle()
+    node.pass_time(CONTEST_SPACING)
+    assert (node.error, store.leases[KEY].attrs) == (None, ours)
 
 
 @pytest.mark.parametrize(
