@@ -158,7 +158,7 @@ class Failover(Generic[S, Q, A]):
         A request that is not ``repeatable`` is not tried on another server once it was sent.
         """
         with self._turn:
-            return self._ask_in_turn(attempt, repeatable)
+            return self._ask_in_turn(attempt, repeatable, may_be_kept=True)
 
     def reconnect(self) -> None:
         """Drop the current connection, which may be dead. May be called from any thread."""
@@ -175,21 +175,24 @@ class Failover(Generic[S, Q, A]):
         with self._turn:
             self._reset()
 
-    def _ask_in_turn(self, attempt: Callable[[S, Callable[[Q], A]], T], repeatable: bool) -> T:
+    def _ask_in_turn(
+        self, attempt: Callable[[S, Callable[[Q], A]], T], repeatable: bool, *, may_be_kept: bool
+    ) -> T:
         failures: dict[str, ServerFailed] = {}
         for server in self.servers.in_turn():
             self._connection.check()
             try:
                 return attempt(server, lambda request, to=server: self._exchange(to, request))  # type: ignore[misc]
             except ServerFailed as failure:
-                # A server may close a connection that it kept just when a request comes.
-                is_ours = self._gave_up or (self._is_kept and failure.lost)
+                # A server may close a connection that it kept just when a request comes. That counts once: an
+                # attempt of several requests may fail after the first one each time.
+                is_ours = self._gave_up or (may_be_kept and self._is_kept and failure.lost)
                 self.losses += 1
                 self._reset()
                 self._connection.check()
                 if is_ours and (repeatable or not failure.sent):
                     self._gave_up = False
-                    return self._ask_in_turn(attempt, repeatable)
+                    return self._ask_in_turn(attempt, repeatable, may_be_kept=False)
                 failures[server.name] = failure
                 log.log(V(1), "%s: %s", server.name, failure.problem)
                 if failure.sent and not repeatable:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from flanneld.errors import Cancelled, Retryable
+from flanneld.errors import Cancelled, NoAnswer, Retryable
 from flanneld.runtime import clock
 from flanneld.subnet.etcd.keys import Conflict, KeyChanges, NoSuchApi, NotFound, Position
 from flanneld.subnet.etcd.transport import EtcdTimeouts
@@ -160,6 +160,22 @@ def test_an_outdated_login_is_renewed_once(guarded: LocalEtcd) -> None:
         replies = wait_for(lambda: watcher.read(at).replies, DEADLINE, "the change")
         assert [each.node.value for each in replies if each.node] == ["1"]
         assert len(relay.asked("/auth/authenticate")) == 2
+
+
+def test_server_that_ends_each_connection_at_the_login_is_left() -> None:
+    asked = []
+
+    def serve(sock: socket.socket) -> None:
+        refusal = '{"error": "etcdserver: user name is empty", "code": 3}'
+        while head := sock.recv(65536):
+            asked.append(head.split()[1].decode())
+            if b"/auth/" in head:
+                break
+            sock.sendall(http("400 Bad Request", refusal, "Content-Type: application/json"))
+
+    with server(serve) as url, pytest.raises(NoAnswer, match="broke the connection"):
+        client(url, username="flannel", password="secret").fetch("/key")
+    assert asked == 2 * ["/v3/kv/range", "/v3/auth/authenticate"]
 
 
 def test_a_watch_with_an_outdated_login_logs_in_again(guarded: LocalEtcd) -> None:
