@@ -118,7 +118,8 @@ def _exchange(
 def _parse(url: str) -> SplitResult:
     try:
         parts = urlsplit(url)
-        is_fine = parts.scheme in ("http", "https") and bool(parts.hostname) and _port(parts) > 0
+        host = parts.hostname or ""
+        is_fine = parts.scheme in ("http", "https") and bool(host) and host.isascii() and _port(parts) > 0
     except ValueError:
         is_fine = False
     if not is_fine:

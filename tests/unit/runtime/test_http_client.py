@@ -112,7 +112,9 @@ def test_an_answer_that_makes_no_sense_is_explained_without_a_word_of_the_server
         client().ask(HttpRequest("GET", url))
 
 
-@pytest.mark.parametrize("url", ["", "ftp://h/", "http://", "http://[", "http://h:x/", "/path"])
+@pytest.mark.parametrize(
+    "url", ["", "ftp://h/", "http://", "http://[", "http://h:x/", "/path", "http://h\u00e9/"]
+)
 def test_a_url_that_names_no_server_is_fatal(url: str) -> None:
     with pytest.raises(Fatal, match="no http or https URL"):
         client().ask(HttpRequest("GET", url))
