@@ -23,7 +23,7 @@ from flanneld.ctl.checks.others import CniFile, LeftRules
 from flanneld.ctl.checks.store import EtcdHealth
 from flanneld.ctl.compare import ActualState, Comparison
 from flanneld.ctl.losses import host_addresses, number
-from flanneld.ctl.paths import PathToPeer, carriers, container_of, sample
+from flanneld.ctl.paths import BRIEFLY, PathToPeer, carriers, container_of, passing, sample
 from flanneld.ctl.source import DataSource
 from flanneld.diagnostics.status import Status, known, resources
 from flanneld.errors import Retryable
@@ -49,10 +49,6 @@ if TYPE_CHECKING:
     from flanneld.network.genetlink import SeenDevice
 
 _GC_THRESH = Path("/proc/sys/net/ipv4/neigh/default/gc_thresh3")
-#: Seconds for a node to refuse a port, or a packet with no hop left.
-_BRIEFLY = 0.3
-#: Hops to the kernel of a peer: with udp the proxies of both nodes take one each.
-_HOPS, _HOPS_UDP = 1, 3
 #: Seconds to wait for etcd or charon, which answer within milliseconds unless they hang.
 _TIME_LIMIT = 2.0
 #: Namespaces looked at, at most: a node has 110 pods, if Kubernetes is not told otherwise.
@@ -119,7 +115,7 @@ def gather(source: DataSource) -> Facts:
         containers=tuple(read_containers(told, found.links, {address for _, address in addresses})),
         pinned=tuple(losses.pinned(told, {link.name: link.index for link in found.links})),
         refusing=frozenset(_refusing(told, paths)),
-        passing=frozenset(_passing(told, paths)),
+        passing=frozenset(passing(told, paths)),
     )
 
 
@@ -158,29 +154,7 @@ def _refusing(told: Status, paths: Collection[PathToPeer]) -> Iterator[str]:
         for node in peer.addresses
         if node.version == each.family
     ]
-    yield from map(str, survey.refused(dict.fromkeys(asked), _BRIEFLY))
-
-
-def _passing(told: Status, paths: Collection[PathToPeer]) -> Iterator[tuple[str, int]]:
-    """Yield the silent peers that pass packets on, or refuse TCP: a filter here or there drops ICMP."""
-    silent = {path.peer for path in paths if path.carried is None}
-    tunnels = {(path.peer, path.target.version) for path in paths if path.name == "tunnel"}
-    ends = {
-        path.target: (path.peer, path.target.version)
-        for path in paths
-        if path.carried is None and (path.name == "tunnel" or (path.peer, path.target.version) not in tunnels)
-    }
-    yield from map(ends.__getitem__, survey.reached(ends, _BRIEFLY))
-    asked = {
-        container_of(net): (peer.subnets[0], net.version)
-        for peer in (told.each_peer if silent else ())
-        if peer.subnets[0] in silent
-        for net in peer.networks
-    }
-    is_udp = told.backend == "udp"
-    with suppress(OSError):
-        for target in survey.passing(asked, _HOPS_UDP if is_udp else _HOPS, _BRIEFLY):
-            yield asked[target]
+    yield from map(str, survey.refused(dict.fromkeys(asked), BRIEFLY))
 
 
 def _host_findings(source: DataSource) -> tuple[WrongSetting, ...]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from ipaddress import ip_network
 
 from msgspec import Struct
@@ -16,6 +17,7 @@ from flanneld.ctl.nodes import our_addresses
 from flanneld.diagnostics.status import PeerStatus, Status, addresses, known
 from flanneld.errors import FlannelError
 from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork, family_of
+from flanneld.network import survey
 from flanneld.network.firewall.fate import Packet
 from flanneld.network.firewall.foreign import SENDERS, SOME_PORT, Opening, of_network
 
@@ -330,3 +332,31 @@ def _ends(peer: PeerStatus, told: Status) -> Iterator[tuple[str, IPAddress, int]
     for net in peer.networks:
         if mtu and net.version in own:
             yield "tunnel", net.network_address, mtu
+
+
+#: Seconds for a node to refuse a port, or a packet with no hop left.
+BRIEFLY = 0.3
+#: Hops to the kernel of a peer: with udp the proxies of both nodes take one each.
+_HOPS, _HOPS_UDP = 1, 3
+
+
+def passing(told: Status, paths: Collection[PathToPeer]) -> Iterator[tuple[str, int]]:
+    """Yield the silent peers that pass packets on, or refuse TCP: a filter here or there drops ICMP."""
+    silent = {path.peer for path in paths if path.carried is None}
+    tunnels = {(path.peer, path.target.version) for path in paths if path.name == "tunnel"}
+    ends = {
+        path.target: (path.peer, path.target.version)
+        for path in paths
+        if path.carried is None and (path.name == "tunnel" or (path.peer, path.target.version) not in tunnels)
+    }
+    yield from map(ends.__getitem__, survey.reached(ends, BRIEFLY))
+    asked = {
+        container_of(net): (peer.subnets[0], net.version)
+        for peer in (told.each_peer if silent else ())
+        if peer.subnets[0] in silent
+        for net in peer.networks
+    }
+    is_udp = told.backend == "udp"
+    with suppress(OSError):
+        for target in survey.passing(asked, _HOPS_UDP if is_udp else _HOPS, BRIEFLY):
+            yield asked[target]

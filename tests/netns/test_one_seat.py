@@ -205,7 +205,7 @@ def test_ping_says_where_packets_stop(lab: Lab) -> None:
         ("input", "udp dport 8472 reject with icmpx admin-prohibited", "port"),
         ("input", "ip saddr 198.18.0.0/16 drop", "underlay"),
         ("input", "iifname flannel.1 ip protocol icmp ip length > 1400 drop", "tunnel"),
-        ("input", "udp dport 8470 drop", "udp"),
+        ("input", "udp dport 8470 udp checksum != 0 drop", "udp"),
         ("output", "udp sport 8470 ip length > 1400 drop", "tunnel"),
         ("forward", "drop", "forward"),
     )
@@ -238,6 +238,17 @@ def test_ping_works_without_an_address_in_the_overlay_and_over_ipv6(lab: Lab) ->
     container = peer.container().addresses[6]
     connect(node, peer)
     assert stops(node, container)[0] is None
+
+
+def test_node_that_lets_nothing_in_for_itself_is_no_problem(lab: Lab) -> None:
+    """Its containers talk: ``forward`` is another chain."""
+    node, *filtered = settled(lab, {"Type": "vxlan"}, nodes=4)
+    for each, accepted in zip(filtered, ("!= icmp", "tcp", "{ tcp, icmp }"), strict=True):
+        rules = (f"meta l4proto {accepted} accept", "udp dport 8472 accept")
+        drop(each, "input", *rules, "iifname { eth0, flannel.1 } drop")
+        node.container().wait_for_reply(each.container().address)
+        done = flannelctl(node, "netcheck", each.subnet())
+        assert (done.returncode, "stops at" in done.stdout) == (0, False), done.stdout
 
 
 def checks(node: Node) -> dict[str, tuple[str, str]]:

@@ -7,26 +7,28 @@ from ipaddress import ip_address
 
 import pytest
 
-from flanneld.ctl.netcheck import (
+from flanneld.ctl.netcheck import Wanted, examine
+from flanneld.ctl.paths import PathToPeer
+from flanneld.ctl.source import DataSource
+from flanneld.ctl.verdicts import (
+    Result,
     Series,
     Stage,
     Sums,
-    Wanted,
     checksums,
-    examine,
+    judge,
     masqueraded,
     port_state,
     translated,
     verdict,
 )
-from flanneld.ctl.paths import PathToPeer
-from flanneld.ctl.source import DataSource
-from flanneld.diagnostics.status import UplinkStatus
+from flanneld.diagnostics.status import PeerStatus, UplinkStatus
 from flanneld.errors import FlannelError
 from flanneld.network.survey import SILENCE, Reply
 from tests.unit.ctl.documents import status_of
 
 RTTS = (0.001, 0.002)
+PEER = PeerStatus(("10.5.2.0/24",))
 CLOSED, REJECTED = Reply(error=errno.ECONNREFUSED), Reply(error=errno.EHOSTUNREACH)
 
 
@@ -55,7 +57,9 @@ def path(name: str, carried: int | None, target: str = "10.5.2.0") -> PathToPeer
         ([good(Stage.UNDERLAY), lost(Stage.PORT, error=errno.EHOSTUNREACH), lost(Stage.TUNNEL)], "port"),
         ([good(Stage.TUNNEL), good(Stage.UDP), lost(Stage.THERE)], "tunnel"),
         ([good(Stage.TUNNEL), good(Stage.UDP), lost(Stage.BACK)], "tunnel"),
-        ([good(Stage.TUNNEL), lost(Stage.UDP)], "udp"),
+        # Its firewall keeps this from the node itself, and not from its containers.
+        ([good(Stage.TUNNEL), lost(Stage.UDP)], None),
+        ([lost(Stage.TUNNEL), good(Stage.UDP)], None),
         ([good(Stage.TUNNEL), lost(Stage.CONTAINER)], "forward"),
         ([good(Stage.TUNNEL), lost(Stage.CONTAINER, error=errno.EHOSTUNREACH)], "container"),
         ([good(Stage.UNDERLAY)], None),
@@ -74,12 +78,42 @@ def test_packets_stop_at_the_first_stage_that_explains_the_rest(found: list[Seri
         (path("tunnel", 1400), "stops at tunnel; packets of 1450 bytes are lost, those of 1400 pass"),
         (path("underlay", 1400), "stops at underlay; packets of 1450 bytes are lost, those of 1400 pass"),
         (path("tunnel", None), "stops at tunnel; packets of 1450 bytes are lost, small ones pass"),
+        (path("container", None, "10.5.2.7"), "packets pass in both directions"),
         # A host that drops ICMP at its public IP says nothing about sizes.
         (path("underlay", None, "192.0.2.2"), "packets pass in both directions"),
     ],
 )
 def test_large_packets_stop_where_small_ones_pass(path: PathToPeer, end: str) -> None:
     assert str(verdict([good(Stage.TUNNEL), good(Stage.UDP)], [path])) == end
+
+
+@pytest.mark.parametrize("echo", [good(Stage.TUNNEL), lost(Stage.TUNNEL)])
+def test_filter_of_echoes_loses_no_large_packets(echo: Series) -> None:
+    sized = [Series(stage, "10.5.2.0", 1450, 2, RTTS) for stage in (Stage.THERE, Stage.BACK)]
+    found = [echo, good(Stage.UDP), *sized]
+    assert str(verdict(found, [path("tunnel", None)])) == "packets pass in both directions"
+
+
+@pytest.mark.parametrize("passes_on", [True, False])
+def test_node_that_passes_packets_on_need_not_answer(*, passes_on: bool) -> None:
+    found = [lost(Stage.UNDERLAY), lost(Stage.TUNNEL), lost(Stage.UDP)]
+    results = judge(PEER, found, [], status_of({}), passes_on=passes_on)
+    assert any(each.state == "PROBLEM" for each in results) is not passes_on
+    said = verdict(found, passes_on=passes_on)
+    assert (said.at is None) is passes_on
+    assert ("answers no UDP" in said.reason) is passes_on
+
+
+@pytest.mark.parametrize("silent", [Stage.TUNNEL, Stage.UDP])
+def test_node_that_answers_echoes_or_udp_is_reached(silent: Stage) -> None:
+    found = [lost(each) if each is silent else good(each) for each in (Stage.TUNNEL, Stage.UDP)]
+    assert {each.state for each in judge(PEER, found, [], status_of({}))} == {"ok", "unknown"}
+
+
+def test_spoilt_checksums_stop_packets() -> None:
+    cause = Result("checksums", "10.5.2.0/24", "PROBLEM", "UDP arrives without checksums only", "ethtool")
+    said = verdict([good(Stage.TUNNEL), lost(Stage.UDP)], causes=[cause])
+    assert str(said) == "stops at udp; UDP arrives without checksums only: ethtool"
 
 
 @pytest.mark.parametrize(
@@ -102,7 +136,7 @@ ANSWER = Reply(0.001)
     [
         (Sums(ANSWER, ANSWER, ANSWER), True, "ok", "arrives"),
         (Sums(CLOSED, CLOSED, CLOSED), True, "ok", "arrives"),
-        (Sums(SILENCE, SILENCE, SILENCE), False, "PROBLEM", "does not answer at all"),
+        (Sums(SILENCE, SILENCE, SILENCE), False, "unknown", "does not answer at all"),
         (Sums(SILENCE, SILENCE, SILENCE), True, "hint", "UDP does not"),
         (Sums(SILENCE, ANSWER, ANSWER), True, "PROBLEM", "this node spoils them"),
         (Sums(SILENCE, ANSWER, SILENCE), True, "PROBLEM", "10.5.2.0/24 spoils them"),
