@@ -82,7 +82,7 @@ class V2Client(etcd.Client):  # type: ignore[misc] # python-etcd has no types
             )
         return NoConfig(
             f"etcd answers, but has no network config at {key}",
-            f"write it: ETCDCTL_API=2 etcdctl set {key} '{example}'"
+            f"write it with flannelctl config set, or: ETCDCTL_API=2 etcdctl set {key} '{example}'"
             " (what is written through the v3 API cannot be seen here)",
         )
 

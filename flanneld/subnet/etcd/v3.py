@@ -97,7 +97,7 @@ class V3Client:
             )
         return NoConfig(
             f"etcd answers, but has no network config at {key}",
-            f"write it: ETCDCTL_API=3 etcdctl put {key} '{example}'"
+            f"write it with flannelctl config set, or: ETCDCTL_API=3 etcdctl put {key} '{example}'"
             " (what is written through the v2 API cannot be seen here)",
         )
 

@@ -133,7 +133,7 @@ def test_a_missing_config_comes_with_the_command_that_writes_it(store: EtcdPrefi
     command = (
         f"""ETCDCTL_API={api} etcdctl {verb} {store.prefix}/config '{{"Network":"10.5.0.0/16","Backend":"""
     )
-    assert command in caught.value.remedy
+    assert f"flannelctl config set, or: {command}" in caught.value.remedy
 
 
 def test_the_config_is_read_below_the_prefix_however_it_is_spelt(store: EtcdPrefix) -> None:
