@@ -171,7 +171,7 @@ FAULTS = {
         (lease(OTHER, "198.18.0.203"),),
         cuts=False,
         heal=(gone(OTHER),),
-        advice=LEASES_END,
+        advice=f"flannelctl lease delete {OTHER}",
     ),
     "another public IP, and nothing that proves the lease": Fault(
         "former subnet",

@@ -96,6 +96,11 @@ def _finding(rule: ClusterRule, found: list[Remark]) -> Finding:
 # ---- what they look at --------------------------------------------------------------------------
 
 
+def _if_it_has_left(subnet: str = "SUBNET") -> str:
+    """Return what to do about the lease of a silent node: that command asks, twice if the node answers."""
+    return f"if its host has left: flannelctl lease delete {subnet}; {LEASES_END}"
+
+
 def _silent_nodes(cluster: Cluster) -> Iterator[tuple[ClusterNode, str]]:
     for node in cluster.nodes:
         if not node.is_running:
@@ -229,7 +234,7 @@ RULES = (
         "each node answers",
         "without an answer",
         "containers there are not reached, unless a filter drops ICMP and TCP for the node itself",
-        f"flannelctl netcheck SUBNET shows where packets stop; {LEASES_END}",
+        f"flannelctl netcheck SUBNET shows where packets stop; {_if_it_has_left()}",
         _silent_nodes,
     ),
     ClusterRule(
@@ -412,12 +417,14 @@ def tunnel(facts: Facts) -> Iterator[Finding]:
         )
     gone = [each for each in silent if each.name == "underlay" or _end(each) not in answered]
     if gone:
+        names = list(dict.fromkeys(each.peer for each in gone))
+        left = names if len(names) == 1 else ()
         ways = ", neither from the node nor through the tunnel" if gone[0].name == "tunnel" else ""
         yield Finding(
-            f"no answer from {counted(len({each.peer for each in gone}), 'peer')}{ways}",
+            f"no answer from {counted(len(names), 'peer')}{ways}",
             few([str(each.target) for each in gone]),
             "neither ICMP nor TCP comes back: the nodes are off, or a firewall drops all packets",
-            Advice(f"run flannelctl doctor there; {LEASES_END}"),
+            Advice(f"run flannelctl doctor there; {_if_it_has_left(*left)}"),
         )
 
 

@@ -750,6 +750,15 @@ def test_the_verdict_is_one_line_and_names_a_cause_before_its_effects(facts: Fac
     assert list(table_lines(Report(found, facts.unknown).tables()[0])) == [said]
 
 
+def test_lease_of_a_host_that_has_left_comes_with_the_command_that_asks_and_ends_it() -> None:
+    assert remedies("tunnel", CASES["tunnel"][2]) == [
+        Advice(
+            "run flannelctl doctor there; if its host has left: flannelctl lease delete 10.5.2.0/24;"
+            " a lease that no node renews ends by itself"
+        )
+    ]
+
+
 def test_a_silent_tunnel_is_no_finding_of_its_own_if_its_cause_is_known() -> None:
     facts = replace(CASES["filters"][0], paths=(path("underlay", 1500), path("tunnel", None)))
     assert [check.name for check, _ in examine(facts)] == ["filters"]
