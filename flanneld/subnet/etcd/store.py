@@ -210,6 +210,11 @@ class EtcdStore:
         """Take note of our lease as it may be in the store, so that a renewal recognises it."""
         self._sent.add(self._value(lease.key, lease.attrs))
 
+    def forget(self) -> None:
+        """Forget what is known of our lease: a lease server acts for another node each time."""
+        self.local = NO_FACTS
+        self._sent.clear()
+
     def renew(self, lease: Lease) -> Lease:
         for _ in range(TRIES):
             try:

@@ -38,7 +38,7 @@ from flanneld.subnet.etcd.transport import EtcdTimeouts, Transport
 from flanneld.subnet.remote.change_log import ChangeLog, expires_ns
 from flanneld.subnet.remote.credentials import ADMINISTRATOR, ANOTHER, Caller, Denied
 from flanneld.subnet.remote.wire import Acquisition, Reservation, WireLease
-from flanneld.subnet.store import NO_FACTS, LocalFacts
+from flanneld.subnet.store import LocalFacts
 
 #: Name of the network that lies directly under the prefix.
 UNNAMED = "_"
@@ -237,7 +237,7 @@ class LeaseStore:
             self._check_owner(network, wanted.key, caller, is_changed=is_changed)
             if is_changed:
                 _check_claim(self._config(network), wanted, named)
-            manager.local = NO_FACTS
+            manager.forget()
             asof = found.asof if found is not None and found.attrs == former else 0
             lease = Lease(wanted.attrs, *wanted.key, expires=clock.now(), asof=asof)
             renewed = manager.renew(lease)

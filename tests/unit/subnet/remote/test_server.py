@@ -355,8 +355,12 @@ def test_request_without_subnet_or_address_is_refused(
     assert server.ask(method, target, body).status == 400
 
 
-def test_renewal_overwrites_no_other_nodes_lease(etcd: LocalEtcd, server: Running) -> None:
+@pytest.mark.parametrize("is_by_us", [False, True], ids=["written by a node", "written by this server"])
+def test_renewal_overwrites_no_other_nodes_lease(etcd: LocalEtcd, server: Running, is_by_us: bool) -> None:
     etcd.put(LEASE, '{"PublicIP":"10.99.0.11"}', 86400)
+    if is_by_us:
+        theirs = '{"Subnet":"10.5.12.0/24","Attrs":{"PublicIP":"10.99.0.11"}}'
+        assert server.ask("PUT", "/v1/_/leases/10.5.12.0-24", theirs).status == 200
     lease = '{"Subnet":"10.5.12.0/24","Attrs":{"PublicIP":"10.99.0.12"}}'
     refused = server.ask("PUT", "/v1/_/leases/10.5.12.0-24", lease)
     assert (refused.status, "belongs to node 10.99.0.11" in refused.body) == (500, True)
