@@ -56,7 +56,7 @@ class PathMtuFollower:
         self._measure = measure
         #: Never below: every path carries this in one piece.
         self._least = max(SMALLEST[net.version] for net in own.key if net is not None)
-        #: Size that each path carries which seems to carry less than the MTU.
+        #: Sizes that the paths carry which seem to carry less than the MTU.
         self._short: Mapping[IPAddress, int] = {}
         self._once = Once()
 
@@ -70,24 +70,29 @@ class PathMtuFollower:
             self._once.warn(log, "socket", f"Cannot measure paths to peers: {cause_of(failure)}")
             return clock.now() + _PAUSE
         target = agreed(before, self._short)
-        if target is not None and (lower := max(self._short[target], self._least)) < mtu:
-            log.warning(
-                "Lowered the MTU to %d, from %d: the path to %s carries no more; make containers anew, as"
-                " they keep theirs; to raise it, start flanneld once without -follow-path-mtu",
-                *(lower, mtu, target),
-            )
-            self._controller.lower_mtu(lower)
-            self._short = {}
+        if target is not None:
+            lower = max(self._short[target], self._least)
+            self._short = {}  # also if the MTU is as low as it may be: other paths get their turn
+            if lower < mtu:
+                log.warning(
+                    "Lowered the MTU to %d, from %d: the path to %s carries no more; recreate containers, as"
+                    " they keep theirs; to raise it, start flanneld once without -follow-path-mtu",
+                    *(lower, mtu, target),
+                )
+                self._controller.lower_mtu(lower)
         return clock.now() + (_AGAIN if self._short else _PAUSE)
 
     def _look(self, mtu: int) -> dict[IPAddress, int]:
-        """Return what the paths carry that carry less than the MTU. Raises ``OSError``."""
-        asked = list(self._short) or self._some_targets()
-        if not self._short:
-            sizes = self._glance([(target, mtu) for target in asked])
-            asked = [target for target, size in zip(asked, sizes, strict=True) if size and size < mtu]
-        sizes = self._measure([(target, mtu) for target in asked]) if asked else ()
-        return {target: size for target, size in zip(asked, sizes, strict=True) if size and size < mtu}
+        """Return what the paths carry that carry less than the MTU. Raises ``OSError``.
+
+        A measurement sends many packets. A peer that limits ICMP answers some of them, and all at a glance.
+        """
+        found = list(self._short) or self._some_targets()
+        for measure in (self._glance, self._measure):
+            sizes = measure([(target, mtu) for target in found]) if found else ()
+            short = {target: size for target, size in zip(found, sizes, strict=True) if size and size < mtu}
+            found = list(short)
+        return short
 
     def _some_targets(self) -> list[IPAddress]:
         """Return addresses of some peers' ends of the tunnel."""

@@ -32,6 +32,7 @@ class Fixture:
         self.uplinks = SimpleNamespace(mtu=1450)
         self.sizes: dict[IPAddress, int | None] = {}
         self.lowered: list[int] = []
+        self.asked: list[IPAddress] = []
         peers = SimpleNamespace(
             local_resources=lambda: (Address("flannel.1", IPv4Address("10.5.1.0")),),
             view=lambda: SimpleNamespace(leases=PEERS, reasons=()),
@@ -44,6 +45,7 @@ class Fixture:
         self.uplinks.mtu = mtu
 
     def measure(self, questions: Sequence[tuple[IPAddress, int]]) -> list[int | None]:
+        self.asked += [target for target, _ in questions]
         found = ((wanted, self.sizes.get(target, wanted)) for target, wanted in questions)
         return [None if size is None else min(size, wanted) for wanted, size in found]
 
@@ -79,6 +81,22 @@ def test_two_equal_measurements_of_one_path_lower_the_mtu_and_nothing_raises_it(
 def test_mtu_is_never_lowered_below_what_every_path_carries(own: Lease, lowest: int) -> None:
     rounds: list[dict[IPAddress, int | None]] = [{TWO: 300}] * 5
     assert Fixture(own).run(*rounds) == [lowest]
+
+
+def test_path_that_carries_less_than_every_path_must_leaves_the_others_their_turn() -> None:
+    node = Fixture(BOTH)
+    node.run({TWO: 300}, {TWO: 300}, {TWO: 300}, {TWO: 300})
+    node.asked.clear()
+    node.run({TWO: 300})
+    assert set(node.asked) == {TWO, THREE}
+
+
+def test_path_that_carries_the_mtu_at_a_glance_is_not_measured() -> None:
+    """A peer that limits ICMP answers two packets, and only some of many."""
+    node = Fixture()
+    node.run({TWO: 1400})
+    node.follower._glance = lambda questions: [wanted for _, wanted in questions]
+    assert node.run({TWO: 1400}) == []
 
 
 def test_of_several_paths_the_narrowest_with_two_equal_sizes_counts() -> None:
