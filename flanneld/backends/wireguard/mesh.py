@@ -14,7 +14,6 @@ from base64 import urlsafe_b64encode
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
-from functools import partial
 from ipaddress import ip_address
 
 from flanneld.errors import Retryable
@@ -311,14 +310,14 @@ class MeshTask:
         names = names_in(texts.values())
         found = self._resolve(names) if names else {}
         self._named = {name: found.get(name) or self._named.get(name, ()) for name in names}
-
-        def refuse(name: str, line: str) -> None:
-            self._once.warn(log, name, f"Refused an endpoint of {name}, {line}; correct it on its node")
-
-        self._mesh.published = {
-            name: usable(text, self._networks, local, self._named, partial(refuse, name))
-            for name, text in texts.items()
-        }
+        published: dict[str, tuple[Endpoint, ...]] = {}
+        for name, text in texts.items():
+            refused: list[str] = []
+            published[name] = usable(text, self._networks, local, self._named, refused.append)
+            if refused:
+                told = ", ".join(refused)
+                self._once.warn(log, name, f"Refused an endpoint of {name}, {told}; correct it on its node")
+        self._mesh.published = published
 
 
 def resolver(stop: threading.Event) -> Callable[[Collection[str]], Mapping[str, Sequence[IPAddress]]]:
@@ -328,12 +327,13 @@ def resolver(stop: threading.Event) -> Callable[[Collection[str]], Mapping[str, 
 
     def resolve(names: Collection[str]) -> Mapping[str, Sequence[IPAddress]]:
         found: dict[str, Sequence[IPAddress]] = {}
-        asked = list(names)
+        asked, until = list(names), clock.now() + _LOOKUP
         randomness.shuffle(asked)  # one that hangs does not always hide the same others
 
         def ask() -> None:
             for name in asked:
-                found[name] = look_up(name)
+                if clock.now() < until:  # else the threads of many readings look up all names
+                    found[name] = look_up(name)
 
         with suppress(Retryable):
             DetachedCalls(stop).run("lookup of peers' names", ask, _LOOKUP)

@@ -193,7 +193,7 @@ class Shelf:
     def endpoints(self) -> dict[str, str]:
         if self.is_down:
             raise Retryable("the store is down")
-        return {"peer": "home.example.org:51820,0.0.0.0:1", "met": "other.example.org:1"}
+        return {"peer": "home.example.org:51820,0.0.0.0:1,127.0.0.1:1", "met": "other.example.org:1"}
 
 
 def test_name_is_looked_up_while_its_peer_is_searched_for_also_without_the_store(
@@ -225,7 +225,8 @@ def test_name_is_looked_up_while_its_peer_is_searched_for_also_without_the_store
     assert asked == [{"home.example.org"}] * 3
     refused = [each.message for each in caplog.records if "Refused" in each.message]
     assert refused == [
-        "Refused an endpoint of peer, 0.0.0.0:1: its address is that of no host; correct it on its node"
+        "Refused an endpoint of peer, 0.0.0.0:1: its address is that of no host, 127.0.0.1:1: its address is"
+        " that of no host; correct it on its node"
     ]
 
 
@@ -246,6 +247,24 @@ def test_lookup_that_hangs_is_left_and_the_other_answers_are_used(monkeypatch: p
     hangs.set()
     assert {} in answers
     assert {"home.example.org": there} in answers
+
+
+def test_lookup_that_was_left_goes_on_to_no_other_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers, asked = threading.Event(), list[str]()
+
+    def look_up(name: str) -> list[IPAddress]:
+        asked.append(name)
+        answers.wait(60)
+        return []
+
+    monkeypatch.setattr("flanneld.runtime.sockets.host_addresses.look_up", look_up)
+    monkeypatch.setattr(mesh, "_LOOKUP", 0.1)
+    before = set(threading.enumerate())
+    assert mesh.resolver(threading.Event())(["one.example.org", "other.example.org"]) == {}
+    (left,) = set(threading.enumerate()) - before
+    answers.set()
+    left.join(60)
+    assert len(asked) == 1
 
 
 # ---- a simulated internet ---------------------------------------------------------------------------
