@@ -46,6 +46,8 @@ log = logging.getLogger(__name__)
 NAME = "firewall"
 #: Rules for spared destinations at most with iptables, which takes each packet through all of them.
 MOST_SPARED = 256
+#: Bytes of a listing of others' rules or sets: it serves only a warning, and takes several times the memory.
+_LARGEST_FOREIGN = 8 << 20
 #: Seconds between two looks at the nodes' addresses: many leases may change in a row.
 NODES_PERIOD = 1.0
 
@@ -337,7 +339,7 @@ class Firewall(Worker):
 
     def _warn_of_dropping(self) -> None:
         """Warn of chains that drop packets: our rules accept them in one table at most."""
-        commands = IptablesRunner(self._stop, ran=self.is_alive)
+        commands = IptablesRunner(self._stop, ran=self.is_alive, longest_output=_LARGEST_FOREIGN)
         for nets in self._settings.nets:
             for found in forward_drops(nets.network, commands):
                 log.warning(

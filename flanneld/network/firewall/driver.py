@@ -12,7 +12,7 @@ from flanneld.compat.glog import V
 from flanneld.errors import Retryable
 from flanneld.network.firewall.edits import Edit
 from flanneld.network.firewall.rules import Rules
-from flanneld.runtime.command import TIME_LIMIT, CommandRunner, NotStarted, find
+from flanneld.runtime.command import LONGEST_OUTPUT, TIME_LIMIT, CommandRunner, NotStarted, find
 
 log = logging.getLogger(__name__)
 
@@ -101,8 +101,9 @@ class IptablesRunner:
         stop: threading.Event | None = None,
         limit: float = TIME_LIMIT,
         ran: Callable[[], None] = lambda: None,
+        longest_output: int = LONGEST_OUTPUT,
     ) -> None:
-        self._runner = CommandRunner(stop or threading.Event())
+        self._runner = CommandRunner(stop or threading.Event(), longest_output)
         self._limit = limit
         self._ran = ran
 

@@ -78,6 +78,8 @@ _OF_OTHER_PACKETS = frozenset(
 #: Dimensions and elements of each set of ipset(8), such as "ip,port" and "192.0.2.1,udp:8472".
 IpSets = Mapping[str, tuple[str, list[str]]]
 _NO_SETS: IpSets = {}
+#: Elements of a set that are read. Each rule about it has them, and lists of hostile hosts have a million.
+_MOST_ELEMENTS = 10_000
 
 
 def restore_text(edits: Iterable[Edit]) -> str:
@@ -129,14 +131,17 @@ def read_rules(listing: str) -> tuple[Rule, ...]:
 
 
 def read_ipsets(listing: str) -> IpSets:
-    """Return the sets in the output of ``ipset save``. What is not understood has elements that are none."""
+    """Return the sets in the output of ``ipset save``. What is not understood has elements that are none.
+
+    A set that is too large is not complete, and counts as one with unknown elements.
+    """
     sets: dict[str, tuple[str, list[str]]] = {}
     for line in listing.split("\n"):
         match line.split(" "):
             case ["create", name, kind, *options]:
                 is_masked = "netmask" in options or "bitmask" in options
                 sets[name] = "" if is_masked else kind.partition(":")[2], []
-            case ["add", name, element, *options]:
+            case ["add", name, element, *options] if len(sets[name][1]) <= _MOST_ELEMENTS:
                 sets[name][1].append("nomatch" if "nomatch" in options else element)
     return sets
 
@@ -199,6 +204,8 @@ def _condition(name: str, values: tuple[str, ...], sets: IpSets, *, negated: boo
 def _in_set(name: str, sides: str, sets: IpSets, *, negated: bool = False) -> Test:
     """Return the test that a set has a packet's properties of these sides, ``src`` or ``dst`` each."""
     dimensions, elements = sets.get(name, ("", ["unknown"]))
+    if len(elements) > _MOST_ELEMENTS:
+        return UNKNOWN
     try:
         if dimensions in ("ip", "net") and elements:
             side = "source" if sides.startswith("src") else "destination"

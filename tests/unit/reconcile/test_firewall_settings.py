@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 from ipaddress import IPv4Network, IPv6Network
+from typing import cast
 
 import pytest
 
 from flanneld.config import parse
 from flanneld.errors import Fatal
-from flanneld.model import LeaseKey
+from flanneld.model import IPNetwork, LeaseKey
+from flanneld.network.firewall.driver import IptablesRunner
 from flanneld.network.firewall.rules import Nets, Purpose
 from flanneld.options import Options, read
-from flanneld.reconcile.firewall import FirewallSettings, firewall_settings, pairs
+from flanneld.reconcile import firewall
+from flanneld.reconcile.firewall import Firewall, FirewallSettings, firewall_settings, pairs
+from flanneld.runtime.command import TooMuchOutput
+from flanneld.runtime.loop import Loop
 from flanneld.subnet.subnet_file import Previous
 
 DUAL_STACK = '{"Network": "10.5.0.0/16", "EnableIPv6": true, "IPv6Network": "fc00:5::/48"%s}'
@@ -77,3 +83,20 @@ def test_a_former_family_counts_if_network_and_subnet_are_known() -> None:
 
 def test_nothing_known_makes_no_pair() -> None:
     assert pairs((), (None, None)) == ()
+
+
+def test_very_large_sets_and_tables_of_others_are_not_read_for_a_warning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[IPNetwork] = []
+
+    def forward_drops(network: IPNetwork, commands: IptablesRunner) -> list[object]:
+        asked.append(network)
+        with pytest.raises(TooMuchOutput):
+            commands.run(("head", "-c", str(9 << 20), "/dev/zero"))
+        return []
+
+    monkeypatch.setattr(firewall, "forward_drops", forward_drops)
+    worker = Firewall(wishes(), stop=threading.Event(), make_loop=lambda *_: cast("Loop", None))
+    worker._warn_of_dropping()
+    assert asked == [nets.network for nets in NETS]

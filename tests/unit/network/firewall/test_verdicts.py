@@ -23,7 +23,7 @@ from flanneld.network.firewall.fate import (
     walked,
 )
 from flanneld.network.firewall.foreign import BaseChain, Opening, of_network
-from flanneld.network.firewall.iptables_text import read_ipsets, read_table
+from flanneld.network.firewall.iptables_text import _MOST_ELEMENTS, read_ipsets, read_table
 from flanneld.network.firewall.nft_json import read_chains
 
 PACKET = Packet("eth0", "", ip_address("192.0.2.2"), ip_address("192.0.2.1"), "udp", 8472)
@@ -144,6 +144,15 @@ def test_rule_about_a_set_of_ipset_is_certain_if_its_elements_are_known(
     chains, _ = read_table(f":INPUT ACCEPT [0:0]\n{line}", read_ipsets(SETS))
     decided = fate(chains, "INPUT", PACKET)
     assert decided == {True: Fate(DROP, line), False: Fate(), None: Fate(doubt=line)}[is_dropped]
+
+
+def test_elements_of_a_very_large_set_are_not_kept() -> None:
+    added = (f"add hostile 192.0.2.{number % 256}" for number in range(3 * _MOST_ELEMENTS))
+    sets = read_ipsets("\n".join(("create hostile hash:ip family inet", *added)))
+    assert len(sets["hostile"][1]) == _MOST_ELEMENTS + 1
+    line = "-A INPUT -m set ! --match-set hostile src -j DROP"
+    chains, _ = read_table(f":INPUT ACCEPT [0:0]\n{line}", sets)
+    assert fate(chains, "INPUT", PACKET) == Fate(doubt=line)
 
 
 @pytest.mark.parametrize("prefix", ["-s", "-j", '"-j DROP"', "!"])
