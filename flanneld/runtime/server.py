@@ -285,9 +285,9 @@ def _lifted(connection: socket.socket) -> socket.socket:
     if connection.fileno() < _CROWDED:
         return connection
     with contextlib.suppress(OSError):  # the limit may be lower
-        number = fcntl.fcntl(connection, fcntl.F_DUPFD_CLOEXEC, _BEYOND_SELECT)
+        lifted = socket.socket(fileno=fcntl.fcntl(connection, fcntl.F_DUPFD_CLOEXEC, _BEYOND_SELECT))
         connection.close()
-        return socket.socket(fileno=number)
+        return lifted
     return connection
 
 
