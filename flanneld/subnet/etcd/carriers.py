@@ -196,6 +196,7 @@ class GatewayStream:
     def __init__(self, servers: Servers, timeouts: EtcdTimeouts, roots: Mapping[str, str]) -> None:
         self._roots = roots
         self._connection = EtcdConnection(servers, timeouts)
+        self._limit = timeouts.read
         self._stream: LineStream | None = None
         #: Lines read and not returned yet.
         self._lines: deque[bytes] = deque()
@@ -218,7 +219,7 @@ class GatewayStream:
         assert self._stream
         assert self._server
         if not self._lines:
-            with failing_after(timeout, self._server):
+            with failing_after(self._limit, self._server):
                 self._lines.extend(self._stream.read(timeout) or ())
         return v3_messages.stream_object(self._lines.popleft(), self._server.name) if self._lines else None
 

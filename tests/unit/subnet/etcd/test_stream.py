@@ -141,6 +141,14 @@ def test_silence_in_the_middle_of_a_line_loses_nothing(etcd: Etcd) -> None:
         assert numbers(stream, 1) == [8]
 
 
+def test_stall_is_told_with_the_time_limit_though_nobody_waits(etcd: Etcd) -> None:
+    etcd.say(CHUNKED + chunks(line(1)) + b"1")
+    with etcd.watched(read=0.5) as stream:
+        assert numbers(stream, 1) == [1]
+        with pytest.raises(ServerFailed, match=r"no answer within 0\.5 s"):
+            stream.next(0)
+
+
 @pytest.mark.parametrize(
     ("answer", "said"),
     [

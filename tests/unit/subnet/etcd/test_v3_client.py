@@ -390,6 +390,34 @@ def test_events_that_come_with_the_begin_of_a_watch_are_read(scheme: str, tmp_pa
     assert [each.node.value for change in changes for each in change.replies if each.node] == ["1"]
 
 
+@pytest.mark.parametrize("end", ["", "compacted"])
+def test_changes_before_the_end_of_a_stream_are_told_first_and_in_order(end: str) -> None:
+    header = {"cluster_id": "1", "revision": "5"}
+
+    def told(revision: int) -> bytes:
+        event = {"kv": {"key": "L2EvYg==", "value": "MQ==", "mod_revision": str(revision)}}
+        return chunk({"result": {"header": header | {"revision": str(revision)}, "events": [event]}})
+
+    stream = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    stream += chunk({"result": {"header": header, "created": True}}) + told(6) + told(7)
+    if end:
+        stream += chunk({"result": {"header": header, "canceled": True, "compact_revision": "9"}})
+    stream += b"0\r\n\r\n"
+
+    def answer(connection: socket.socket) -> None:
+        while asked := connection.recv(65536):
+            is_watch = b"/watch" in asked
+            connection.sendall(stream if is_watch else http("200 OK", json.dumps({"header": header})))
+
+    with server(answer) as url:
+        watcher = watch(client(url, timeouts=PATIENT), "/a", recursive=True)
+        changes = watcher.read(Position(5, "1"))
+        assert [each.node.modified for each in changes.replies if each.node] == [6, 7]
+        assert changes.at == Position(7, "1")
+        with pytest.raises(RelistNeeded if end else NoAnswer):
+            watcher.read(changes.at)
+
+
 def chunk(message: object) -> bytes:
     """Return a message of a stream, as a chunk of HTTP."""
     line = f"{json.dumps(message)}\n"
