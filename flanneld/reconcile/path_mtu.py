@@ -73,7 +73,7 @@ class PathMtuFollower:
         if target is not None:
             lower = max(self._short[target], self._least)
             self._short = {}  # also if the MTU is as low as it may be: other paths get their turn
-            if lower < mtu:
+            if lower < mtu == uplinks.mtu:  # else the uplink has moved meanwhile
                 log.warning(
                     "Lowered the MTU to %d, from %d: the path to %s carries no more; recreate containers, as"
                     " they keep theirs; to raise it, start flanneld once without -follow-path-mtu",

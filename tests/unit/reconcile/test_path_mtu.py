@@ -99,6 +99,18 @@ def test_path_that_carries_the_mtu_at_a_glance_is_not_measured() -> None:
     assert node.run({TWO: 1400}) == []
 
 
+def test_measurement_during_which_the_uplink_moved_lowers_nothing() -> None:
+    node = Fixture()
+    node.run({TWO: 1400})
+
+    def measure(questions: Sequence[tuple[IPAddress, int]]) -> list[int | None]:
+        node.uplinks.mtu = 8950
+        return node.measure(questions)
+
+    node.follower._measure = measure
+    assert node.run({TWO: 1400}) == []
+
+
 def test_of_several_paths_the_narrowest_with_two_equal_sizes_counts() -> None:
     one, other = ip_address("10.5.2.0"), ip_address("fd00:2::")
     assert agreed({one: 1300, other: 1400}, {one: 1290, other: 1400}) == other
