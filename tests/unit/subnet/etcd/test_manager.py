@@ -502,6 +502,41 @@ def test_a_create_whose_answer_was_lost_is_found_again(store: EtcdPrefix) -> Non
     assert [each["key"].rpartition("/")[2] for each in nodes(store)] == [str(lease).replace("/", "-")]
 
 
+class RacingRelay(Relay):
+    """Does something before it passes the second write on, which repeats the first one."""
+
+    before_second: Callable[[], object] | None = None
+    _writes = 0
+
+    def rewritten(self, data: bytes) -> bytes:
+        if self.before_second is not None and self._is_write(self.requests[-1]):
+            self._writes += 1
+            if self._writes == 2:
+                self.before_second()
+        return data
+
+
+@over_http
+@pytest.mark.parametrize("is_taken", [False, True], ids=["unchanged", "taken by another node"])
+def test_write_that_is_repeated_over_a_new_connection_overwrites_nothing_newer(
+    store: EtcdPrefix, is_taken: bool
+) -> None:
+    relay = RacingRelay(store.etcd.url)
+    with server(relay) as url:
+        manager = store.manager(url)
+        lease = manager.acquire(NETWORK, node(1), NOTHING)
+        name = str(lease).replace("/", "-")
+        relay.before_second = lambda: store.put(name, node(9)) if is_taken else None
+        relay.answers_to_lose = 1
+        try:
+            manager.renew(replace(lease, attrs=node(2)))
+        except LeaseTaken:
+            assert is_taken
+        assert relay.answers_to_lose == 0
+        manager.close()
+    assert f'"192.0.2.{9 if is_taken else 2}"' in store.get(lease)["value"]
+
+
 class LaggingRelay(Relay):
     """Answers one listing with what etcd said to the first one, as a member that lags behind."""
 
