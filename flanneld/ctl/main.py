@@ -141,7 +141,8 @@ def _watch(ask: Callable[[], Answered], every: float, *, as_json: bool, is_new: 
     """Print each changed answer until an interrupt or a closed output; one that ``is_new`` has no heading."""
     status = FINE
     with suppress(KeyboardInterrupt):
-        for answer in output.changes(ask, lambda answer: answer.shown, every):
+        # A line may come again within the second that a table shows.
+        for answer in output.changes(ask, lambda answer: object() if is_new else answer.shown, every):
             status = answer.status
             heading = [] if is_new else [TextTable((), [(f"-- {clock.utc_text(clock.wall())}",)])]
             if is_new and not answer.shown[0].rows:
