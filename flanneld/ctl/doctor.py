@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from msgspec import Struct
+from msgspec import UNSET, Struct
 
 from flanneld.compat.glog import counted
 from flanneld.ctl.checks import (
@@ -123,7 +123,8 @@ class Report(Struct, frozen=True):
             return cls(examine(facts), facts.unknown)
         from flanneld.ctl import nodes
 
-        nodes_seen, found = nodes.examine(source)
+        stored = facts.stored if source.origin == "daemon" else UNSET
+        nodes_seen, found = nodes.examine(source, stored)
         unknown = [*facts.unknown, *nodes.unanswered(nodes_seen, source)]
         return cls(with_cluster(examine(facts), found), unknown, cluster.CLUSTER_CHECKS)
 

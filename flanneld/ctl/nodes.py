@@ -10,7 +10,7 @@ from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from msgspec import UNSET, Struct
+from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import replace
 
 from flanneld.compat.glog import counted
@@ -473,9 +473,10 @@ def _by_node(found: list[Remark]) -> dict[str, list[Remark]]:
     return by_node
 
 
-def examine(source: DataSource) -> tuple[Cluster, list[Remark]]:
-    """Ask all nodes and return them with the rules that they break."""
+def examine(source: DataSource, stored: Config | UnsetType | None = UNSET) -> tuple[Cluster, list[Remark]]:
+    """Ask all nodes and return them with the rules that they break. The store is asked unless it was."""
     from flanneld.ctl.checks.cluster import remarks
 
-    cluster = replace(read(source), stored=stored_config(source))
+    config = stored_config(source) if isinstance(stored, UnsetType) else stored
+    cluster = replace(read(source), stored=config)
     return cluster, remarks(cluster)

@@ -12,7 +12,9 @@ from msgspec.structs import replace
 
 from flanneld.backends.registry import BUILT_IN, described
 from flanneld.config import parse
+from flanneld.ctl import facts
 from flanneld.ctl import nodes as commands
+from flanneld.ctl.checks import Facts
 from flanneld.ctl.checks.cluster import RULES, ClusterRule, cluster_findings, remarks
 from flanneld.ctl.doctor import CHECKS, Report, with_cluster
 from flanneld.ctl.nodes import Cluster, ClusterNode, Probes, Told, gather, own_node, told
@@ -246,6 +248,19 @@ def test_nodes_are_listed_worst_first_behind_this_one() -> None:
 
 def silence(about: str) -> Finding:
     return Finding("no packet comes back", "", "", Advice(""), about=about)
+
+
+@pytest.mark.parametrize(("origin", "asked"), [("daemon", 0), ("store", 1)])
+def test_doctor_of_the_cluster_asks_the_store_once(
+    origin: str, asked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a daemon its network config is one of the facts of this host."""
+    calls: list[DataSource] = []
+    monkeypatch.setattr(facts, "gather", lambda _: Facts())
+    monkeypatch.setattr(commands, "read", lambda _: Cluster())
+    monkeypatch.setattr(commands, "stored_config", calls.append)
+    Report.of(DataSource(origin, Status()), is_cluster=True)
+    assert len(calls) == asked
 
 
 def test_doctor_names_a_silent_node_once_and_never_this_one() -> None:
