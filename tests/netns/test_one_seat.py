@@ -8,6 +8,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from tests.netns.test_remote import REMOTE, server
 from tests.netns.test_seeing import answer, flannelctl, lease
 
 PATIENCE = 60
+GUIDE = Path(__file__).parents[2] / "docs" / "firewall.md"
 ANSWERS = ("--answer-port=8470",)
 
 
@@ -249,6 +251,21 @@ def test_node_that_lets_nothing_in_for_itself_is_no_problem(lab: Lab) -> None:
         node.container().wait_for_reply(each.container().address)
         done = flannelctl(node, "netcheck", each.subnet())
         assert (done.returncode, "stops at" in done.stdout) == (0, False), done.stdout
+
+
+def test_host_that_denies_by_default_is_opened_by_the_commands_of_the_guide(lab: Lab) -> None:
+    node, peer = settled(lab, {"Type": "vxlan"})
+    wait_for(lambda: seen(node)[peer.subnet()]["answers"] == "daemon", PATIENCE, "an answer")
+    peer.run("nft", "add table inet filter")
+    peer.run("nft", "add chain inet filter input { type filter hook input priority 0; policy drop; }")
+    peer.run("nft", "add rule inet filter input ct state established accept")
+    assert stops(node, peer.subnet())[0] is not None
+    opening, answering = re.findall(r"(?m)^    nft (insert rule .*)$", GUIDE.read_text())
+    peer.run("nft", opening)
+    connect(node, peer)
+    assert stops(node, peer.subnet()) == (None, {"underlay", "port", "tunnel", "udp"})
+    peer.run("nft", answering)
+    assert checks(node)["udp"][0] == "ok"
 
 
 def checks(node: Node) -> dict[str, tuple[str, str]]:
