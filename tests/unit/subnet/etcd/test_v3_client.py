@@ -167,10 +167,15 @@ def test_server_that_ends_each_connection_at_the_login_is_left() -> None:
 
     def serve(sock: socket.socket) -> None:
         refusal = '{"error": "etcdserver: user name is empty", "code": 3}'
-        while head := sock.recv(65536):
-            asked.append(head.split()[1].decode())
-            if b"/auth/" in head:
+        request = b""
+        while data := sock.recv(65536):
+            request += data
+            if not request.endswith(b"}"):
+                continue
+            asked.append(request.split()[1].decode())
+            if "/auth/" in asked[-1]:
                 break
+            request = b""
             sock.sendall(http("400 Bad Request", refusal, "Content-Type: application/json"))
 
     with server(serve) as url, pytest.raises(NoAnswer, match="broke the connection"):
@@ -218,7 +223,7 @@ def test_a_write_whose_answer_is_lost_is_recognised_at_the_next_server(etcd: Loc
         losing.answers_to_lose = 2
         made = asker.create("/lost", "mine", 3600)
         assert made.node
-        asker.servers.skip()
+        asker.servers.skip(asker.servers.current)
         losing.answers_to_lose = 2
         again = asker.replace("/lost", "mine, too", 3600, made.node.modified)
     stored = keys.get("/lost") or {}
@@ -405,8 +410,12 @@ def test_changes_before_the_end_of_a_stream_are_told_first_and_in_order(end: str
     stream += b"0\r\n\r\n"
 
     def answer(connection: socket.socket) -> None:
-        while asked := connection.recv(65536):
-            is_watch = b"/watch" in asked
+        request = b""
+        while data := connection.recv(65536):
+            request += data
+            if not request.endswith(b"}"):
+                continue
+            is_watch, request = b"/watch" in request, b""
             connection.sendall(stream if is_watch else http("200 OK", json.dumps({"header": header})))
 
     with server(answer) as url:
