@@ -89,9 +89,10 @@ class ServerRing(Generic[S]):
         """The last good server, or the one being tried."""
         return self._servers[self._good]
 
-    def skip(self) -> None:
-        """Start with the next server from now on."""
-        self._good = (self._good + 1) % len(self._servers)
+    def skip(self, server: S) -> None:
+        """Start with the server after this one from now on, unless another thread has left it already."""
+        if self.current is server:
+            self._good = (self._good + 1) % len(self._servers)
 
     def no_answer(self, failures: dict[str, ServerFailed]) -> Retryable:
         """Return the error for a request that failed on every server. Keys are server names."""
@@ -196,7 +197,7 @@ class Failover(Generic[S, Q, A]):
                 failures[server.name] = failure
                 log.log(V(1), "%s: %s", server.name, failure.problem)
                 if failure.sent and not repeatable:
-                    self.servers.skip()
+                    self.servers.skip(server)
                     break
         try:
             raise self.servers.no_answer(failures)
