@@ -125,7 +125,9 @@ def _serve_alone(wanted: Options, environ: Mapping[str, str]) -> int:
         wanted,
         effects.real(wanted, environ, supervisor, notifier),
         manager,
-        admit=lambda config, backend: claims.take(startup.claims_to(config, backend), startup.clash),
+        admit=lambda config, backend: claims.take(
+            startup.claims_to(config, backend, guards=wanted.guard_tunnel), startup.clash
+        ),
         beside=Observation(),
         events=events,
         more_metrics=service.server.metrics_text if service else None,

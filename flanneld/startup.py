@@ -22,6 +22,7 @@ from flanneld.config import Config, unread_keys
 from flanneld.effects import Effects
 from flanneld.errors import Fatal, NoAnswer, Retryable, prefixed, shown
 from flanneld.model import Family, IPAddress, Lease, LeaseAttrs, LeaseKey, Uplink, overlap, single
+from flanneld.network.firewall.netlink import GUARD
 from flanneld.network.host import HostKernel, HostMonitor
 from flanneld.network.uplink_election import InterfaceChoice, NoInterface
 from flanneld.network.uplink_facts import connected_networks
@@ -159,10 +160,14 @@ def elect(loaded: Loaded, waiting: Waiting) -> Elected:
     return Elected(kernel, monitor, choice, uplink)
 
 
-def claims_to(config: Config, backend: Backend) -> tuple[str, ...]:
-    """Return a name for each thing that a network needs and that only one network of a host can have."""
+def claims_to(config: Config, backend: Backend, *, guards: bool = False) -> tuple[str, ...]:
+    """Return a name for each thing that a network needs and that only one network of a host can have.
+
+    With ``guards`` it has the guard of the tunnel, too: the peers of a second daemon are not in its set.
+    """
     ranges = (f"{_RANGE}{each.network}" for each in config.ranges)
-    return (*ranges, *backend.claims(), *(["EnableNFTables"] if config.enable_nftables else []))
+    tables = [name for name, has in (("EnableNFTables", config.enable_nftables), (GUARD, guards)) if has]
+    return (*ranges, *backend.claims(), *tables)
 
 
 def clash(one: str, other: str) -> bool:

@@ -25,7 +25,7 @@ from flanneld.network.firewall.driver import Driver, IptablesRunner, Unavailable
 from flanneld.network.firewall.edits import RuleOwnership, claim
 from flanneld.network.firewall.foreign import forward_drops, of_network
 from flanneld.network.firewall.iptables import PythonIptables
-from flanneld.network.firewall.netlink import has_guard
+from flanneld.network.firewall.netlink import GUARD, has_guard
 from flanneld.network.firewall.placing import PLACES, FlavourOption, RulePlace, described, driver, stale_rules
 from flanneld.network.firewall.rules import Nets, Purpose, Rules, Style, desired_rules
 from flanneld.network.firewall.tables import RuleSet, RulesTable
@@ -33,6 +33,7 @@ from flanneld.options import Options
 from flanneld.reconcile.reconciler import desired_by_table
 from flanneld.reconcile.upkeep import TableState
 from flanneld.reconcile.worker import Worker
+from flanneld.runtime.instance_lock import is_claimed
 from flanneld.runtime.loop import MakeLoop
 from flanneld.state.desired import Delta
 from flanneld.state.permits import Permits
@@ -322,9 +323,9 @@ class Firewall(Worker):
         self._desired_rules = desired_by_table(placed.desired)
 
     def _old_guards(self) -> list[Table]:
-        """Return the tables of an earlier run that guarded the tunnel, if this one does not."""
+        """Return the tables of an earlier run that guarded the tunnel, if no daemon on this host does."""
         there = [] if self._settings.guards else list(filter(has_guard, FAMILIES))
-        if not there:
+        if not there or is_claimed(GUARD):
             return []
         from flanneld.network.firewall.guard import GuardTable  # rarely needed
 

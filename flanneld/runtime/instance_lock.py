@@ -229,6 +229,13 @@ def holders(concerns: Callable[[str, str], bool] = lambda _name, _claim: True) -
                 yield holder
 
 
+def is_claimed(claim: str) -> bool:
+    """Return True if a process in this network namespace has a claim that counts."""
+    with suppress(OSError):
+        return any(holders(lambda _, found: found == claim))
+    return False
+
+
 def _claim_of(name: str) -> str:
     return name.removeprefix(CLAIM_PREFIX).partition("#")[0]
 

@@ -174,6 +174,21 @@ def test_daemon_without_a_network_of_its_own_waits(
     assert second.end(signal.SIGTERM, 5).status == 0
 
 
+def test_guard_of_the_tunnel_stays_that_of_the_first_daemon(lab: Lab) -> None:
+    config = {"Network": "10.6.0.0/16", "Backend": {"Type": "vxlan", "VNI": 2}}
+    lab.etcd.set("/other/config", json.dumps(config))
+    (node,) = lab.cluster({"Type": "vxlan"}, nodes=1, flags=("--guard-tunnel",))
+    wait_for(lambda: "flannel-guard" in node.run("nft", "list", "tables").stdout, what="the guard")
+    second = rival(node, "--etcd-prefix=/other", "--guard-tunnel")
+    wait_for_line(second, f"another flanneld, process {node.pid}, has flannel-guard; stop it")
+    assert second.end(signal.SIGTERM, 5).status == 0
+    second = rival(node, "--etcd-prefix=/other")
+    wait_for_line(second, "In sync with")
+    wait_for_line(second, "Changing default FORWARD chain policy")
+    assert second.end(signal.SIGTERM, 5).status == 0
+    assert "flannel-guard" in node.run("nft", "list", "tables").stdout
+
+
 def test_ordinary_user_with_the_claims_keeps_no_daemon_from_them(lab: Lab) -> None:
     lab.etcd.put_config({"Network": "10.5.0.0/16", "Backend": {"Type": "vxlan"}})
     (node,) = lab.add_nodes(1)

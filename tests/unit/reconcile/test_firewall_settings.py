@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from ipaddress import IPv4Network, IPv6Network
 from typing import cast
@@ -11,13 +12,16 @@ import pytest
 from flanneld.config import parse
 from flanneld.errors import Fatal
 from flanneld.model import IPNetwork, LeaseKey
+from flanneld.network.firewall import guard
 from flanneld.network.firewall.driver import IptablesRunner
 from flanneld.network.firewall.rules import Nets, Purpose
 from flanneld.options import Options, read
 from flanneld.reconcile import firewall
 from flanneld.reconcile.firewall import Firewall, FirewallSettings, firewall_settings, pairs
 from flanneld.runtime.command import TooMuchOutput
+from flanneld.runtime.instance_lock import HostClaims
 from flanneld.runtime.loop import Loop
+from flanneld.state.resources import GUARDS
 from flanneld.subnet.subnet_file import Previous
 
 DUAL_STACK = '{"Network": "10.5.0.0/16", "EnableIPv6": true, "IPv6Network": "fc00:5::/48"%s}'
@@ -27,6 +31,10 @@ NETS = (Nets(IPv4Network("10.5.0.0/16"), OWN[0]), Nets(IPv6Network("fc00:5::/48"
 
 def wishes(*flags: str, previous: Previous | None = None, more: str = "") -> FirewallSettings:
     return firewall_settings(read(flags, {}), parse(DUAL_STACK % more), OWN, previous or Previous())
+
+
+def worker() -> Firewall:
+    return Firewall(wishes(), stop=threading.Event(), make_loop=lambda *_: cast("Loop", None))
 
 
 def test_by_default_traffic_is_forwarded_and_no_more() -> None:
@@ -97,6 +105,17 @@ def test_very_large_sets_and_tables_of_others_are_not_read_for_a_warning(
         return []
 
     monkeypatch.setattr(firewall, "forward_drops", forward_drops)
-    worker = Firewall(wishes(), stop=threading.Event(), make_loop=lambda *_: cast("Loop", None))
-    worker._warn_of_dropping()
+    worker()._warn_of_dropping()
     assert asked == [nets.network for nets in NETS]
+
+
+def test_guard_of_the_tunnel_is_left_while_another_daemon_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"guard {os.getpid()}"  # abstract names are those of the network namespace
+    monkeypatch.setattr(firewall, "GUARD", name)
+    monkeypatch.setattr(firewall, "has_guard", lambda family: family == 4)
+    monkeypatch.setattr(guard, "load", lambda: None)
+    other = HostClaims()
+    other.take([name], str.__eq__)
+    assert worker()._old_guards() == []
+    other.close()
+    assert [table.name for table in worker()._old_guards()] == [GUARDS[4]]
