@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from ipaddress import ip_network
 
-from msgspec import Struct
+from msgspec import UNSET, Struct
 from msgspec.structs import replace
 
 from flanneld.backends.contract import Backend, OuterPackets
@@ -276,6 +276,8 @@ def peer_named(name: str, told: Status) -> PeerStatus:
             each.version == net.version and net.network_address in each for each in peer.networks
         ):
             return peer
+    if told.peers is UNSET:
+        raise FlannelError("no peers are known here", "start flanneld, or give -etcd-endpoints")
     raise FlannelError(f"no peer is known at {name}", "flannelctl peers lists them")
 
 

@@ -149,3 +149,8 @@ def test_a_peer_is_named_by_subnet_address_or_public_ip(name: str) -> None:
 def test_another_name_is_refused(name: str) -> None:
     with pytest.raises(FlannelError):
         peer_named(name, status_of({"peers": [PEER]}))
+
+
+def test_without_a_daemon_and_a_store_no_name_is_blamed() -> None:
+    with pytest.raises(FlannelError, match="no peers are known here; start flanneld"):
+        peer_named("10.5.2.0/24", status_of({}))
