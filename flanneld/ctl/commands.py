@@ -117,8 +117,8 @@ def naming(status: Status, name: str) -> Callable[[str], bool]:
     with suppress(FlannelError):
         peer = peer_named(name, status)
         names = {name, *peer.subnets, *peer.public_ips, *peer.macs}
-    # 10.5.1.2 is neither in 10.5.1.20 nor in 10.5.1.2.9, but in 10.5.1.2:8472.
-    either = "|".join(map(re.escape, names))
+    # 10.5.1.2 is neither in 10.5.1.20 nor in 10.5.1.2.9, but in 10.5.1.2:8472; fd00::1 is not in fd00::1:2.
+    either = "|".join(re.escape(each) + (r"(?!:\w)" if ":" in each else "") for each in names)
     return lambda text: bool(re.search(rf"(?<![\w.:])(?:{either})(?!\w|\.\w)", text, re.IGNORECASE))
 
 

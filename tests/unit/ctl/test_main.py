@@ -337,11 +337,13 @@ def test_last_words_are_the_last_error_of_the_last_run_or_the_end_of_its_log(
         ("No answer from 1198.18.0.2", False),
         ("Restored route 110.5.2.0/24", False),
         ("Restored route 10.5.3.0/24", False),
+        ("No answer from 2001:db8::2: timeout", True),
+        ("No answer from 2001:db8::2:1", False),
     ],
 )
 def test_lines_of_the_log_about_a_peer_have_one_of_its_names(text: str, is_about: bool) -> None:
-    peer = {"subnets": ["10.5.2.0/24"], "public_ips": ["198.18.0.2"], "macs": ["02:00:00:00:00:0a"]}
-    status = status_of({"peers": [peer]})
+    peer = {"subnets": ["10.5.2.0/24"], "public_ips": ["198.18.0.2", "2001:db8::2"]}
+    status = status_of({"peers": [peer | {"macs": ["02:00:00:00:00:0a"]}]})
     assert [naming(status, name)(text) for name in ("10.5.2.0/24", "198.18.0.2", "10.5.2.9")] == 3 * [
         is_about
     ]
