@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from flanneld.backends.contract import Backend, OuterPackets
 from flanneld.backends.registry import described
 from flanneld.compat.flags import quoted
-from flanneld.ctl.compare import wanted_route
+from flanneld.ctl.compare import follows, route_lookup, wanted_route
 from flanneld.ctl.nodes import our_addresses
 from flanneld.diagnostics.status import PeerStatus, Status, addresses, known
 from flanneld.errors import FlannelError
@@ -352,11 +352,14 @@ def passing(told: Status, paths: Collection[PathToPeer]) -> Iterator[tuple[str, 
         if path.carried is None and (path.name == "tunnel" or (path.peer, path.target.version) not in tunnels)
     }
     yield from map(ends.__getitem__, survey.reached(ends, BRIEFLY))
+    look_up = route_lookup()
+    # By another way the first hop, which reports such a packet, would be a router.
     asked = {
-        container_of(net): (peer.subnets[0], net.version)
+        target: (peer.subnets[0], target.version)
         for peer in (told.each_peer if silent else ())
         if peer.subnets[0] in silent
-        for net in peer.networks
+        for target in map(container_of, peer.networks)
+        if (route := wanted_route(target, peer, told)) is not None and follows(look_up(target), route)
     }
     is_udp = told.backend == "udp"
     with suppress(OSError):

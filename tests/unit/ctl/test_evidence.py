@@ -11,12 +11,13 @@ import pytest
 from flanneld.backends.ipsec.resources import ConnectionSas
 from flanneld.ctl import paths
 from flanneld.ctl.checks.encryption import sessions_of, with_associations
-from flanneld.ctl.compare import ActualState
+from flanneld.ctl.compare import ActualState, RouteTaken
 from flanneld.ctl.facts import lacking_features
 from flanneld.ctl.losses import Lost, Question, _before, by_cause, dropped, questions
 from flanneld.ctl.paths import chosen_of, sample
 from flanneld.diagnostics.status import PeerStatus, Status, known
 from flanneld.model import FAMILIES
+from flanneld.network import survey
 from flanneld.network.firewall.fate import DROP, Packet, Rule, Test
 from flanneld.network.firewall.foreign import BaseChain
 from flanneld.network.genetlink import SeenDevice, SeenPeer
@@ -50,6 +51,19 @@ def document(peers: int) -> dict[str, Any]:
 
 
 LARGE = status_of(document(5000))
+
+
+@pytest.mark.parametrize("device", ["flannel.1", "eth0"])
+def test_router_that_is_asked_for_want_of_the_route_is_no_peer(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first hop reports a packet with no hop left, whoever that is."""
+    told = status_of(document(1))
+    silent = sample(told, lambda targets: [None] * len(targets))
+    monkeypatch.setattr(paths, "route_lookup", lambda: lambda _: RouteTaken(device, ip_address("10.6.0.0")))
+    monkeypatch.setattr(survey, "reached", lambda *_: set())
+    monkeypatch.setattr(survey, "passing", lambda targets, *_: set(targets))
+    assert set(paths.passing(told, silent)) == ({("10.6.0.0/24", 4)} if device == "flannel.1" else set())
 
 
 def test_with_5000_peers_few_routes_are_looked_up_and_few_packets_sent() -> None:
