@@ -73,9 +73,6 @@ class Daemon:
         lines = self.log().splitlines()[-LAST_LINES:]
         return "\n".join([f"the daemon with the log {self._log} ended by itself, status {status}:", *lines])
 
-    def has_crashed(self) -> bool:
-        return (self.status() or 0) < 0 and bool(self.failure())
-
     def log(self) -> str:
         """What it wrote to stdout and stderr."""
         return self._log.read_text(errors="replace")

@@ -22,11 +22,11 @@ PATIENCE = float(os.environ.get("FLANNELD_TEST_PATIENCE", "5"))
 class Watched(Protocol):
     """A process without which it makes no sense to wait."""
 
+    def status(self) -> int | None:
+        """Its exit status, None while it runs."""
+
     def failure(self) -> str:
         """Return how it ended by itself with an error, and its last words; "" unless it did."""
-
-    def has_crashed(self) -> bool:
-        """Return True if a signal ended it that no test sends."""
 
 
 #: Processes whose failure ends each wait that has begun before.
@@ -39,12 +39,12 @@ def wait_for(condition: Callable[[], T], deadline: float = 20, what: str = "the 
     """Poll until ``condition()`` is true and return its value; ``deadline`` is in seconds.
 
     Raises ``AssertionError`` with ``what`` and the last value when it never was, and at once if a daemon
-    has crashed, or fails that ran when the wait began.
+    fails that ran when the wait began.
     """
     deadline *= PATIENCE
     end = time.monotonic() + deadline
     pause = FIRST_PAUSE
-    relied_on = [each for each in WATCHED if each.has_crashed() or not each.failure()]
+    relied_on = [each for each in WATCHED if each.status() is None]
     while True:
         failures = [failure for each in relied_on if (failure := each.failure())]  # before its last effects
         value = condition()

@@ -205,9 +205,7 @@ def test_wait_ends_when_a_daemon_aborts_meanwhile(lab: Lab) -> None:
 
     with pytest.raises(AssertionError, match=rf"a miracle cannot come[^$]*status -{signal.SIGABRT}:\nready"):
         wait_for(never, 1e6, "a miracle")
-    with pytest.raises(AssertionError, match="another miracle cannot come"):
-        wait_for(bool, 1e6, "another miracle")
-    node.daemon.wait(1)  # what the test knows of is no surprise
+    # What was dead before is no surprise, nor is what the test ends.
     assert wait_for(lambda: other.running and other.stop(), 1e6)
     wait_for(lambda: not other.running, 1e6)
 
