@@ -373,8 +373,8 @@ def refused(
     with ExitStack() as stack:
         for address, port in targets:
             family = socket.AF_INET if address.version == 4 else socket.AF_INET6
-            asker = stack.enter_context(socket.socket(family, kind | socket.SOCK_NONBLOCK))
-            try:
+            try:  # a kernel without IPv6 has no such sockets
+                asker = stack.enter_context(socket.socket(family, kind | socket.SOCK_NONBLOCK))
                 asker.connect((str(address), port))
                 asker.send(b"")
             except BlockingIOError:  # TCP goes on connecting

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from ipaddress import IPv4Address
+from ipaddress import IPv4Address, ip_address
+
+import pytest
 
 from flanneld.network.query import answer, decode
-from flanneld.network.survey import QueryChannel, ask, queries
+from flanneld.network.survey import QueryChannel, ask, queries, refused
 
 SOON = 5.0
 MANY = [IPv4Address("127.0.1.0") + number for number in range(1000)]
@@ -96,3 +99,11 @@ def test_answer_has_the_wanted_size_in_each_direction() -> None:
                 assert ask(channel, HERE, SOON).arrived
             finally:
                 channel.close()
+
+
+def test_kernel_without_ipv6_knows_of_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> socket.socket:
+        raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+
+    monkeypatch.setattr("flanneld.network.survey.socket.socket", refuse)
+    assert refused([(ip_address("fd00::1"), 8472)], 1.0) == set()
