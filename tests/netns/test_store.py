@@ -304,6 +304,7 @@ def check_complaints(node: Node) -> None:
 @both_apis
 def test_nonsense_is_complained_about_once_a_key_and_hurts_nobody_else(lab: Lab) -> None:
     first, second = connected(lab.cluster({"Type": "vxlan"}, SubnetMax="10.5.50.0"))
+    first.wait_for_log("Made our rules")
     before = first.kernel_state("flannel.1")
     with first.container().ping(second.container()) as ping:
         put_garbage(lab)
@@ -320,7 +321,7 @@ def test_nonsense_is_complained_about_once_a_key_and_hurts_nobody_else(lab: Lab)
         wait_for_news(lab, first)
         assert ping.lost() == 0
     check_complaints(first)
-    assert first.kernel_state("flannel.1") == before
+    wait_for(lambda: first.kernel_state("flannel.1") == before, what="the state of before")
 
 
 def test_senseless_leases_that_are_put_right_are_taken(lab: Lab) -> None:
@@ -335,11 +336,12 @@ def test_garbage_over_good_leases_keeps_the_ways_to_the_peers(lab: Lab) -> None:
     (node,) = lab.cluster({"Type": "vxlan"}, nodes=1, SubnetMax="10.5.50.0")
     put_peers(lab)
     wait_for_news(lab, node)
+    node.wait_for_log("Made our rules")
     before = node.kernel_state("flannel.1")
     put_garbage(lab)
     wait_for_news(lab, node)
     assert lost_routes(node, before) == []
-    assert node.kernel_state("flannel.1") == before
+    wait_for(lambda: node.kernel_state("flannel.1") == before, what="the state of before")
     for number in NUMBERS:
         lab.etcd.delete_lease(f"10.5.{number}.0/24")
     wait_for(lambda: not node.fdb("flannel.1"), what="the peers to go")
