@@ -22,7 +22,6 @@ from flanneld.config import Config, unread_keys
 from flanneld.effects import Effects
 from flanneld.errors import Fatal, NoAnswer, Retryable, prefixed, shown
 from flanneld.model import Family, IPAddress, Lease, LeaseAttrs, LeaseKey, Uplink, overlap, single
-from flanneld.network.firewall.netlink import GUARD
 from flanneld.network.host import HostKernel, HostMonitor
 from flanneld.network.uplink_election import InterfaceChoice, NoInterface
 from flanneld.network.uplink_facts import connected_networks
@@ -42,6 +41,8 @@ Result = TypeVar("Result")
 
 #: First word of the claim to an address range.
 _RANGE = "range "
+#: Table of the guard, as flanneld.network.firewall.netlink has it, which no other start needs.
+_GUARD = "flannel-guard"
 
 #: Acquires this node's lease from the store, or predicts it without writing.
 Acquire = Callable[[Config, LeaseAttrs, LeaseKey, LocalFacts], Lease]
@@ -166,7 +167,7 @@ def claims_to(config: Config, backend: Backend, *, guards: bool = False) -> tupl
     With ``guards`` it has the guard of the tunnel, too: the peers of a second daemon are not in its set.
     """
     ranges = (f"{_RANGE}{each.network}" for each in config.ranges)
-    tables = [name for name, has in (("EnableNFTables", config.enable_nftables), (GUARD, guards)) if has]
+    tables = [name for name, has in (("EnableNFTables", config.enable_nftables), (_GUARD, guards)) if has]
     return (*ranges, *backend.claims(), *tables)
 
 

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from ipaddress import IPv4Network, IPv6Network
+from pathlib import Path
 from typing import Any
 
 from msgspec import Struct, ValidationError, convert
@@ -220,13 +221,18 @@ def run(commands: list[JsonCommand] | str) -> Any:
     return answer
 
 
-@cache
 def load() -> Any:
-    """Import the Python binding on demand: it is optional, and so is the library that it loads.
+    """Return the library for the thread's network namespace, to which its socket belongs.
 
-    The library waits for its socket with select(2), which ends a process where the socket's number is 1024 or
-    more: whoever opens many descriptors loads it before. Raises ``Unavailable``.
+    It waits for its socket with select(2), which ends a process where the socket's number is 1024 or more:
+    whoever opens many descriptors loads it before. Raises ``Unavailable``.
     """
+    return _load(Path("/proc/thread-self/ns/net").stat().st_ino)
+
+
+@cache
+def _load(_namespace: int) -> Any:
+    """Import the Python binding on demand: it is optional, and so is the library that it loads."""
     import ctypes
 
     try:
