@@ -90,6 +90,7 @@ def test_bundle_and_log_have_no_secret_of_the_configuration(
 ) -> None:
     for node, flags, secrets in given(lab):
         node.wait_ready(60)
+        node.wait_for_log("In sync with")
         files = files_of(node, flags, "running")
         status: dict[str, Any] = json.loads(files["running/status.json"])
         assert status["origin"] == "daemon"
