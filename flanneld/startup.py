@@ -30,7 +30,7 @@ from flanneld.reconcile.last_run import LastRun
 from flanneld.reconcile.local_node import LocalNode, Member, UplinkManager, find_uplink
 from flanneld.runtime import clock
 from flanneld.runtime.complaints import Once
-from flanneld.state.resources import Blackhole, Resource
+from flanneld.state.resources import GUARD, Blackhole, Resource
 from flanneld.subnet import subnet_file
 from flanneld.subnet.store import LocalFacts, NodeStore, Store
 from flanneld.subnet.subnet_file import Previous
@@ -41,8 +41,6 @@ Result = TypeVar("Result")
 
 #: First word of the claim to an address range.
 _RANGE = "range "
-#: Table of the guard, as flanneld.network.firewall.netlink has it, which no other start needs.
-_GUARD = "flannel-guard"
 
 #: Acquires this node's lease from the store, or predicts it without writing.
 Acquire = Callable[[Config, LeaseAttrs, LeaseKey, LocalFacts], Lease]
@@ -167,7 +165,7 @@ def claims_to(config: Config, backend: Backend, *, guards: bool = False) -> tupl
     With ``guards`` it has the guard of the tunnel, too: the peers of a second daemon are not in its set.
     """
     ranges = (f"{_RANGE}{each.network}" for each in config.ranges)
-    tables = [name for name, has in (("EnableNFTables", config.enable_nftables), (_GUARD, guards)) if has]
+    tables = [name for name, has in (("EnableNFTables", config.enable_nftables), (GUARD, guards)) if has]
     return (*ranges, *backend.claims(), *tables)
 
 

@@ -83,10 +83,8 @@ def _follow_path_mtu(node: Node) -> None:
     from flanneld.reconcile.path_mtu import NAME, PathMtuFollower
     from flanneld.reconcile.probes import answering
 
-    backend = node.member.config.backend_type
-    # A busy udp proxy loses large packets now and then, which looks like a path that carries less.
-    if backend == "udp" or not answering(node.member.lease, node.reconciler.peers.local_resources()):
-        log.warning("-follow-path-mtu has no effect: %s has no tunnel in the kernel", backend)
+    if not answering(node.member.lease, node.reconciler.peers.local_resources()):
+        log.warning("-follow-path-mtu has no effect: %s has no tunnel", node.member.config.backend_type)
         return
     loop = node.make_loop(NAME, PathMtuFollower(node.member.lease, node.reconciler).step)
     node.tasks.start(NAME, loop.run, loop.cancel)

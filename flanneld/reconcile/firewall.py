@@ -25,7 +25,7 @@ from flanneld.network.firewall.driver import Driver, IptablesRunner, Unavailable
 from flanneld.network.firewall.edits import RuleOwnership, claim
 from flanneld.network.firewall.foreign import forward_drops, of_network
 from flanneld.network.firewall.iptables import PythonIptables
-from flanneld.network.firewall.netlink import GUARD, has_guard
+from flanneld.network.firewall.netlink import has_guard
 from flanneld.network.firewall.placing import PLACES, FlavourOption, RulePlace, described, driver, stale_rules
 from flanneld.network.firewall.rules import Nets, Purpose, Rules, Style, desired_rules
 from flanneld.network.firewall.tables import RuleSet, RulesTable
@@ -37,7 +37,7 @@ from flanneld.runtime.instance_lock import is_claimed
 from flanneld.runtime.loop import MakeLoop
 from flanneld.state.desired import Delta
 from flanneld.state.permits import Permits
-from flanneld.state.resources import Key, Resource
+from flanneld.state.resources import GUARD, Key, Resource
 from flanneld.state.table import Put, Table
 from flanneld.subnet.subnet_file import Previous
 

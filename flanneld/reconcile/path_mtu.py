@@ -92,7 +92,10 @@ class PathMtuFollower:
             sizes = measure([(target, mtu) for target in found]) if found else ()
             short = {target: size for target, size in zip(found, sizes, strict=True) if size and size < mtu}
             found = list(short)
-        return short
+        # Of many packets at once, a queue on the way may lose some that it carries alone.
+        above = self._glance([(target, size + 1) for target, size in short.items()]) if short else ()
+        confirmed = zip(short.items(), above, strict=True)
+        return {target: size for (target, size), seen in confirmed if seen and seen <= size}
 
     def _some_targets(self) -> list[IPAddress]:
         """Return addresses of some peers' ends of the tunnel."""

@@ -37,7 +37,8 @@ class Kind(IntEnum):
 #: Names of the kernel's tables.
 LINKS, ADDRESSES, NEIGHBORS, FDB, ROUTES = "links", "addresses", "neighbors", "fdb", "routes"
 
-#: Names of the tables that guard the tunnel.
+#: The kernel's table that guards the tunnel, one for each family, and our names of the two.
+GUARD = "flannel-guard"
 GUARDS = {4: "guard-ipv4", 6: "guard-ipv6"}
 
 #: The table's name, then the object's identity there. Only numbers and strings: an address object takes ten

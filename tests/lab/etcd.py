@@ -19,7 +19,7 @@ from urllib.parse import quote, urlencode
 from tests.lab import sparse
 from tests.lab.etcd_v3 import V3Keys
 from tests.lab.namespace import Namespace, suspend
-from tests.lab.wait import wait_for
+from tests.lab.wait import WATCHED, wait_for
 
 PORT = 2379
 PREFIX = "/coreos.com/network"  # the daemon's default
@@ -60,7 +60,7 @@ class Etcd:
     def start(self, *flags: str) -> None:
         """Start and wait until it answers; ``flags`` come after the lab's own and win."""
         self.launch(*flags)
-        wait_for(self.healthy, 30, f"etcd to answer; see its log:\n{self.log()[-2000:]}")
+        wait_for(self.healthy, 30, "etcd to answer")
 
     def launch(self, *flags: str) -> None:
         """Start; a member of a cluster answers when most of the others run."""
@@ -82,9 +82,11 @@ class Etcd:
                 output=output,
             )
             self._process = sparse.started(start)
+        WATCHED.add(self)
 
     def stop(self, how: signal.Signals = signal.SIGTERM) -> None:
         """End the process and wait for it."""
+        WATCHED.discard(self)
         if self._process is not None:
             self._process.send_signal(how)
             self._process.wait(60)
@@ -134,6 +136,15 @@ class Etcd:
             return bool(self.request("GET", "/health").get("health") == "true")
         except (OSError, http.client.HTTPException, ValueError):
             return False
+
+    def status(self) -> int | None:
+        """Its exit status, None while it runs."""
+        return self._process.poll() if self._process is not None else 0
+
+    def failure(self) -> str:
+        """How it ended by itself, and its last words; "" unless it did."""
+        status = self.status()
+        return f"etcd ended by itself, status {status}:\n{self.log()[-2000:]}" if status else ""
 
     def log(self) -> str:
         return self._log.read_text(errors="replace")

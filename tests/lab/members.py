@@ -26,7 +26,7 @@ class Member(Etcd):
         self.host = host
         self.peer = f"http://{host.address}:{PEER_PORT}"
 
-    def status(self) -> dict[str, str]:
+    def ids(self) -> dict[str, str]:
         """What it says of itself and its leader; ``{}`` if it does not answer."""
         try:
             told = self.request("POST", "/v3/maintenance/status", {}, as_json=True)
@@ -72,7 +72,7 @@ class Members:
         """The one that says so of itself, and whose word the others take."""
 
         def found() -> Member | None:
-            told = {member.host.name: member.status() for member in self.all}
+            told = {member.host.name: member.ids() for member in self.all}
             leaders = {status["leader"] for status in told.values() if status}
             return next(
                 (member for member in self.all if leaders == {told[member.host.name].get("id", "")}), None
@@ -86,7 +86,7 @@ class Members:
         def done() -> bool:
             leader = self.leader()
             if leader is not member:
-                order = {"targetID": member.status().get("id", "0")}
+                order = {"targetID": member.ids().get("id", "0")}
                 try:
                     leader.request("POST", "/v3/maintenance/transfer-leadership", order, as_json=True)
                 except _TROUBLES:

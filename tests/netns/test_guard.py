@@ -116,7 +116,7 @@ def test_churn_of_leases_costs_a_healthy_peer_no_packet(lab: Lab) -> None:
 
 def test_guard_goes_with_the_flag_and_with_cleanup(lab: Lab) -> None:
     first, _ = cluster(lab)
-    assert "drop" in guard(first)
+    wait_for(lambda: "drop" in guard(first), what="the tunnel to be guarded")
     first.stop()
     first.start()
     first.wait_ready()

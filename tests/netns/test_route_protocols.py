@@ -49,7 +49,7 @@ def test_the_numbers_of_many_routes_differ_and_a_restart_without_the_option_keep
         node.wait_ready()
         node.wait_for_log("In sync with")
         assert changes.seen() == []
-    assert plan(lab, node) == ""
+    wait_for(lambda: plan(lab, node) == "", what="the rules to be in place, too")
     node.stop()
     cleanup(node)
     assert node.link("flannel.1") is None

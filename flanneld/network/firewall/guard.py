@@ -16,10 +16,10 @@ from msgspec import Struct
 from flanneld.errors import Fatal
 from flanneld.model import FAMILIES, Family, IPAddress, Lease
 from flanneld.network.firewall.driver import Unavailable
-from flanneld.network.firewall.netlink import GUARD, Netfilter, has_guard
+from flanneld.network.firewall.netlink import Netfilter, has_guard
 from flanneld.network.firewall.nftables import load, run
 from flanneld.network.firewall.rules import NFT_FAMILY
-from flanneld.state.resources import GUARDS, Key, Kind, Resource
+from flanneld.state.resources import GUARD, GUARDS, Key, Kind, Resource
 from flanneld.state.table import Claim, Put, Report, Scope, Seen, Table
 
 _SET, _CHAIN = "nodes", "input"

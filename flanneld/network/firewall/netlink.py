@@ -27,6 +27,7 @@ from flanneld.network.rtnetlink.netlink import (
     text_of,
 )
 from flanneld.runtime import waits
+from flanneld.state.resources import GUARD
 
 _NETLINK_NETFILTER = 12
 _SUBSYSTEM = 10 << 8
@@ -173,10 +174,6 @@ def _with_nf_tables() -> Iterator[None]:
         if error.errno in _NOT_THERE:
             raise NoNetfilter(error.errno, "this kernel has no nf_tables") from None
         raise
-
-
-#: Name of the tables that guard the tunnel, one for each family.
-GUARD = "flannel-guard"
 
 
 def has_guard(family: Family) -> bool:

@@ -40,7 +40,7 @@ _HOOKS: Mapping[str, Mapping[str, Any]] = {
 _HEADS = frozenset({"metainfo", "table"})
 _STATEMENTS = {verdict: statement for statement, verdict in VERDICTS.items()}
 
-#: Held while the library runs: a process has one context of it, for one thread at a time.
+#: Held while the library runs: each network namespace has one context of it, for one thread at a time.
 _TURN = threading.Lock()
 
 #: Kernel handles of the rules in each chain, by which they are deleted.

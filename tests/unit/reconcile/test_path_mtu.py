@@ -99,6 +99,16 @@ def test_path_that_carries_the_mtu_at_a_glance_is_not_measured() -> None:
     assert node.run({TWO: 1400}) == []
 
 
+def test_size_that_only_a_burst_lost_is_no_result() -> None:
+    """A queue on the way loses the same packets of each burst, and carries each of them alone."""
+    node = Fixture()
+    node.sizes = {TWO: 1400}
+    node.follower._measure = lambda questions: [1369 for _ in questions]
+    node.follower.step(0.0)
+    node.follower.step(0.0)
+    assert node.lowered == []
+
+
 def test_measurement_during_which_the_uplink_moved_lowers_nothing() -> None:
     node = Fixture()
     node.run({TWO: 1400})
