@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -63,6 +64,9 @@ class Chaos:
         for host in self._cluster.hosts.values():
             for table in host.process.tables.values() if host.process else ():
                 table.unreadable = False
+            if host.operations_left < math.inf:  # now rather than late in the calm
+                host.operations_left = math.inf
+                host.ended(InterruptedError("killed"))
         self._world.run(QUIET)
 
     def _store(self) -> etcd.SimulatedEtcd | kube.SimulatedApiServer:
