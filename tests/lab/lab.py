@@ -23,7 +23,8 @@ from tests.lab.node import Node
 LINK, SECOND_LINK = 18, 19
 ADDRESS = f"198.{LINK}.0.254"  # etcd's, and the first link's gateway
 NETWORK = "10.5.0.0/16"
-#: Range of the nodes' subnets; leases that tests write are outside.
+#: Range of the nodes' IPv4 subnets; leases that tests write are outside. Without IPv4 Go's daemons would make
+#: a part of their keys of it.
 OWN_SUBNETS = {"SubnetMin": "10.5.160.0", "SubnetMax": "10.5.192.0"}
 
 #: The API of etcd in which networks are unless a test says otherwise.
@@ -136,7 +137,8 @@ class Lab:
 
         ``config`` adds to the network config or replaces parts of it: ``SubnetLen=26``.
         """
-        own = {} if config.keys() & {"Network", *OWN_SUBNETS} else OWN_SUBNETS
+        has_range = config.keys() & {"Network", *OWN_SUBNETS} or not config.get("EnableIPv4", True)
+        own = {} if has_range else OWN_SUBNETS
         self.etcd.put_config({"Network": NETWORK, "Backend": dict(backend), **own, **config})
         started = self.add_nodes(nodes)
         for node in started:
