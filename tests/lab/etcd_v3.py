@@ -28,10 +28,6 @@ class V3Keys:
         for _ in range(times):
             self.put(key, value)
 
-    def touch(self, key: str) -> None:
-        """Write a key as it is, with the lease that it has: whoever watches it hears of it once more."""
-        self._post("/kv/put", {"key": coded(key), "ignore_value": True, "ignore_lease": True})
-
     def put_all(self, values: Mapping[str, str]) -> int:
         """Write several keys in one transaction."""
         puts = [{"request_put": {"key": coded(key), "value": coded(value)}} for key, value in values.items()]
