@@ -97,7 +97,7 @@ RUNS: dict[str, Callable[[Lab, Sequence[str]], Node]] = {
 def upstreams_words() -> list[str]:
     """Return the words in the table of docs/running.md."""
     section = (ROOT / "docs" / "running.md").read_text().partition("### Upstream's words\n")[2]
-    return re.findall(r"^\| `([^`]+)` \|", section.partition("\n## ")[0], re.MULTILINE)
+    return re.findall(r"(?:\| |<br>)`([^`]+)`: ", section.partition("\n## ")[0])
 
 
 def recorded(run: str) -> str:
