@@ -62,8 +62,6 @@ class Chaos:
         for store in self._cluster.stores:
             store.faults = type(store.faults)()
         for host in self._cluster.hosts.values():
-            # A quiet node takes so few steps that it would be killed at the end of the time to heal.
-            host.operations_left = math.inf
             for table in host.process.tables.values() if host.process else ():
                 table.unreadable = False
             if host.operations_left < math.inf:  # now rather than late in the calm
