@@ -23,9 +23,8 @@ from flanneld.options import Options
 from flanneld.reconcile.last_run import LastRun, Machine, machine_of
 from flanneld.reconcile.local_node import services_of_daemon, services_of_dry_run
 from flanneld.runtime import process
-from flanneld.runtime.loop import EventQueue, MakeLoop
 from flanneld.runtime.process import Notifier
-from flanneld.runtime.supervisor import Supervisor, nothing
+from flanneld.runtime.supervisor import EventQueue, MakeLoop, Supervisor, nothing
 from flanneld.state.resources import Link
 from flanneld.state.table import Table
 from flanneld.subnet import subnet_file

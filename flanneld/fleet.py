@@ -27,12 +27,11 @@ from flanneld.option_values import is_network_name
 from flanneld.options import Options
 from flanneld.reconcile import controller
 from flanneld.reconcile.counters import counted
-from flanneld.runtime import logs, process, waits
-from flanneld.runtime.complaints import Outage
-from flanneld.runtime.instance_lock import DRAIN, HostClaims, InstanceLock
-from flanneld.runtime.loop import Loop
-from flanneld.runtime.supervisor import Supervisor
-from flanneld.runtime.waits import Backoff
+from flanneld.runtime import clock, logs, process
+from flanneld.runtime.clock import Backoff
+from flanneld.runtime.logs import Outage
+from flanneld.runtime.process import DRAIN, HostClaims, InstanceLock
+from flanneld.runtime.supervisor import Loop, Supervisor
 from flanneld.startup import claims_to, clash
 from flanneld.subnet import subnet_file
 from flanneld.subnet.embedded.store import KeyStore, store_of
@@ -158,7 +157,7 @@ class Network:
             self._run_once()
             self.notifier.stopping()
             self._changed()
-            if waits.pause(self._stop, backoff.pause()):
+            if clock.pause(self._stop, backoff.pause()):
                 break
             self.supervisor = Supervisor(quiet=(Cancelled,))
         if self.is_removed:
@@ -319,7 +318,7 @@ class Fleet:
         """Stop all networks at once and wait for them. Their objects on this host stay."""
         for network in self._networks.values():
             network.stop()
-        waits.until(lambda: all(each.has_ended for each in self._networks.values()), within=_END, every=0.02)
+        clock.until(lambda: all(each.has_ended for each in self._networks.values()), within=_END, every=0.02)
 
     def _open_names(self) -> NetworkNames:
         if self._options.remote:
@@ -348,7 +347,7 @@ class Fleet:
                     names.await_change(after, alive)
             except Retryable as problem:
                 outage.failed(problem)
-            if waits.pause(self._supervisor.stop, _PAUSE):
+            if clock.pause(self._supervisor.stop, _PAUSE):
                 raise Cancelled
 
     def _set(self, names: Iterable[str]) -> bool:

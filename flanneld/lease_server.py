@@ -17,7 +17,7 @@ from flanneld.errors import Cancelled, Fatal, Retryable
 from flanneld.option_values import RemoteServer
 from flanneld.options import Options
 from flanneld.runtime import process
-from flanneld.runtime.instance_lock import InstanceLock
+from flanneld.runtime.process import InstanceLock
 from flanneld.runtime.supervisor import Supervisor
 from flanneld.subnet.embedded.store import KeyStore, open_file, write_config
 from flanneld.subnet.embedded.tokens import Tokens

@@ -22,8 +22,15 @@ from flanneld.node import Node
 from flanneld.options import Options
 from flanneld.reconcile.counters import counted
 from flanneld.runtime import logs, process
-from flanneld.runtime.instance_lock import DRAIN, PATIENCE, HostClaims, InstanceLock
-from flanneld.runtime.process import ensure_descriptors, open_standard_streams, tune_interpreter
+from flanneld.runtime.process import (
+    DRAIN,
+    PATIENCE,
+    HostClaims,
+    InstanceLock,
+    ensure_descriptors,
+    open_standard_streams,
+    tune_interpreter,
+)
 from flanneld.runtime.supervisor import Supervisor
 from flanneld.subnet import subnet_file
 from flanneld.subnet.opening import etcd_options, open_store

@@ -9,7 +9,7 @@ from typing import Protocol
 from urllib.parse import quote
 
 from flanneld.option_values import is_network_name
-from flanneld.runtime.complaints import Once
+from flanneld.runtime.logs import Once
 from flanneld.subnet.remote.change_log import ChangeLog
 from flanneld.subnet.remote.connection import RemoteAnswer, RemoteClient, accepted, nonsense
 from flanneld.subnet.remote.leases import LeaseStore

@@ -10,10 +10,10 @@ from functools import partial
 from typing import TypeVar
 
 from flanneld.errors import Cancelled, Retryable, cause_of, lacking
-from flanneld.runtime import clock, waits
-from flanneld.runtime.complaints import Once
+from flanneld.runtime import clock
+from flanneld.runtime.clock import Backoff
+from flanneld.runtime.logs import Once
 from flanneld.runtime.process import Notifier
-from flanneld.runtime.waits import Backoff
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class Readiness:
         """Block until the routes to peers exist, for at most ``within`` seconds. Return False on a stop."""
         deadline = clock.now() + within
         while {"lease", "peers"} & self._missing.keys() and clock.now() < deadline:
-            if waits.pause(self._stop, _PEERS_LOOK):
+            if clock.pause(self._stop, _PEERS_LOOK):
                 return False
         return not self._stop.is_set()
 
@@ -118,7 +118,7 @@ class Readiness:
         self._waiting[:] = [f"waiting for {what}: {reason}"]
         self._notifier.status(self._waiting[0])
         self._tell(self._waiting[0])
-        waits.pause(self._stop, max(pause, reason.retry_after))
+        clock.pause(self._stop, max(pause, reason.retry_after))
 
 
 def _of_this_host(failure: OSError) -> Retryable:

@@ -29,7 +29,7 @@ from flanneld.options import Options
 from flanneld.reconcile.last_run import LastRun
 from flanneld.reconcile.local_node import LocalNode, Member, UplinkManager, find_uplink
 from flanneld.runtime import clock
-from flanneld.runtime.complaints import Once
+from flanneld.runtime.logs import Once
 from flanneld.state.resources import GUARD, Blackhole, Resource
 from flanneld.subnet import subnet_file
 from flanneld.subnet.store import LocalFacts, NodeStore, Store

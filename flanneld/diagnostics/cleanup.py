@@ -32,7 +32,7 @@ from flanneld.reconcile.firewall import pairs, retire
 from flanneld.reconcile.last_run import LastRun, stale
 from flanneld.runtime.command import TIME_LIMIT, CommandRunner
 from flanneld.runtime.files import remove, text
-from flanneld.runtime.instance_lock import InstanceLock, holders
+from flanneld.runtime.process import InstanceLock, holders
 from flanneld.state.resources import Blackhole, Resource, Route, Tun
 from flanneld.state.table import Claim, Scope
 from flanneld.subnet import subnet_file

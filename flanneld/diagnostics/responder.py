@@ -24,7 +24,7 @@ from flanneld.network.query import answer, decode
 from flanneld.node import Node
 from flanneld.reconcile.controller import Controller
 from flanneld.runtime import clock
-from flanneld.runtime.complaints import Once
+from flanneld.runtime.logs import Once
 from flanneld.state.resources import Address, Resource, Vxlan
 
 log = logging.getLogger(__name__)

@@ -31,8 +31,8 @@ from flanneld.reconcile.sweep import LeftBehind, Sweep, tell_of_removals
 from flanneld.reconcile.upkeep import demand_all
 from flanneld.reconcile.worker import NodeTables, Worker
 from flanneld.runtime import clock
-from flanneld.runtime.loop import EventQueue, MakeLoop
 from flanneld.runtime.process import trim_memory
+from flanneld.runtime.supervisor import EventQueue, MakeLoop
 from flanneld.state.permits import Permits, RemovalGuard
 from flanneld.state.resources import ROUTES, Resource, Route
 from flanneld.state.table import Report, Table

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 from flanneld.backends.contract import Backend
 from flanneld.model import Lease
 from flanneld.network.obstacles import HostRoute
-from flanneld.runtime.complaints import Once
+from flanneld.runtime.logs import Once
 from flanneld.state.resources import Key, Resource, Route, route_key
 from flanneld.state.table import Bypass
 

@@ -33,8 +33,8 @@ from flanneld.options import Options
 from flanneld.reconcile.reconciler import desired_by_table
 from flanneld.reconcile.upkeep import TableState
 from flanneld.reconcile.worker import Worker
-from flanneld.runtime.instance_lock import is_claimed
-from flanneld.runtime.loop import MakeLoop
+from flanneld.runtime.process import is_claimed
+from flanneld.runtime.supervisor import MakeLoop
 from flanneld.state.desired import Delta
 from flanneld.state.permits import Permits
 from flanneld.state.resources import GUARD, Key, Resource

@@ -38,7 +38,7 @@ from flanneld.reconcile.store_watch import StoreWatch
 from flanneld.reconcile.sweep import RETRY, LeftBehind
 from flanneld.reconcile.worker import NodeTables
 from flanneld.runtime import clock
-from flanneld.runtime.complaints import Once
+from flanneld.runtime.logs import Once
 from flanneld.state.desired import Delta
 from flanneld.state.resources import LINKS, ROUTES, Key, Kind, Link, Resource, Route, Vxlan, destination_of
 from flanneld.state.table import Report

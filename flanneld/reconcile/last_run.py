@@ -21,7 +21,7 @@ from flanneld.model import IPAddress, IPNetwork, Lease, LeaseAttrs, LeaseKey, Up
 from flanneld.network.host import HostKernel
 from flanneld.network.rtnetlink.links import SeenLink
 from flanneld.runtime import clock, files
-from flanneld.runtime.complaints import Once
+from flanneld.runtime.logs import Once
 from flanneld.state.resources import ForeignLink
 from flanneld.subnet.codec import format_attrs, parse_attrs
 from flanneld.subnet.subnet_file import beside

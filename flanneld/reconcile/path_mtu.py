@@ -16,7 +16,7 @@ from flanneld.network.survey import SMALLEST, glance_at_mtu, path_mtus
 from flanneld.reconcile.controller import Controller
 from flanneld.reconcile.probes import answering
 from flanneld.runtime import clock, randomness
-from flanneld.runtime.complaints import Once
+from flanneld.runtime.logs import Once
 
 log = logging.getLogger(__name__)
 

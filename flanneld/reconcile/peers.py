@@ -26,7 +26,7 @@ from flanneld.model import (
 )
 from flanneld.network.obstacles import HostNetworks
 from flanneld.reconcile.claims import AddressClaims, Overlaps
-from flanneld.runtime.complaints import LogBatch, Once
+from flanneld.runtime.logs import LogBatch, Once
 from flanneld.state.desired import LOCAL, Before, Delta, DesiredState, rank
 from flanneld.state.permits import Knowledge, RemovalGuard
 from flanneld.state.resources import Key, Kind, Resource

@@ -13,8 +13,8 @@ from flanneld.model import FAMILIES, Family, IPAddress, Lease, LeaseKey
 from flanneld.network.survey import echoes
 from flanneld.reconcile.controller import Controller
 from flanneld.reconcile.counters import Histogram
-from flanneld.runtime import clock, randomness, waits
-from flanneld.runtime.complaints import Once
+from flanneld.runtime import clock, randomness
+from flanneld.runtime.logs import Once
 from flanneld.state.resources import Address
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class Prober:
     def run(self) -> None:
         while not self._stop.is_set():
             self._heartbeat(self._pause + _SLACK)
-            if not waits.pause(self._stop, self._pause):
+            if not clock.pause(self._stop, self._pause):
                 self._probe_one()
 
     def _probe_one(self) -> None:

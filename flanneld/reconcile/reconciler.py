@@ -20,7 +20,7 @@ from flanneld.errors import Retryable, cause_of
 from flanneld.reconcile.counters import Work
 from flanneld.reconcile.upkeep import FIRST_RETRY, ContestBackoff, TableState, Upkeep
 from flanneld.runtime import clock
-from flanneld.runtime.complaints import Once
+from flanneld.runtime.logs import Once
 from flanneld.state.desired import Delta, Difference, compare, difference, finish
 from flanneld.state.permits import Permits
 from flanneld.state.resources import LINKS, Key, Resource, State

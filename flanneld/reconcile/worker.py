@@ -16,7 +16,7 @@ from flanneld.reconcile.counters import Work
 from flanneld.reconcile.peers import Peers
 from flanneld.reconcile.reconciler import Reconciler
 from flanneld.reconcile.upkeep import ContestBackoff, TableState, demand_all
-from flanneld.runtime.loop import MakeLoop
+from flanneld.runtime.supervisor import MakeLoop
 from flanneld.state.desired import Delta
 from flanneld.state.permits import Knowledge, Permits
 from flanneld.state.resources import LINKS, ROUTES, Blackhole, Key, Resource, State

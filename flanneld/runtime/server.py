@@ -21,9 +21,9 @@ from typing import Any
 from msgspec import Struct
 
 from flanneld.runtime import clock
-from flanneld.runtime.complaints import PACE
-from flanneld.runtime.loop import Wakeup
+from flanneld.runtime.logs import PACE
 from flanneld.runtime.sockets.host_addresses import address_of
+from flanneld.runtime.supervisor import Wakeup
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from flanneld.compat.glog import V
 from flanneld.errors import Cancelled, Retryable
 from flanneld.model import Event
 from flanneld.runtime import clock
-from flanneld.runtime.complaints import PACE, Once, Outage
-from flanneld.runtime.loop import StepLoop
+from flanneld.runtime.logs import PACE, Once, Outage
+from flanneld.runtime.supervisor import StepLoop
 from flanneld.subnet.store import Deliver
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from flanneld.errors import Fatal
 from flanneld.network.firewall.rules import Nets, Purpose
 from flanneld.reconcile.firewall import Firewall, FirewallSettings
 from flanneld.runtime import clock
-from flanneld.runtime.loop import StepLoop
+from flanneld.runtime.supervisor import StepLoop
 
 STARTED, STEP = "-- started --", "-- step --"
 

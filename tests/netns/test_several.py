@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from flanneld.runtime.instance_lock import PATIENCE
+from flanneld.runtime.process import PATIENCE
 from tests.lab import Lab, Node, wait_for
 from tests.lab.daemon import ROOT, Daemon, own_command
 from tests.netns.pair import DUAL_STACK, connect

@@ -22,11 +22,10 @@ from flanneld.fleet import Claims, Fleet, Network
 from flanneld.model import Uplink
 from flanneld.network_names import Choice
 from flanneld.options import Options
-from flanneld.runtime import instance_lock
-from flanneld.runtime.instance_lock import HostClaims
-from flanneld.runtime.process import Notifier
+from flanneld.runtime import process
+from flanneld.runtime.clock import Backoff
+from flanneld.runtime.process import HostClaims, Notifier
 from flanneld.runtime.supervisor import Supervisor
-from flanneld.runtime.waits import Backoff
 from flanneld.startup import clash
 from tests.lab.wait import wait_for
 
@@ -64,7 +63,7 @@ def test_backend_says_what_only_one_network_can_have(
 @pytest.fixture
 def claims(monkeypatch: pytest.MonkeyPatch) -> Iterator[Claims]:
     """Claims under names of their own: other tests run in this network namespace."""
-    monkeypatch.setattr(instance_lock, "CLAIM_PREFIX", f"flanneld-test-{os.getpid()}/")
+    monkeypatch.setattr(process, "CLAIM_PREFIX", f"flanneld-test-{os.getpid()}/")
     claims = Claims()
     yield claims
     for name in ("red", "pink", "green"):

@@ -12,7 +12,7 @@ from flanneld.backends.cloud.contract import ApiCall, Cloud, CloudError, CloudTe
 from flanneld.backends.contract import HostServices
 from flanneld.errors import FlannelError, Retryable, remembered
 from flanneld.runtime import clock, randomness
-from flanneld.runtime.waits import Backoff
+from flanneld.runtime.clock import Backoff
 
 #: Name of the worker thread for calls.
 WORKER = "cloud"

@@ -20,7 +20,7 @@ from msgspec import Struct
 from flanneld.backends.extension.backend import ConfigCommand, PeerSetup
 from flanneld.errors import cause_of
 from flanneld.runtime import files
-from flanneld.runtime.complaints import Once
+from flanneld.runtime.logs import Once
 
 log = logging.getLogger(__name__)
 

@@ -36,7 +36,7 @@ from flanneld.model import Secret, lies_in
 from flanneld.network.xfrm import POLICIES
 from flanneld.network.xfrm_table import Associations
 from flanneld.runtime import clock
-from flanneld.runtime.complaints import Once
+from flanneld.runtime.logs import Once
 from flanneld.state.resources import Key, Resource
 from flanneld.state.table import Changes, Failure, Put, Report, Scope, Seen, Table, TunnelSession
 

@@ -21,7 +21,7 @@ from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork, Uplink, is_a_
 from flanneld.network.genetlink import Endpoint
 from flanneld.option_values import is_host_name
 from flanneld.runtime import clock, randomness
-from flanneld.runtime.complaints import Once, Outage
+from flanneld.runtime.logs import Once, Outage
 from flanneld.state.table import TunnelSession
 from flanneld.subnet.store import EndpointStore
 
@@ -322,8 +322,8 @@ class MeshTask:
 
 def resolver(stop: threading.Event) -> Callable[[Collection[str]], Mapping[str, Sequence[IPAddress]]]:
     """Return the function that looks names up, in a thread that may be left behind."""
+    from flanneld.runtime.clock import DetachedCalls
     from flanneld.runtime.sockets.host_addresses import look_up  # not imported without a mesh
-    from flanneld.runtime.waits import DetachedCalls
 
     def resolve(names: Collection[str]) -> Mapping[str, Sequence[IPAddress]]:
         found: dict[str, Sequence[IPAddress]] = {}

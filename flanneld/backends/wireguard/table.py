@@ -31,7 +31,7 @@ from flanneld.network import genetlink
 from flanneld.network.genetlink import Endpoint, SeenDevice, SeenPeer, WireGuardDevices
 from flanneld.network.interfaces import index_of
 from flanneld.runtime import clock
-from flanneld.runtime.complaints import Once
+from flanneld.runtime.logs import Once
 from flanneld.state.resources import LINKS, Key, Resource
 from flanneld.state.table import Failure, Put, Report, Scope, Seen, Table, TunnelSession
 

@@ -17,7 +17,7 @@ from msgspec import Struct, structs
 from flanneld.config import parse, say_the_same
 from flanneld.errors import Cancelled, Fatal, Retryable
 from flanneld.runtime import clock, randomness
-from flanneld.runtime.waits import Signal
+from flanneld.runtime.clock import Signal
 from flanneld.subnet.embedded.database import Database, fact, number, set_fact
 from flanneld.subnet.etcd.keys import (
     Conflict,

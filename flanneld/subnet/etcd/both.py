@@ -28,8 +28,8 @@ from flanneld.model import (
     contests,
     name_of,
 )
-from flanneld.runtime import clock, supervisor, waits
-from flanneld.runtime.complaints import Once
+from flanneld.runtime import clock, supervisor
+from flanneld.runtime.logs import Once
 from flanneld.subnet.allocation import fits
 from flanneld.subnet.etcd.keys import NoConfig, NoSuchApi, Position
 from flanneld.subnet.etcd.leases import Listing, node_address, say_kept
@@ -57,7 +57,7 @@ class BothStores:
     """
 
     def __init__(
-        self, *managers: EtcdStore, pause: Callable[[threading.Event, float], bool] = waits.pause
+        self, *managers: EtcdStore, pause: Callable[[threading.Event, float], bool] = clock.pause
     ) -> None:
         self._all = managers
         self._pause = pause

@@ -23,7 +23,7 @@ from flanneld.model import (
     family_of,
 )
 from flanneld.runtime import clock
-from flanneld.runtime.complaints import BatchedWarnings
+from flanneld.runtime.logs import BatchedWarnings
 from flanneld.subnet.codec import format_key, parse_attrs, parse_key
 from flanneld.subnet.etcd.keys import KeyClient, KeyReply, NotFound, Position, StoredKey
 from flanneld.subnet.list_watch import RelistNeeded

@@ -33,7 +33,7 @@ from flanneld.model import (
     overlap,
 )
 from flanneld.runtime import clock, randomness
-from flanneld.runtime.complaints import Once
+from flanneld.runtime.logs import Once
 from flanneld.subnet.allocation import choose, fits, public_ips_in, unfollowed
 from flanneld.subnet.codec import format_attrs
 from flanneld.subnet.etcd.keys import Conflict, KeyClient, KeyReply, NotFound, Position, StoredKey, watch_keys

@@ -20,8 +20,8 @@ from urllib.parse import urlsplit
 from msgspec import Struct
 
 from flanneld.errors import Fatal, Retryable, install_command
-from flanneld.runtime.complaints import Once
 from flanneld.runtime.imports import defer
+from flanneld.runtime.logs import Once
 from flanneld.runtime.sockets.connection_pools import Pool, TlsPool
 from flanneld.runtime.sockets.interruptible import InterruptibleSocket
 

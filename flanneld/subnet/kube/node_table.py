@@ -15,7 +15,7 @@ from flanneld.config import Config
 from flanneld.errors import Refused
 from flanneld.model import Added, Event, Lease, LeaseKey, Removed, Snapshot, name_of
 from flanneld.runtime import clock, files
-from flanneld.runtime.complaints import BatchedWarnings, Once
+from flanneld.runtime.logs import BatchedWarnings, Once
 from flanneld.subnet.kube.nodes import KubeNode, key_of, lease_of
 
 log = logging.getLogger(__name__)

@@ -14,9 +14,9 @@ from flanneld.compat.glog import V
 from flanneld.errors import NoAnswer, Refused, Retryable
 from flanneld.model import Event
 from flanneld.runtime import clock, randomness
-from flanneld.runtime.complaints import Once
+from flanneld.runtime.clock import Backoff, Backoffs
+from flanneld.runtime.logs import Once
 from flanneld.runtime.sockets.http_connection import Lines
-from flanneld.runtime.waits import Backoff, Backoffs
 from flanneld.subnet.kube.api import NODES, Api, ApiStream, BrokenOff, Denied, Expired, NoServer
 from flanneld.subnet.kube.nodes import KubeNode, NodeReader, child, decoded, items
 from flanneld.subnet.list_watch import Contact, RelistNeeded

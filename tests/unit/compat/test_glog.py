@@ -13,7 +13,7 @@ import pytest
 from flanneld.compat import glog
 from flanneld.compat.glog import V
 from flanneld.errors import Fatal
-from flanneld.runtime.complaints import Once
+from flanneld.runtime.logs import Once
 
 log = logging.getLogger("flanneld.test_glog")
 Stderr = pytest.CaptureFixture[str]

@@ -19,8 +19,8 @@ from flanneld.options import Options, read
 from flanneld.reconcile import firewall
 from flanneld.reconcile.firewall import Firewall, FirewallSettings, firewall_settings, pairs
 from flanneld.runtime.command import TooMuchOutput
-from flanneld.runtime.instance_lock import HostClaims
-from flanneld.runtime.loop import Loop
+from flanneld.runtime.process import HostClaims
+from flanneld.runtime.supervisor import Loop
 from flanneld.state.resources import GUARDS
 from flanneld.subnet.subnet_file import Previous
 

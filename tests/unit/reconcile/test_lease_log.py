@@ -10,7 +10,7 @@ import pytest
 
 from flanneld.model import Lease, LeaseAttrs
 from flanneld.reconcile.peers import LeaseChange, lease_log
-from flanneld.runtime.complaints import LogBatch
+from flanneld.runtime.logs import LogBatch
 
 LEASES = [
     Lease(LeaseAttrs(IPv4Address("192.168.0.6")), IPv4Network((0x0A010000 + (each << 8), 24)))

@@ -14,7 +14,7 @@ from flanneld.backends.ipsec.resources import SharedKey
 from flanneld.backends.udp.control import UdpProxy
 from flanneld.model import Secret
 from flanneld.reconcile.worker import Worker
-from flanneld.runtime.loop import StepLoop
+from flanneld.runtime.supervisor import StepLoop
 from flanneld.state.desired import Delta
 from flanneld.state.permits import Knowledge
 from flanneld.state.resources import Resource

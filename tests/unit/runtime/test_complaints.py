@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from flanneld.errors import NoAnswer, Retryable
-from flanneld.runtime.complaints import FEW, PACE, BatchedWarnings, Once, Outage
+from flanneld.runtime.logs import FEW, PACE, BatchedWarnings, Once, Outage
 from tests.clock import Clock
 
 log = logging.getLogger(__name__)

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from flanneld.errors import Cancelled, Fatal, Retryable
-from flanneld.runtime.instance_lock import HostClaims, InstanceLock, holders
+from flanneld.runtime.process import HostClaims, InstanceLock, holders
 
 HOLD = """
 import subprocess, sys, threading
 from pathlib import Path
-from flanneld.runtime.instance_lock import InstanceLock
-from flanneld.runtime.instance_lock import HostClaims
+from flanneld.runtime.process import InstanceLock
+from flanneld.runtime.process import HostClaims
 InstanceLock(Path(sys.argv[1])).wait(threading.Event())
 claims = HostClaims()
 claims.take(sys.argv[2:], str.__eq__)

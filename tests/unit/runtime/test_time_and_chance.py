@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from flanneld.errors import Cancelled, Retryable
-from flanneld.runtime import clock, randomness, supervisor, waits
-from flanneld.runtime.loop import EventQueue, StepLoop, Wakeup
-from flanneld.runtime.waits import Backoff
+from flanneld.runtime import clock, randomness, supervisor
+from flanneld.runtime.clock import Backoff
+from flanneld.runtime.supervisor import EventQueue, StepLoop, Wakeup
 from tests.clock import Clock
 from tests.lab.wait import wait_for
 
@@ -59,25 +59,25 @@ def test_chance_is_that_of_its_source() -> None:
 
 def test_pause_ends_with_its_time_or_with_the_stop() -> None:
     stop = threading.Event()
-    assert not waits.pause(stop, 0.001)
+    assert not clock.pause(stop, 0.001)
     stop.set()
-    assert waits.pause(stop)
+    assert clock.pause(stop)
 
 
 def test_attempts_end_with_success_time_or_stop() -> None:
     results = iter([False, False, True])
-    assert waits.until(lambda: next(results), within=DEADLINE, every=0.001)
-    assert not waits.until(lambda: False, within=0.01, every=0.001)
+    assert clock.until(lambda: next(results), within=DEADLINE, every=0.001)
+    assert not clock.until(lambda: False, within=0.01, every=0.001)
     stop = threading.Event()
     stop.set()
-    assert not waits.until(lambda: False, within=DEADLINE, every=DEADLINE, stop=stop)
+    assert not clock.until(lambda: False, within=DEADLINE, every=DEADLINE, stop=stop)
 
 
 def test_descriptor_is_readable_once_something_was_written() -> None:
     reader, writer = os.pipe()
-    assert not waits.readable(reader, 0.001)
+    assert not clock.readable(reader, 0.001)
     os.write(writer, b"x")
-    assert waits.readable(reader, DEADLINE)
+    assert clock.readable(reader, DEADLINE)
     os.close(reader)
     os.close(writer)
 

@@ -17,8 +17,7 @@ from flanneld.config import Config
 from flanneld.errors import Cancelled, Fatal, Retryable
 from flanneld.model import Added, IPAddress, Lease, LeaseAttrs, LeaseKey, Removed
 from flanneld.runtime import clock as monotonic_clock
-from flanneld.runtime.loop import StepLoop
-from flanneld.runtime.supervisor import Supervisor
+from flanneld.runtime.supervisor import StepLoop, Supervisor
 from flanneld.subnet.lease_keeper import (
     ANNOUNCE_RETRY,
     CONTEST_SPACING,
