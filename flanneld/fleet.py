@@ -27,11 +27,11 @@ from flanneld.option_values import is_network_name
 from flanneld.options import Options
 from flanneld.reconcile import controller
 from flanneld.reconcile.counters import counted
-from flanneld.runtime import clock, logs, process
-from flanneld.runtime.clock import Backoff
+from flanneld.runtime import logs, process, waits
 from flanneld.runtime.logs import Outage
 from flanneld.runtime.process import DRAIN, HostClaims, InstanceLock
 from flanneld.runtime.supervisor import Loop, Supervisor
+from flanneld.runtime.waits import Backoff
 from flanneld.startup import claims_to, clash
 from flanneld.subnet import subnet_file
 from flanneld.subnet.embedded.store import KeyStore, store_of
@@ -157,7 +157,7 @@ class Network:
             self._run_once()
             self.notifier.stopping()
             self._changed()
-            if clock.pause(self._stop, backoff.pause()):
+            if waits.pause(self._stop, backoff.pause()):
                 break
             self.supervisor = Supervisor(quiet=(Cancelled,))
         if self.is_removed:
@@ -318,7 +318,7 @@ class Fleet:
         """Stop all networks at once and wait for them. Their objects on this host stay."""
         for network in self._networks.values():
             network.stop()
-        clock.until(lambda: all(each.has_ended for each in self._networks.values()), within=_END, every=0.02)
+        waits.until(lambda: all(each.has_ended for each in self._networks.values()), within=_END, every=0.02)
 
     def _open_names(self) -> NetworkNames:
         if self._options.remote:
@@ -347,7 +347,7 @@ class Fleet:
                     names.await_change(after, alive)
             except Retryable as problem:
                 outage.failed(problem)
-            if clock.pause(self._supervisor.stop, _PAUSE):
+            if waits.pause(self._supervisor.stop, _PAUSE):
                 raise Cancelled
 
     def _set(self, names: Iterable[str]) -> bool:

@@ -20,7 +20,6 @@ from flanneld.effects import Effects
 from flanneld.errors import NoAnswer, Retryable, prefixed
 from flanneld.model import Snapshot
 from flanneld.options import Options
-from flanneld.readiness import Readiness
 from flanneld.reconcile import controller
 from flanneld.reconcile.controller import Controller
 from flanneld.reconcile.counters import CountedStore, StoreCounters
@@ -29,7 +28,7 @@ from flanneld.reconcile.reconciler import Reconciler
 from flanneld.reconcile.worker import Worker
 from flanneld.runtime import clock
 from flanneld.runtime.logs import Events
-from flanneld.startup import Acquire, Admit, Waiting
+from flanneld.startup import Acquire, Admit, Readiness, Waiting
 from flanneld.state.desired import Delta
 from flanneld.state.permits import RemovalGuard, everything
 from flanneld.state.resources import Key, Resource

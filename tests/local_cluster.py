@@ -13,7 +13,7 @@ from typing import Any, Self
 from msgspec.structs import replace
 
 from flanneld.model import Added, Cached, Event, Lease, LeaseAttrs, Removed, Snapshot
-from flanneld.runtime.clock import Backoff
+from flanneld.runtime.waits import Backoff
 from flanneld.subnet.kube.api import ApiTimeouts
 from flanneld.subnet.kube.store import KubeOptions, KubeStore
 from flanneld.subnet.store import Deliver

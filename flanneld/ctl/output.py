@@ -12,7 +12,7 @@ from typing import TextIO, TypeVar
 from msgspec import Struct
 
 from flanneld.errors import printable
-from flanneld.runtime import clock
+from flanneld.runtime import waits
 
 #: Colours of words, for rich.
 _COLOURS = {"ok": "green", "yes": "green", "PROBLEM": "bold red", "no": "bold red", "missing": "bold red"}
@@ -104,7 +104,7 @@ def until_good(ask: Callable[[], T], is_good: Callable[[T], bool], within: float
         return is_good(answers[0])
 
     if within and not is_good(answers[0]):
-        clock.until(attempt, within=within, every=_EVERY)
+        waits.until(attempt, within=within, every=_EVERY)
     return answers[0]
 
 
@@ -116,4 +116,4 @@ def changes(ask: Callable[[], T], seen: Callable[[T], object], every: float) -> 
         if (now := seen(answer)) != last:
             last = now
             yield answer
-        clock.pause(stop, every)
+        waits.pause(stop, every)

@@ -11,7 +11,7 @@ from flanneld.model import LEASE_ENDS_SOON, Lease
 from flanneld.node import Node
 from flanneld.reconcile.local_node import UplinkManager
 from flanneld.reconcile.peers import Peers
-from flanneld.runtime import clock
+from flanneld.runtime import clock, waits
 from flanneld.state.permits import RemovalGuard
 from flanneld.state.resources import Key
 from flanneld.state.table import Failure, silence
@@ -52,7 +52,7 @@ def watch(node: Node, stop: threading.Event, tell: Callable[[list[str]], None]) 
     """
     told: list[str] = []
     since: dict[str, float] = {}
-    while not clock.pause(stop, LOOK):
+    while not waits.pause(stop, LOOK):
         now, found = clock.now(), unhealthy_parts(node)
         since = {part.name: since.get(part.name, now) for part in found}
         lasting = [str(part) for part in found if part.name in _AT_ONCE or now - since[part.name] >= LASTING]

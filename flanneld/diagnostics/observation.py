@@ -80,14 +80,13 @@ def _probe_peers(node: Node) -> None:
 def _follow_path_mtu(node: Node) -> None:
     if not node.options.follow_path_mtu or node.member is None or node.reconciler is None:
         return
-    from flanneld.reconcile.path_mtu import NAME, PathMtuFollower
-    from flanneld.reconcile.probes import answering
+    from flanneld.reconcile.probes import MTU_TASK, PathMtuFollower, answering
 
     if not answering(node.member.lease, node.reconciler.peers.local_resources()):
         log.warning("-follow-path-mtu has no effect: %s has no tunnel", node.member.config.backend_type)
         return
-    loop = node.make_loop(NAME, PathMtuFollower(node.member.lease, node.reconciler).step)
-    node.tasks.start(NAME, loop.run, loop.cancel)
+    loop = node.make_loop(MTU_TASK, PathMtuFollower(node.member.lease, node.reconciler).step)
+    node.tasks.start(MTU_TASK, loop.run, loop.cancel)
 
 
 def _meet_peers(node: Node) -> None:

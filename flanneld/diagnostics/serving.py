@@ -21,7 +21,7 @@ from typing import Protocol
 from msgspec import Struct
 
 from flanneld.errors import Fatal, cause_of
-from flanneld.runtime import clock
+from flanneld.runtime import clock, waits
 from flanneld.runtime.server import WRITABLE, Conversation, Limits, PolledServer, listen, receive, send
 from flanneld.subnet.subnet_file import beside
 
@@ -249,5 +249,5 @@ def _connect(connection: socket.socket, path: Path, within: float) -> None:
             return False
         return True
 
-    if not clock.until(attempt, within=within, every=0.05):
+    if not waits.until(attempt, within=within, every=0.05):
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))

@@ -22,8 +22,8 @@ from msgspec import Struct, field
 
 from flanneld.model import FAMILIES, Family, IPAddress
 from flanneld.network.query import HEADERS, ORDINARY, TOKEN_LENGTH, Query, decode_answer, token_of
-from flanneld.runtime import clock
-from flanneld.runtime.randomness import random_bytes
+from flanneld.runtime import clock, waits
+from flanneld.runtime.clock import random_bytes
 
 _REQUEST: dict[Family, int] = {4: 8, 6: 128}
 _REPLY: dict[Family, int] = {4: 0, 6: 129}
@@ -323,7 +323,7 @@ def survey(
         while any(target not in replies for target in silent) and (left := deadline - clock.now()) > 0:
             if not is_wanted():
                 break
-            clock.readable(channel.fileno(), min(left, _NAP))
+            waits.readable(channel.fileno(), min(left, _NAP))
             take()
     return {target: replies.get(target, SILENCE) for target in targets}
 
@@ -387,7 +387,7 @@ def refused(
             waiting[asker.fileno()] = (address, asker)
         began = clock.now()
         while waiting and (left := began + within - clock.now()) > 0:
-            for fd in clock.some_readable(waiting, left):
+            for fd in waits.some_readable(waiting, left):
                 address, asker = waiting.pop(fd)
                 try:
                     asker.recv(1)

@@ -15,10 +15,10 @@ from collections.abc import Callable, Collection, Iterable
 from flanneld.errors import Fatal, Retryable, cause_of
 from flanneld.model import Cached, Event
 from flanneld.network.rtnetlink.domain import Domain
-from flanneld.reconcile import encryption_watch
-from flanneld.reconcile.encryption_watch import EncryptionWatch
+from flanneld.reconcile import host_watch
 from flanneld.reconcile.host_watch import (
     LOOK_SPACING,
+    EncryptionWatch,
     HostWatch,
     KernelNews,
     spare_connected_networks,
@@ -171,7 +171,7 @@ class Controller:
         if obstacle and obstacle.what == "store":
             return True
         synced = self.peers.synced or self._has_failed
-        return encryption_watch.leaks(resource, backend, own, self.domain.links, synced=synced)
+        return host_watch.leaks(resource, backend, own, self.domain.links, synced=synced)
 
     def lower_mtu(self, mtu: int) -> None:
         """Lower the network's MTU for the rest of this run. From any thread."""

@@ -1,21 +1,23 @@
 """Watch of the host beneath the network: its uplink, its other networks, its kernel's notifications.
 
-The first check comes before the first change, with what a start demands of the host.
+The first check comes before the first change, with what a start demands of the host. If the backend encrypts,
+routes and policies by which packets leave unencrypted are looked for, too.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 
 from msgspec.structs import replace
 
+from flanneld.backends.contract import Backend
 from flanneld.compat.glog import V, counted
 from flanneld.errors import Fatal, cause_of
-from flanneld.model import IPAddress, IPNetwork, single
+from flanneld.model import IPAddress, IPNetwork, Lease, single
 from flanneld.network.host import HostKernel
-from flanneld.network.obstacles import HostNetworks, Obstacle
+from flanneld.network.obstacles import HostNetworks, HostRoute, Obstacle
 from flanneld.network.processes import ChangeOrigins
 from flanneld.network.rtnetlink.domain import Domain
 from flanneld.network.rtnetlink.kernel import (
@@ -30,7 +32,6 @@ from flanneld.network.rtnetlink.kernel import (
 from flanneld.network.rtnetlink.links import described, is_not_ours_to_remove
 from flanneld.network.uplink_facts import read_host_networks
 from flanneld.reconcile.claims import AddressClaims
-from flanneld.reconcile.encryption_watch import EncryptionWatch
 from flanneld.reconcile.local_node import LocalNode
 from flanneld.reconcile.peers import Peers
 from flanneld.reconcile.reconciler import REST, SETTLE
@@ -40,8 +41,19 @@ from flanneld.reconcile.worker import NodeTables
 from flanneld.runtime import clock
 from flanneld.runtime.logs import Once
 from flanneld.state.desired import Delta
-from flanneld.state.resources import LINKS, ROUTES, Key, Kind, Link, Resource, Route, Vxlan, destination_of
-from flanneld.state.table import Report
+from flanneld.state.resources import (
+    LINKS,
+    ROUTES,
+    Key,
+    Kind,
+    Link,
+    Resource,
+    Route,
+    Vxlan,
+    destination_of,
+    route_key,
+)
+from flanneld.state.table import Bypass, Report
 
 log = logging.getLogger(__name__)
 
@@ -347,3 +359,55 @@ def _may_harm(claims: AddressClaims, destination: IPNetwork | None, *gateways: I
     """Return True if a route to the destination, or a gateway, may affect a lease."""
     nets = (destination, *(single(gateway) for gateway in gateways if gateway is not None))
     return any(net is not None and claims.concerns(net) for net in nets)
+
+
+def leaks(resource: Resource, backend: Backend, own: Lease, links: Collection[str], *, synced: bool) -> bool:
+    """Return True if packets leave unencrypted by this own route though the backend encrypts.
+
+    ``links`` are our devices. While one backend takes over from another, the routes of the former serve
+    until all peers are known. Then they are replaced without packet loss.
+    """
+    if not isinstance(resource, Route) or not backend.encrypts:
+        return False
+    if resource.device not in links:
+        return synced or not backend.switches
+    return synced and resource.device in backend.clear_devices(own)
+
+
+def bypasses(detours: Iterable[HostRoute], desired: Mapping[Key, Resource]) -> list[HostRoute]:
+    """Return other programs' routes that bypass the encryption. Desired routes do not count."""
+
+    def is_wanted(route: HostRoute) -> bool:
+        want = desired.get(route_key(route.destination)) if route.destination else None
+        return isinstance(want, Route) and route.hops == ((want.device, want.gateway),)
+
+    return sorted((route for route in detours if not is_wanted(route)), key=str)
+
+
+class EncryptionWatch:
+    """Watch that reports other programs' routes and policies past the encryption. It never removes them."""
+
+    def __init__(self) -> None:
+        #: Reason why packets may leave unencrypted, with the remedy; else empty. Read from any thread.
+        self.problem = ""
+        self._once = Once()
+
+    def look(
+        self,
+        detours: Iterable[HostRoute],
+        desired: Mapping[Key, Resource],
+        policies: Iterable[Bypass] = (),
+    ) -> None:
+        routes = (Bypass(f"route {each}", f"ip route delete {each}") for each in bypasses(detours, desired))
+        found = [*routes, *policies]
+        more = f", and {len(found) - 1} more" if len(found) > 1 else ""
+        self.problem = (
+            f"packets may leave unencrypted by another program's {found[0].what}{more};"
+            f" remove it: {found[0].removal}"
+            if found
+            else ""
+        )
+        if self.problem:
+            self._once.warn(log, "bypass", f"Encryption bypassed: {self.problem}")
+        elif self._once.clear("bypass"):
+            log.info("Encryption no longer bypassed")

@@ -29,8 +29,8 @@ from flanneld.network.uplink_election import InterfaceChoice, elect, keep
 from flanneld.network.uplink_facts import route_to, survey
 from flanneld.options import Options
 from flanneld.reconcile.last_run import Device, LastRun, StoreAddress
+from flanneld.runtime.clock import random_bytes
 from flanneld.runtime.logs import Once
-from flanneld.runtime.randomness import random_bytes
 from flanneld.state.resources import Link, Resource
 from flanneld.state.table import Table
 from flanneld.subnet.store import Store
@@ -88,7 +88,7 @@ def _ask(stop: threading.Event, request: HttpRequest) -> HttpAnswer:
 
 
 def _call(stop: threading.Event, what: str, act: Callable[[], Any], timeout: float) -> Any:
-    from flanneld.runtime.clock import DetachedCalls
+    from flanneld.runtime.waits import DetachedCalls
 
     return DetachedCalls(stop).run(what, act, timeout)
 

@@ -25,7 +25,7 @@ from flanneld.network.rtnetlink.links import is_flannels
 from flanneld.network.uplink_facts import Way, way_to
 from flanneld.reconcile.last_run import LastRun, StoreAddress
 from flanneld.reconcile.local_node import LocalNode
-from flanneld.runtime import clock
+from flanneld.runtime import clock, waits
 from flanneld.runtime.sockets.host_addresses import connected
 from flanneld.state.resources import Key, Resource, Route, route_key
 from flanneld.subnet.store import Store
@@ -242,4 +242,4 @@ def _until_answered(attempt: Callable[[], Result]) -> Result:
         except NoAnswer:
             if clock.now() >= deadline:
                 raise
-        clock.pause(threading.Event(), _PAUSE)
+        waits.pause(threading.Event(), _PAUSE)

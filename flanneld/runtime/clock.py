@@ -1,23 +1,13 @@
-"""Clocks of the daemon, which a simulator can replace, and waits with a time limit.
-
-The waits are for a stop, for a descriptor, or for a call that cannot be cut; some pauses grow.
-"""
+"""Time and chance: the daemon's clocks and random numbers, both of which a simulator can replace."""
 
 from __future__ import annotations
 
-import select
-import threading
+import random
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from typing import Generic, TypeVar
-
-from msgspec import Struct
-
-from flanneld.errors import Retryable
-from flanneld.runtime import randomness
+from typing import TypeVar
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -102,179 +92,48 @@ def cpu_time() -> float:
     return _clock.cpu_time()
 
 
-def pause(stop: threading.Event, seconds: float | None = None) -> bool:
-    """Wait for ``stop``, at most ``seconds``. Return True if it is set."""
-    return stop.wait(seconds)
+Item = TypeVar("Item")
+
+#: The kernel's generator: hosts cloned from one image must draw different numbers.
+_source: random.Random = random.SystemRandom()
 
 
-def until(
-    attempt: Callable[[], bool], *, within: float, every: float, stop: threading.Event | None = None
-) -> bool:
-    """Call ``attempt`` every ``every`` seconds until it returns True.
-
-    Return False after ``within`` seconds or if ``stop`` is set.
-    """
-    stop = stop or threading.Event()
-    deadline = now() + within
-    while not attempt():
-        if now() > deadline or stop.wait(every):
-            return False
-    return True
+def random_fraction() -> float:
+    """Return a number in [0, 1)."""
+    return _source.random()
 
 
-class Signal:
-    """Lock around a changing object, with a wait for its next change. For any number of threads."""
-
-    def __init__(self) -> None:
-        self._condition = threading.Condition()
-
-    def __enter__(self) -> None:
-        self._condition.__enter__()
-
-    def __exit__(self, *_: object) -> None:
-        self._condition.release()
-
-    def notify_all(self) -> None:
-        """Wake all waiting threads. Requires the lock."""
-        self._condition.notify_all()
-
-    def heard(self, seconds: float) -> bool:
-        """Wait for ``notify_all``, at most ``seconds``, with the lock released. Return True if it came."""
-        return self._condition.wait(seconds)
+def randrange(stop: int) -> int:
+    """Return an integer from 0 to ``stop`` - 1."""
+    return _source.randrange(stop)
 
 
-def hung_up(fd: int) -> bool:
-    """Return True if the peer has closed its half of the connection."""
-    poll = select.poll()
-    poll.register(fd, select.POLLRDHUP)
-    return bool(poll.poll(0))
+def randint(lowest: int, highest: int) -> int:
+    """Return an integer from ``lowest`` to ``highest``, both included."""
+    return _source.randint(lowest, highest)
 
 
-def readable(fd: int, seconds: float) -> bool:
-    """Wait until a descriptor is readable, at most ``seconds``. Return True if it is."""
-    poll = select.poll()
-    poll.register(fd, select.POLLIN)
-    return bool(poll.poll(seconds * 1000))
+def random_bytes(count: int) -> bytes:
+    """Return random bytes, for example for a MAC."""
+    return _source.randbytes(count)
 
 
-def some_readable(fds: Iterable[int], seconds: float) -> list[int]:
-    """Wait until one of the descriptors is readable or has an error, at most ``seconds``. Return those."""
-    poll = select.poll()
-    for fd in fds:
-        poll.register(fd, select.POLLIN)
-    return [fd for fd, _ in poll.poll(seconds * 1000)]
+def choice(items: Sequence[Item]) -> Item:
+    """Return one of the items."""
+    return _source.choice(items)
 
 
-class Backoff(Struct):
-    """Pauses in seconds, like those of client-go's reflector: jitter adds up to 100 %."""
-
-    first: float = 0.8
-    longest: float = 20.0
-    factor: float = 2.0
-    chance: Callable[[], float] = randomness.fraction
-    _next: float = 0.0
-
-    def pause(self) -> float:
-        now = self._next or self.first
-        self._next = min(now * self.factor, self.longest)
-        return now * (1.0 + self.chance())
-
-    def reset(self) -> None:
-        self._next = 0.0
+def shuffle(items: list[Item]) -> None:
+    """Put the items in random order."""
+    _source.shuffle(items)
 
 
-class Backoffs:
-    """One back-off for each class of failure. A new class starts with the first pause.
-
-    After a long outage the first answer may be a different error, which should be retried soon.
-    """
-
-    def __init__(self, make: Callable[[type], Backoff]) -> None:
-        self._make = make
-        self._known: dict[type, Backoff] = {}
-
-    def pause(self, kind: type) -> float:
-        """Return the next pause after a failure of this class, in seconds."""
-        if kind not in self._known:
-            self._known[kind] = self._make(kind)
-        return self._known[kind].pause()
-
-    def reset(self) -> None:
-        """Restart every back-off with the first pause."""
-        self._known.clear()
-
-
-Result = TypeVar("Result")
-
-#: Seconds between two looks at the stop event.
-_LOOK_AT_STOP = 0.1
-
-
-class DetachedCalls:
-    """Makes calls for any thread, until ``stop``."""
-
-    def __init__(self, stop: threading.Event) -> None:
-        self._stop = stop
-
-    def run(self, what: str, act: Callable[[], Result], timeout: float) -> Result:
-        """Return what ``act`` returns, or raise what it raises.
-
-        Raises ``Retryable`` after ``timeout`` seconds, or when the daemon stops; ``what`` is for its message.
-        The call then goes on in its thread, and what comes of it counts for nothing.
-        """
-        results: list[Result] = []
-        failures: list[BaseException] = []
-        done = threading.Event()
-
-        def run() -> None:
-            try:
-                results.append(act())
-            except BaseException as failure:  # it belongs to the caller, whatever it is
-                failures.append(failure)
-            finally:
-                done.set()
-
-        threading.Thread(target=run, name=what, daemon=True).start()
-        deadline = now() + timeout
-        while not done.wait(_LOOK_AT_STOP):
-            if self._stop.is_set():
-                raise Retryable(f"{what} was left: the daemon stops")
-            if now() > deadline:
-                raise Retryable(f"{what} has not ended within {timeout:g} s", "see whether it is reachable")
-        if failures:
-            raise failures[0]
-        return results[0]
-
-
-T = TypeVar("T")
-
-
-class _Failed(Struct, frozen=True):
-    error: BaseException
-
-
-class StreamReader(Generic[T]):
-    """Thread that reads ``items`` until that raises. Closing the underlying connection ends it."""
-
-    def __init__(self, name: str, items: Iterable[T]) -> None:
-        self._read: SimpleQueue[T | _Failed] = SimpleQueue()
-        threading.Thread(target=self._run, args=(items,), name=name, daemon=True).start()
-
-    def next(self, timeout: float) -> T | None:
-        """Return the next item, or None after ``timeout`` seconds. Raises what reading raised."""
-        try:
-            item = self._read.get(timeout=timeout)
-        except Empty:
-            return None
-        if isinstance(item, _Failed):
-            raise item.error
-        return item
-
-    def _run(self, items: Iterable[T]) -> None:
-        try:
-            for item in items:
-                self._read.put(item)
-        except BaseException as error:
-            self._read.put(_Failed(error))
-        else:
-            self._read.put(_Failed(EOFError()))
+@contextmanager
+def replaced_chance(source: random.Random) -> Iterator[None]:
+    """Run the block with another source."""
+    global _source
+    before, _source = _source, source
+    try:
+        yield
+    finally:
+        _source = before

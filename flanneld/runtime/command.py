@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from flanneld.compat.glog import V
 from flanneld.errors import Retryable, cause_of
-from flanneld.runtime import clock
+from flanneld.runtime import waits
 
 log = logging.getLogger(__name__)
 
@@ -227,7 +227,7 @@ class LastingProcess:
         """
         assert self._process.stdout
         with self._process.stdout as output:
-            if clock.readable(output.fileno(), within):
+            if waits.readable(output.fileno(), within):
                 return output.read().decode(errors="replace").split("\n")[:-1]
         self._process.kill()
         return [f"it was not ready after {within:g} s"]

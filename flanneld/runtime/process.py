@@ -27,8 +27,8 @@ from msgspec import Struct
 from flanneld.compat.flags import quoted
 from flanneld.errors import Cancelled, Fatal, Retryable, cause_of
 from flanneld.runtime import clock
+from flanneld.runtime.clock import random_bytes
 from flanneld.runtime.logs import Once
-from flanneld.runtime.randomness import random_bytes
 
 log = logging.getLogger(__name__)
 

@@ -17,8 +17,7 @@ from msgspec import UNSET, Struct, UnsetType
 from flanneld.compat import json as gojson
 from flanneld.compat.json import Fields, GoJsonError
 from flanneld.errors import Refused
-from flanneld.model import LeaseAttrs, LeaseKey
-from flanneld.prefixes import ipv4_prefix, ipv6_prefix
+from flanneld.model import LeaseAttrs, LeaseKey, ipv4_prefix, ipv6_prefix
 
 N = TypeVar("N", bound=IPv4Network | IPv6Network)
 

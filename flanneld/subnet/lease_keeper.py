@@ -14,9 +14,9 @@ from flanneld.compat.glog import V
 from flanneld.errors import Fatal, Retryable
 from flanneld.model import Added, Event, Lease, LeaseAttrs, Removed, Snapshot
 from flanneld.runtime import clock
-from flanneld.runtime.clock import Backoff
 from flanneld.runtime.logs import Once, Outage
 from flanneld.runtime.supervisor import MakeLoop
+from flanneld.runtime.waits import Backoff
 from flanneld.subnet.codec import format_attrs
 from flanneld.subnet.store import Store
 

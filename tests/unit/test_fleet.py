@@ -23,9 +23,9 @@ from flanneld.model import Uplink
 from flanneld.network_names import Choice
 from flanneld.options import Options
 from flanneld.runtime import process
-from flanneld.runtime.clock import Backoff
 from flanneld.runtime.process import HostClaims, Notifier
 from flanneld.runtime.supervisor import Supervisor
+from flanneld.runtime.waits import Backoff
 from flanneld.startup import clash
 from tests.lab.wait import wait_for
 

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flanneld.model import IPNetwork
-from flanneld.prefixes import ipv4_prefix, ipv6_prefix
+from flanneld.model import IPNetwork, ipv4_prefix, ipv6_prefix
 
 KINDS = [(ipv4_prefix, IPv4Network, 32), (ipv6_prefix, IPv6Network, 128)]
 Make = Callable[[int, int], IPNetwork]

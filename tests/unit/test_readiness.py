@@ -9,8 +9,8 @@ import pytest
 
 from flanneld.errors import Fatal, Retryable
 from flanneld.network.rtnetlink.netlink import DumpInterrupted
-from flanneld.readiness import Readiness
 from flanneld.runtime.process import Notifier
+from flanneld.startup import Readiness
 
 
 class Stop(threading.Event):

@@ -19,14 +19,13 @@ from flanneld.model import Lease, LeaseAttrs
 from flanneld.network.firewall.rules import Purpose
 from flanneld.node import Node
 from flanneld.options import Options, read
-from flanneld.readiness import Readiness
 from flanneld.reconcile.counters import counted
 from flanneld.reconcile.firewall import Firewall, FirewallSettings
 from flanneld.reconcile.last_run import LastRun, Machine
 from flanneld.reconcile.local_node import Member
 from flanneld.runtime.process import Notifier
 from flanneld.runtime.supervisor import Supervisor
-from flanneld.startup import SingleAttempts
+from flanneld.startup import Readiness, SingleAttempts
 from flanneld.subnet.embedded.store import open_file, store_of
 from flanneld.subnet.opening import open_store
 from flanneld.subnet.store import Store

@@ -170,7 +170,7 @@ def test_exempt_place_exists(place: str) -> None:
         ("time.strftime('%H', time.gmtime(0))", []),
         ("from threading import Lock", []),
         ("self._supervisor.wait(tick)", []),
-        ("clock.pause(stop, 1)", []),
+        ("waits.pause(stop, 1)", []),
         ("store.acquire(network, wanted, caller)", []),
         ("', '.join(words)", []),
         ("from http.server import BaseHTTPRequestHandler", []),

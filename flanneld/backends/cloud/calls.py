@@ -11,8 +11,9 @@ from typing import Any, ClassVar
 from flanneld.backends.cloud.contract import ApiCall, Cloud, CloudError, CloudTerms, ErrorKind
 from flanneld.backends.contract import HostServices
 from flanneld.errors import FlannelError, Retryable, remembered
-from flanneld.runtime import clock, randomness
-from flanneld.runtime.clock import Backoff
+from flanneld.runtime import clock
+from flanneld.runtime.clock import random_fraction
+from flanneld.runtime.waits import Backoff
 
 #: Name of the worker thread for calls.
 WORKER = "cloud"
@@ -24,7 +25,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 2.0, 150.0
 
 def audit_period() -> float:
     """Return the seconds until the next audit."""
-    return _AUDIT_PERIOD * (1 + randomness.fraction() / 4)
+    return _AUDIT_PERIOD * (1 + random_fraction() / 4)
 
 
 class CallBackoff:

@@ -24,9 +24,9 @@ from flanneld.backends.contract import HostServices
 from flanneld.compat.json import Fields
 from flanneld.errors import Fatal, FlannelError, cause_of
 from flanneld.runtime import files
-from flanneld.runtime.clock import DetachedCalls
 from flanneld.runtime.logs import Once
 from flanneld.runtime.sockets.http_client import HttpClient
+from flanneld.runtime.waits import DetachedCalls
 
 log = logging.getLogger(__name__)
 

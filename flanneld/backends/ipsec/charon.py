@@ -19,7 +19,7 @@ from flanneld.backends.ipsec import vici
 from flanneld.backends.ipsec.vici import PacketType, ReadSection, Section, ViciPacket
 from flanneld.errors import Fatal, Retryable, cause_of
 from flanneld.network.processes import CHARON_PID_FILE
-from flanneld.runtime import clock
+from flanneld.runtime import clock, waits
 
 if TYPE_CHECKING:
     from flanneld.runtime.command import LastingProcess
@@ -296,11 +296,11 @@ class CharonProcess:
     def kill(self) -> None:
         """Send SIGKILL if it runs, without a notice to its peers."""
         if _send(self.pid, signal.SIGKILL):
-            clock.until(self._is_over, within=_KILL_LIMIT, every=_LOOK)
+            waits.until(self._is_over, within=_KILL_LIMIT, every=_LOOK)
 
     def end(self) -> None:
         """Send SIGTERM, so that charon ends its SAs; kill it if it is still there after 2 s."""
-        if _send(self.pid, signal.SIGTERM) and not clock.until(self._is_over, within=_END_LIMIT, every=_LOOK):
+        if _send(self.pid, signal.SIGTERM) and not waits.until(self._is_over, within=_END_LIMIT, every=_LOOK):
             self.kill()
 
     def close(self) -> None:

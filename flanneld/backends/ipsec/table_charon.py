@@ -13,7 +13,7 @@ from flanneld.backends.ipsec.resources import CHARON, Charon
 from flanneld.backends.ipsec.vici import MalformedVici, ReadSection, text
 from flanneld.compat.glog import V
 from flanneld.errors import Retryable
-from flanneld.runtime import clock
+from flanneld.runtime import waits
 from flanneld.state.resources import Resource
 from flanneld.state.table import Changes, Failure, Put, Report, Scope, Seen, Table
 
@@ -158,7 +158,7 @@ class CharonTable(Table):
             if self._process.status is not None:
                 log.warning("charon ended with status %d: starting it again", self._process.status)
             self._process.start()
-        if not clock.until(self._has_started, within=_START_LIMIT, every=_START_LOOK):
+        if not waits.until(self._has_started, within=_START_LIMIT, every=_START_LOOK):
             self._process.kill()
             raise Retryable(f"charon does not answer at {charon.SOCKET}", "see what it logs")
         if not self._news:

@@ -15,7 +15,7 @@ from msgspec import Struct
 from flanneld.backends.udp import control
 from flanneld.backends.udp.control import UdpProxy
 from flanneld.errors import Retryable
-from flanneld.runtime import clock
+from flanneld.runtime import waits
 
 if TYPE_CHECKING:
     from flanneld.runtime.command import LastingProcess
@@ -232,7 +232,7 @@ def end_process(pidfd: int) -> None:
     """Kill a process and wait for its end, which frees its resources."""
     with suppress(ProcessLookupError, PermissionError):
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-    clock.readable(pidfd, _END_PATIENCE)
+    waits.readable(pidfd, _END_PATIENCE)
 
 
 def _pidfd_of(pid: int) -> int:

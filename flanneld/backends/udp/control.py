@@ -27,7 +27,7 @@ from msgspec import Struct
 from flanneld import __version__
 from flanneld.network.rtnetlink.netlink import NetlinkSocket, attributes
 from flanneld.network.rtnetlink.netlink import unpack as unpack_netlink
-from flanneld.runtime.randomness import random_bytes
+from flanneld.runtime.clock import random_bytes
 from flanneld.state.resources import Key, Kind
 
 #: Names of the tables.

@@ -19,7 +19,7 @@ from msgspec import Struct
 from flanneld.backends.udp import control
 from flanneld.backends.udp.client import NoProxy, ProxyClient, ProxySilent, RunningProxy, end_process
 from flanneld.backends.udp.control import PROXIES, PROXY_PEERS, ProxyPeer, UdpProxy
-from flanneld.runtime import clock
+from flanneld.runtime import clock, waits
 from flanneld.state.resources import LINKS, Resource
 from flanneld.state.table import Changes, Failure, Put, Report, Scope, Seen, Table
 
@@ -222,7 +222,7 @@ class ProxyTable(Table):
 
     def changes(self) -> list[Changes]:
         source = self.fileno()
-        if source < 0 or not clock.readable(source, 0):
+        if source < 0 or not waits.readable(source, 0):
             return []
         log.warning("The udp proxy ended: %s", self._client.news())
         return [Changes()]

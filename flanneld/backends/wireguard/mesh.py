@@ -20,7 +20,8 @@ from flanneld.errors import Retryable
 from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork, Uplink, is_a_hosts
 from flanneld.network.genetlink import Endpoint
 from flanneld.option_values import is_host_name
-from flanneld.runtime import clock, randomness
+from flanneld.runtime import clock
+from flanneld.runtime.clock import shuffle
 from flanneld.runtime.logs import Once, Outage
 from flanneld.state.table import TunnelSession
 from flanneld.subnet.store import EndpointStore
@@ -194,7 +195,7 @@ def to_ask(sessions: Iterable[TunnelSession]) -> list[IPAddress]:
         if each.is_established and endpoint is not None:
             found.setdefault(endpoint[0], each.subnet.network_address)
     outer = list(found)
-    randomness.shuffle(outer)
+    shuffle(outer)
     outer.sort(key=lambda address: address.is_private)
     return [found[each] for each in outer[:_ASKED]]
 
@@ -322,13 +323,13 @@ class MeshTask:
 
 def resolver(stop: threading.Event) -> Callable[[Collection[str]], Mapping[str, Sequence[IPAddress]]]:
     """Return the function that looks names up, in a thread that may be left behind."""
-    from flanneld.runtime.clock import DetachedCalls
     from flanneld.runtime.sockets.host_addresses import look_up  # not imported without a mesh
+    from flanneld.runtime.waits import DetachedCalls
 
     def resolve(names: Collection[str]) -> Mapping[str, Sequence[IPAddress]]:
         found: dict[str, Sequence[IPAddress]] = {}
         asked, until = list(names), clock.now() + _LOOKUP
-        randomness.shuffle(asked)  # one that hangs does not always hide the same others
+        shuffle(asked)  # one that hangs does not always hide the same others
 
         def ask() -> None:
             for name in asked:

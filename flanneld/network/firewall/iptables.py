@@ -29,7 +29,7 @@ from flanneld.network.firewall.edits import Edit
 from flanneld.network.firewall.fate import ALL_BITS, Rule, Test
 from flanneld.network.firewall.netlink import Netfilter
 from flanneld.network.firewall.rules import IPTABLES_CHAINS, JUMPS, TRIALS, Rules
-from flanneld.runtime import clock
+from flanneld.runtime import waits
 
 log = logging.getLogger(__name__)
 
@@ -220,7 +220,7 @@ def xtables_lock(stop: threading.Event) -> Iterator[None]:
         remedy = "mount /run writable; if this is not root, see dist/systemd/tmpfiles.d/flannel.conf"
         raise Retryable(f"cannot open {path}: {error.strerror}", remedy) from error
     try:
-        if not clock.until(lambda: _try_lock(lock), within=LOCK_WAIT, every=_LOCK_POLL, stop=stop):
+        if not waits.until(lambda: _try_lock(lock), within=LOCK_WAIT, every=_LOCK_POLL, stop=stop):
             raise Locked
         yield
     finally:

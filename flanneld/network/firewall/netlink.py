@@ -26,7 +26,7 @@ from flanneld.network.rtnetlink.netlink import (
     number_of,
     text_of,
 )
-from flanneld.runtime import clock
+from flanneld.runtime import waits
 from flanneld.state.resources import GUARD
 
 _NETLINK_NETFILTER = 12
@@ -228,7 +228,7 @@ class Removals:
     def _goes_on(self, found: set[Removal]) -> bool:
         """Return True if more notifications of a transaction follow. A wake-up may come in their middle."""
         nameless = any(removal.family and not removal.by for removal in found)
-        return nameless and clock.readable(self._socket.fileno(), SAME_BREATH)
+        return nameless and waits.readable(self._socket.fileno(), SAME_BREATH)
 
 
 #: Removal messages, with the attributes of the table's and the chain's name.

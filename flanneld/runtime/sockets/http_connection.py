@@ -14,7 +14,6 @@ from typing import Any
 
 from flanneld.errors import Retryable
 from flanneld.runtime import clock
-from flanneld.runtime.clock import readable
 from flanneld.runtime.sockets.interruptible import (
     InterruptibleSocket,
     PacedReader,
@@ -22,6 +21,7 @@ from flanneld.runtime.sockets.interruptible import (
     Unreachable,
     no_heartbeat,
 )
+from flanneld.runtime.waits import readable
 
 #: Bytes of a response, at most. etcd's list of a large cluster's leases takes some MB.
 LONGEST_ANSWER = 64 << 20

@@ -10,7 +10,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from flanneld.errors import Cancelled, Fatal, FlannelError, Retryable, cause_of
-from flanneld.runtime import files, randomness
+from flanneld.runtime import files
+from flanneld.runtime.clock import random_bytes, randrange
 
 #: ``application_id`` in the file's header, "flan" in ASCII.
 APPLICATION = 0x666C616E
@@ -174,9 +175,9 @@ def _create(path: Path) -> None:
 
 def _begin_era(connection: sqlite3.Connection) -> None:
     """Start a history of its own for a new store or a copy. Its clock stands still until first use."""
-    revision = number(connection, "revision") + ERA + randomness.randrange(ERA)
+    revision = number(connection, "revision") + ERA + randrange(ERA)
     connection.execute("DELETE FROM history")
-    set_fact(connection, "cluster", randomness.random_bytes(8).hex())
+    set_fact(connection, "cluster", random_bytes(8).hex())
     set_fact(connection, "revision", revision)
     set_fact(connection, "floor", revision)
     set_fact(connection, "boot", "")
@@ -188,7 +189,7 @@ def _made(path: Path) -> Iterator[sqlite3.Connection]:
     for name in (path, _log_of(path)):
         if name.exists():
             raise Fatal(f"{name} is there", "it may hold leases: move it away, or choose another name")
-    temporary = path.with_name(f".{path.name}.{randomness.random_bytes(8).hex()}")
+    temporary = path.with_name(f".{path.name}.{random_bytes(8).hex()}")
     try:
         os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
         connection = sqlite3.connect(temporary, isolation_level=None)

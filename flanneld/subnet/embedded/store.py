@@ -16,8 +16,9 @@ from msgspec import Struct, structs
 
 from flanneld.config import parse, say_the_same
 from flanneld.errors import Cancelled, Fatal, Retryable
-from flanneld.runtime import clock, randomness
-from flanneld.runtime.clock import Signal
+from flanneld.runtime import clock
+from flanneld.runtime.clock import randrange
+from flanneld.runtime.waits import Signal
 from flanneld.subnet.embedded.database import Database, fact, number, set_fact
 from flanneld.subnet.etcd.keys import (
     Conflict,
@@ -395,9 +396,7 @@ def open_file(path: str, *, create: bool = False) -> KeyStore:
     return KeyStore(Database(Path(path).absolute(), create=create))
 
 
-def store_of(
-    store: KeyStore, network: str = "", randrange: Callable[[int], int] = randomness.randrange
-) -> EtcdStore:
+def store_of(store: KeyStore, network: str = "", randrange: Callable[[int], int] = randrange) -> EtcdStore:
     """Return the leases of a network in a file of this host; ``network`` is its name, or empty."""
     prefix = posixpath.join(PREFIX, network) if network else PREFIX
     name = f"{store.name} under {network}" if network else store.name

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from msgspec import Struct
 
 from flanneld.errors import Fatal, Retryable
-from flanneld.runtime import clock, randomness
+from flanneld.runtime import clock
+from flanneld.runtime.clock import random_bytes
 from flanneld.runtime.command import CommandRunner
 from flanneld.subnet.embedded.database import Database, fact, set_fact
 from flanneld.subnet.remote.credentials import (
@@ -48,7 +49,7 @@ class Tokens:
     def create(self, lasts: float, fingerprint: str = "") -> JoinToken:
         """Create a token for joins within ``lasts`` seconds, with this fingerprint or the store's."""
         fingerprint = fingerprint or fingerprint_of_pem(self.identity())
-        secret, token_id = self._secret(), randomness.random_bytes(4).hex()
+        secret, token_id = self._secret(), random_bytes(4).hex()
         ends = int(clock.wall() + lasts)
         with self._database.writing() as connection:
             connection.execute("INSERT INTO tokens VALUES (?, ?, 0)", (token_id, ends))
@@ -95,7 +96,7 @@ class Tokens:
         return self._kept("identity", _made_identity)
 
     def _secret(self) -> bytes:
-        return bytes.fromhex(self._kept("secret", lambda: randomness.random_bytes(32).hex()))
+        return bytes.fromhex(self._kept("secret", lambda: random_bytes(32).hex()))
 
     def _kept(self, name: str, make: Callable[[], str]) -> str:
         with self._database.reading() as connection:

@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 from flanneld.config import Config
 from flanneld.errors import Retryable
-from flanneld.runtime import randomness
+from flanneld.runtime.clock import randrange
 from flanneld.subnet.etcd import v2_messages
 from flanneld.subnet.etcd.endpoints import EtcdOptions, Server, Servers
 from flanneld.subnet.etcd.http import Request
@@ -26,7 +26,7 @@ def open_etcd(
     options: EtcdOptions,
     api: str = "auto",
     timeouts: EtcdTimeouts | None = None,
-    randrange: Callable[[int], int] = randomness.randrange,
+    randrange: Callable[[int], int] = randrange,
 ) -> Store:
     """Return the store for "v2", "v3", "both", or "auto": the API that has the network config.
 

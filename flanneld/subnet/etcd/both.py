@@ -28,7 +28,7 @@ from flanneld.model import (
     contests,
     name_of,
 )
-from flanneld.runtime import clock, supervisor
+from flanneld.runtime import clock, supervisor, waits
 from flanneld.runtime.logs import Once
 from flanneld.subnet.allocation import fits
 from flanneld.subnet.etcd.keys import NoConfig, NoSuchApi, Position
@@ -57,7 +57,7 @@ class BothStores:
     """
 
     def __init__(
-        self, *managers: EtcdStore, pause: Callable[[threading.Event, float], bool] = clock.pause
+        self, *managers: EtcdStore, pause: Callable[[threading.Event, float], bool] = waits.pause
     ) -> None:
         self._all = managers
         self._pause = pause

@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from flanneld.errors import Fatal
 from flanneld.option_values import url_parts
-from flanneld.runtime import randomness
+from flanneld.runtime.clock import shuffle
 from flanneld.runtime.sockets.tls import TlsFiles, client_context
 from flanneld.subnet.failover import ServerRing
 
@@ -70,7 +70,7 @@ class Servers(ServerRing[Server]):
     Connects to nothing. Raises ``Fatal`` for unusable endpoints or TLS files.
     """
 
-    def __init__(self, options: EtcdOptions, shuffle: Shuffle = randomness.shuffle) -> None:
+    def __init__(self, options: EtcdOptions, shuffle: Shuffle = shuffle) -> None:
         servers = [_server(url, number, options) for number, url in enumerate(options.endpoints, 1)]
         schemes = {server.scheme for server in servers}
         if len(schemes) != 1:

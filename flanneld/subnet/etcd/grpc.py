@@ -17,8 +17,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from flanneld.errors import Cancelled, NoAnswer, Retryable
-from flanneld.runtime.clock import StreamReader
 from flanneld.runtime.sockets.interruptible import WITHIN
+from flanneld.runtime.waits import StreamReader
 from flanneld.subnet.etcd import v3_messages
 from flanneld.subnet.etcd.endpoints import EtcdOptions, Server, Servers
 from flanneld.subnet.etcd.keys import NoSuchApi

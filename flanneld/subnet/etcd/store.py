@@ -32,7 +32,8 @@ from flanneld.model import (
     name_of,
     overlap,
 )
-from flanneld.runtime import clock, randomness
+from flanneld.runtime import clock
+from flanneld.runtime.clock import randrange
 from flanneld.runtime.logs import Once
 from flanneld.subnet.allocation import choose, fits, public_ips_in, unfollowed
 from flanneld.subnet.codec import format_attrs
@@ -93,7 +94,7 @@ class EtcdStore:
         store: str,
         *,
         pause_time: float,
-        randrange: Callable[[int], int] = randomness.randrange,
+        randrange: Callable[[int], int] = randrange,
         is_elsewhere: Callable[[str], bool] = lambda _: False,
         choose: Choose | None = None,
         name: str = "",

@@ -31,8 +31,8 @@ from flanneld.model import (
     LeaseKey,
     family_of,
     lies_in,
+    prefix,
 )
-from flanneld.prefixes import prefix
 
 DEFAULT_PREFIX = "flannel.alpha.coreos.com"
 MANAGED, TYPE = "kube-subnet-manager", "backend-type"

@@ -18,10 +18,10 @@ from flanneld.config import Config
 from flanneld.errors import Cancelled, Refused, Retryable
 from flanneld.model import FAMILIES, Added, Event, Lease, LeaseAttrs, Removed, name_of
 from flanneld.runtime import clock
-from flanneld.runtime.clock import Backoff
+from flanneld.runtime.clock import random_bytes
 from flanneld.runtime.logs import Once
-from flanneld.runtime.randomness import random_bytes
 from flanneld.runtime.supervisor import StepLoop
+from flanneld.runtime.waits import Backoff
 from flanneld.subnet.kube.api import NODES, Api, ApiRefusal
 from flanneld.subnet.kube.nodes import (
     ENDPOINTS,

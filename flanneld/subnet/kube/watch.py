@@ -13,10 +13,11 @@ from msgspec.structs import replace
 from flanneld.compat.glog import V
 from flanneld.errors import NoAnswer, Refused, Retryable
 from flanneld.model import Event
-from flanneld.runtime import clock, randomness
-from flanneld.runtime.clock import Backoff, Backoffs
+from flanneld.runtime import clock
+from flanneld.runtime.clock import randint
 from flanneld.runtime.logs import Once
 from flanneld.runtime.sockets.http_connection import Lines
+from flanneld.runtime.waits import Backoff, Backoffs
 from flanneld.subnet.kube.api import NODES, Api, ApiStream, BrokenOff, Denied, Expired, NoServer
 from flanneld.subnet.kube.nodes import KubeNode, NodeReader, child, decoded, items
 from flanneld.subnet.list_watch import Contact, RelistNeeded
@@ -241,7 +242,7 @@ class NodeSource:
                 self._refuse(reason)
 
     def _watch(self, version: str) -> tuple[list[Event], str]:
-        seconds = randomness.randint(_SHORTEST, _LONGEST)
+        seconds = randint(_SHORTEST, _LONGEST)
         query = {"resourceVersion": version, "allowWatchBookmarks": "true", "timeoutSeconds": str(seconds)}
         self._lines, self._began, self._began_at = Lines(), clock.now(), version
         self._stream = self._api.watch(NODES, watch="true", **self._selector, **query)

@@ -12,7 +12,7 @@ from msgspec import Struct
 from flanneld.errors import Cancelled, Refused
 from flanneld.model import Event, LeaseKey
 from flanneld.runtime import clock
-from flanneld.runtime.clock import Signal
+from flanneld.runtime.waits import Signal
 from flanneld.subnet.codec import parse_attrs, parse_key
 from flanneld.subnet.etcd.keys import KeyClient, KeyReply, NotFound, Position, watch_keys
 from flanneld.subnet.list_watch import RelistNeeded

@@ -17,7 +17,7 @@ from http.server import BaseHTTPRequestHandler
 from typing import Any, TypeVar
 
 from flanneld.errors import Fatal, cause_of, printable
-from flanneld.runtime import clock
+from flanneld.runtime import clock, waits
 from flanneld.runtime.server import READABLE, WRITABLE, Conversation, Limits, PolledServer, listen
 from flanneld.runtime.sockets.host_addresses import address_of
 from flanneld.runtime.sockets.interruptible import TCP_OPTIONS
@@ -78,7 +78,7 @@ class LeaseServer(PolledServer):
 
     def close(self, within: float = 0.3) -> None:
         """End ``serve`` after the ready answers were sent. May be called repeatedly, from any thread."""
-        clock.until(lambda: self._busy == 0, within=within, every=0.01)
+        waits.until(lambda: self._busy == 0, within=within, every=0.01)
         super().close()
 
     def _receive(self, connection: socket.socket) -> Conversation:
@@ -335,7 +335,7 @@ class _RequestHandler(BaseHTTPRequestHandler):
 
     def _is_there(self) -> bool:
         """Return True unless the client has closed the connection."""
-        return not clock.hung_up(self.connection.fileno())
+        return not waits.hung_up(self.connection.fileno())
 
 
 def shown(target: str) -> str:

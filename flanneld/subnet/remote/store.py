@@ -31,7 +31,8 @@ from flanneld.model import (
     is_same_node,
 )
 from flanneld.option_values import RemoteServer
-from flanneld.runtime import clock, files, randomness
+from flanneld.runtime import clock, files
+from flanneld.runtime.clock import random_bytes
 from flanneld.runtime.sockets.tls import TlsFiles, client_context
 from flanneld.subnet.allocation import fits
 from flanneld.subnet.codec import format_key
@@ -90,7 +91,7 @@ class RemoteOptions(Struct, frozen=True, gc=False):
         """
         if not self.secret_file or not (self.token or self.token_file):
             return ""
-        kept = files.read_secret(Path(self.secret_file), lambda: randomness.random_bytes(32))
+        kept = files.read_secret(Path(self.secret_file), lambda: random_bytes(32))
         return hashlib.sha256(kept).hexdigest()
 
 

@@ -26,7 +26,7 @@ from flanneld.backends.wireguard import keys
 from flanneld.backends.wireguard.resources import AllowedIp, DeviceKey, WgPeer
 from flanneld.backends.wireguard.table import WireGuardTable
 from flanneld.network.rtnetlink import devices
-from flanneld.runtime import clock
+from flanneld.runtime import waits
 from flanneld.runtime.command import CommandRunner
 from flanneld.state.resources import (
     Resource,
@@ -65,7 +65,7 @@ class PumpProcess(OnHost):
             if command == "kill it":
                 pidfd = os.pidfd_open(client.hello().pid)
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-                assert clock.readable(pidfd, 10)
+                assert waits.readable(pidfd, 10)
                 os.close(pidfd)
             elif command == "start it with another port":
                 client.start(replace(_WANTED_PROXY, port=8999))

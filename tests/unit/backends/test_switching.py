@@ -25,7 +25,7 @@ from flanneld.compat.json import Fields
 from flanneld.config import ConfigError, parse
 from flanneld.errors import Fatal, Refused
 from flanneld.model import Lease, LeaseAttrs, Uplink
-from flanneld.reconcile.encryption_watch import leaks
+from flanneld.reconcile.host_watch import leaks
 from flanneld.state.resources import Blackhole, FdbEntry, Kind, Link, Neighbor, Resource, Route
 from flanneld.subnet.codec import format_attrs, parse_attrs
 from flanneld.subnet.kube.nodes import KubeNode, wanted_notes

@@ -9,7 +9,7 @@ import pytest
 
 from flanneld.model import IPAddress, IPNetwork
 from flanneld.network.obstacles import HostRoute, host_networks
-from flanneld.reconcile.encryption_watch import EncryptionWatch, bypasses
+from flanneld.reconcile.host_watch import EncryptionWatch, bypasses
 from flanneld.state.resources import Route
 from flanneld.state.table import Bypass
 

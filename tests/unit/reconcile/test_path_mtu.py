@@ -15,7 +15,7 @@ from flanneld.network.host import HostKernel
 from flanneld.network.uplink_election import InterfaceChoice
 from flanneld.reconcile.controller import Controller
 from flanneld.reconcile.local_node import UplinkManager
-from flanneld.reconcile.path_mtu import PathMtuFollower, agreed
+from flanneld.reconcile.probes import PathMtuFollower, agreed
 from flanneld.state.resources import Address, Resource, WireGuard
 from tests.unit.reconcile.test_local_node import CONFIG, UPLINK
 

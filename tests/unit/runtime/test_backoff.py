@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flanneld.runtime.clock import Backoff
+from flanneld.runtime.waits import Backoff
 
 
 def test_pauses_grow_to_a_limit_and_chance_at_most_doubles_them() -> None:

@@ -11,9 +11,18 @@ from pathlib import Path
 import pytest
 
 from flanneld.errors import Cancelled, Retryable
-from flanneld.runtime import clock, randomness, supervisor
-from flanneld.runtime.clock import Backoff
+from flanneld.runtime import clock, supervisor, waits
+from flanneld.runtime.clock import (
+    choice,
+    randint,
+    random_bytes,
+    random_fraction,
+    randrange,
+    replaced_chance,
+    shuffle,
+)
 from flanneld.runtime.supervisor import EventQueue, StepLoop, Wakeup
+from flanneld.runtime.waits import Backoff
 from tests.clock import Clock
 from tests.lab.wait import wait_for
 
@@ -38,46 +47,46 @@ def test_utc_text_is_that_of_rfc_3339() -> None:
 def test_chance_is_that_of_its_source() -> None:
     def draw() -> list[object]:
         items = list(range(10))
-        randomness.shuffle(items)
+        shuffle(items)
         backoff = Backoff()
         return [
-            randomness.fraction(),
-            randomness.randrange(1000),
-            randomness.randint(5, 6),
-            randomness.random_bytes(6),
-            randomness.choice("abc"),
+            random_fraction(),
+            randrange(1000),
+            randint(5, 6),
+            random_bytes(6),
+            choice("abc"),
             items,
             backoff.pause(),
         ]
 
-    with randomness.replaced(random.Random(1)):
+    with replaced_chance(random.Random(1)):
         first = draw()
-    with randomness.replaced(random.Random(1)):
+    with replaced_chance(random.Random(1)):
         assert draw() == first
     assert draw() != first
 
 
 def test_pause_ends_with_its_time_or_with_the_stop() -> None:
     stop = threading.Event()
-    assert not clock.pause(stop, 0.001)
+    assert not waits.pause(stop, 0.001)
     stop.set()
-    assert clock.pause(stop)
+    assert waits.pause(stop)
 
 
 def test_attempts_end_with_success_time_or_stop() -> None:
     results = iter([False, False, True])
-    assert clock.until(lambda: next(results), within=DEADLINE, every=0.001)
-    assert not clock.until(lambda: False, within=0.01, every=0.001)
+    assert waits.until(lambda: next(results), within=DEADLINE, every=0.001)
+    assert not waits.until(lambda: False, within=0.01, every=0.001)
     stop = threading.Event()
     stop.set()
-    assert not clock.until(lambda: False, within=DEADLINE, every=DEADLINE, stop=stop)
+    assert not waits.until(lambda: False, within=DEADLINE, every=DEADLINE, stop=stop)
 
 
 def test_descriptor_is_readable_once_something_was_written() -> None:
     reader, writer = os.pipe()
-    assert not clock.readable(reader, 0.001)
+    assert not waits.readable(reader, 0.001)
     os.write(writer, b"x")
-    assert clock.readable(reader, DEADLINE)
+    assert waits.readable(reader, DEADLINE)
     os.close(reader)
     os.close(writer)
 

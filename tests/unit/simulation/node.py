@@ -28,9 +28,9 @@ from flanneld.reconcile import controller, last_run
 from flanneld.reconcile.controller import Controller
 from flanneld.reconcile.counters import counted
 from flanneld.reconcile.peers import Peers
-from flanneld.runtime.clock import Backoff
 from flanneld.runtime.process import Notifier
 from flanneld.runtime.supervisor import EventQueue, nothing
+from flanneld.runtime.waits import Backoff
 from flanneld.startup import SingleAttempts
 from flanneld.state.resources import ForeignLink, Key, Link, Resource, Route
 from flanneld.state.table import Put, Report, Scope, Seen

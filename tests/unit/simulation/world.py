@@ -11,7 +11,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from flanneld.runtime import clock, randomness
+from flanneld.runtime import clock
+from flanneld.runtime.clock import replaced_chance
 
 #: Seconds between two steps of a task that wants the next one at once.
 _TURN = 0.001
@@ -78,7 +79,7 @@ class World(logging.Handler, clock.Clock):
         logger.addHandler(self)
         logger.setLevel(self.level)
         try:
-            with clock.replaced(self), randomness.replaced(self.random):
+            with clock.replaced(self), replaced_chance(self.random):
                 yield
         finally:
             logger.removeHandler(self)

@@ -21,8 +21,8 @@ from flanneld.config import parse
 from flanneld.model import Lease, Uplink
 from flanneld.reconcile.reconciler import Reconciler, desired_by_table
 from flanneld.reconcile.upkeep import TableState
-from flanneld.runtime.clock import DetachedCalls
 from flanneld.runtime.sockets.http_client import HttpClient
+from flanneld.runtime.waits import DetachedCalls
 from flanneld.state.permits import Knowledge, Permits
 from tests.clock import Clock
 from tests.lab.clouds.kinds import make_cloud

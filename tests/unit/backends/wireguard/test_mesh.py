@@ -26,7 +26,8 @@ from flanneld.backends.wireguard.rotation import Rotation, observe, steer
 from flanneld.errors import Retryable
 from flanneld.model import IPAddress, Uplink
 from flanneld.network.genetlink import Endpoint, SeenDevice, SeenPeer
-from flanneld.runtime import clock, randomness
+from flanneld.runtime import clock
+from flanneld.runtime.clock import replaced_chance
 from flanneld.state.table import TunnelSession
 
 NETWORK = [ip_network("10.5.0.0/16")]
@@ -241,7 +242,7 @@ def test_lookup_that_hangs_is_left_and_the_other_answers_are_used(monkeypatch: p
 
     monkeypatch.setattr("flanneld.runtime.sockets.host_addresses.look_up", look_up)
     monkeypatch.setattr(mesh, "_LOOKUP", 0.1)
-    with randomness.replaced(random.Random(1)):
+    with replaced_chance(random.Random(1)):
         resolve = mesh.resolver(threading.Event())
         answers = [resolve(["slow.example.org", "home.example.org"]) for _ in range(8)]
     hangs.set()
@@ -499,7 +500,7 @@ def can_meet(one: Member, other: Member) -> bool:
 @pytest.fixture
 def time() -> Iterator[Time]:
     found = Time()
-    with clock.replaced(found), randomness.replaced(random.Random(40)):
+    with clock.replaced(found), replaced_chance(random.Random(40)):
         yield found
 
 

@@ -13,8 +13,8 @@ import pytest
 
 from flanneld.errors import Cancelled, Fatal, NoAnswer, Retryable
 from flanneld.model import Added, Lease, LeaseAttrs
-from flanneld.runtime.clock import Backoff
 from flanneld.runtime.sockets import interruptible
+from flanneld.runtime.waits import Backoff
 from flanneld.subnet.kube.api import ApiRefusal, ApiTimeouts, Denied
 from flanneld.subnet.kube.store import KubeOptions, KubeStore
 from flanneld.subnet.kube.watch import backoffs

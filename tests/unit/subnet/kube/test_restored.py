@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from flanneld.errors import NoAnswer
-from flanneld.runtime.clock import Backoff
+from flanneld.runtime.waits import Backoff
 from flanneld.subnet.kube import watch
 from flanneld.subnet.kube.access import Access
 from flanneld.subnet.kube.api import Api, ApiRefusal, ApiTimeouts, Expired, NoServer
