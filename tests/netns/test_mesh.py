@@ -67,9 +67,9 @@ class Site:
         # The kernel drops the masqueraded connections of an interface that goes down.
         self.router.ip("link set wan down", "link set wan up")
 
-    def take(self, node: Node) -> None:
+    def take(self, node: Node, address: str = "") -> None:
         """Move a node's uplink behind the router."""
-        address = f"192.168.1.{next(self._hosts)}"
+        address = address or f"192.168.1.{next(self._hosts)}"
         node.namespace.ip("link del eth0")
         node.namespace.ip(
             f"link add eth0 type veth peer name {node.name} netns {self.router.name}",
@@ -254,6 +254,21 @@ def test_restart_of_the_daemon_keeps_sessions_of_nodes_behind_nats(small: Networ
     assert reaches(node, peer)
     after = sessions(node)[peer.subnet()]
     assert (after.endpoint, after.last_handshake) == (before.endpoint, before.last_handshake)
+
+
+@pytest.mark.parametrize("address", ["192.168.1.9", "192.168.1.2"])
+def test_node_that_moved_behind_another_nat_is_met_by_peers_whose_nats_let_only_answers_in(
+    address: str,
+) -> None:
+    """Also with the address that it had: then its lease says nothing, and data without an answer do."""
+    with Lab() as lab, nothing_in_the_clear(lab):
+        network = Network(lab, [PUBLIC, RESTRICTED, RESTRICTED, SYMMETRIC])
+        network.wait_until_met()
+        node = lab.nodes[1]
+        there = Site(lab, 9, RESTRICTED)
+        there.take(node, address)
+        network.at[node] = there
+        network.wait_until_met()
 
 
 def test_ping_goes_on_in_the_same_session_after_the_uplinks_address_has_changed() -> None:

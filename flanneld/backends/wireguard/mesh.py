@@ -34,8 +34,9 @@ NAME = "mesh"
 MOST = 8
 #: Seconds between keepalive packets of a node behind NAT, as WireGuard's documentation has it.
 NAT_KEEPALIVE = 25
-#: Seconds between two questions to peers, and until the next if no peer answered.
-_ASK, _ASK_SOON = 60.0, 2.0
+#: Seconds between two questions to peers, until the next if no peer answered, and after a move: peers read
+#: their devices every 5 s, and know our endpoint of before until then.
+_ASK, _ASK_SOON, _ASK_MOVED = 60.0, 2.0, 6.0
 #: Peers that are asked: two show whether a NAT shows us to each in the same way.
 _ASKED = 2
 #: Seconds within which a peer answers.
@@ -73,7 +74,7 @@ class Mesh:
         #: Published endpoints by name.
         self.published: Mapping[str, tuple[Endpoint, ...]] = {}
         self.nat = Nat.UNKNOWN
-        #: Set by the table: names of the peers that are searched for.
+        #: Set by the table: names of the peers that are searched for or doubted.
         self.searched: frozenset[str] = frozenset()
         #: Set by the task: each peer is to get a packet, from which it sees where we are now.
         self.greets = False
@@ -264,7 +265,7 @@ class MeshTask:
         log.info("This node has moved, or was suspended: asking peers where they see it")
         self._here = here
         self._mesh.greets = True
-        self._ask_at = self._announce_at = now
+        self._ask_at, self._announce_at = now + _ASK_MOVED, now
         self._seen = ()
 
     def _reflect(self, local: Collection[IPAddress]) -> None:

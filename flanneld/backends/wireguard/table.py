@@ -23,8 +23,10 @@ from flanneld.backends.wireguard.rotation import (
     Rotation,
     Steer,
     is_alive,
+    is_doubted,
     observe,
     steer,
+    upset,
 )
 from flanneld.model import IPNetwork
 from flanneld.network import genetlink
@@ -43,6 +45,8 @@ _AUDIT = 30.0
 _LOOK = 1.0
 #: Seconds between two turns of a mesh after the first round of all searches.
 _TURN = 5.0
+#: Seconds of keepalives each 5 s after a move: peers behind NAT read meanwhile where we are, and call us.
+_GREET = 60.0
 #: Public key of a peer that exists only during one message: an allowed IP moved to it is removed with it.
 _THROWAWAY = b"flannel: takes an allowed IP away"[:32]
 #: Peers named in one log line, at most.
@@ -98,9 +102,11 @@ class WireGuardTable(Table):
         self._kernel: WireGuardDevices | None = None
         #: Endpoint given to each peer; the peer may have roamed since.
         self._given: dict[Key, Endpoint] = {}
+        #: Keys of the peers of a mesh whose lease has another endpoint since the last turn.
+        self._moved: set[Key] = set()
         #: Interface index by device name, as last read; 0 for none.
         self._indexes: dict[str, int] = {}
-        self._next_look = self._next_turn = 0.0
+        self._next_look = self._next_turn = self._greet_until = 0.0
         #: By device name and public key.
         self._rotations: dict[str, dict[bytes, Rotation]] = {}
         #: By device name. Replaced, never changed in place, because other threads read them.
@@ -155,6 +161,9 @@ class WireGuardTable(Table):
 
     def _note_given(self, want: WgPeer) -> None:
         if (given := _endpoint_of(want)) is not None:
+            if self.mesh is not None and self._given.get(want.key, given) != given:
+                self._moved.add(want.key)
+                self._next_turn = 0.0
             self._given[want.key] = given
 
     def _observe(self, name: str, device: SeenDevice | None, wall: float) -> None:
@@ -275,27 +284,35 @@ class WireGuardTable(Table):
     def _turn(self, mesh: Mesh, now: float, *, greets: bool) -> None:
         """Read the devices, and let each peer that is searched for take its next endpoint."""
         searched: set[str] = set()
+        if greets:
+            self._greet_until = now + _GREET
         is_first = False
         for name in self._devices:
             device, wall = self._open().read(name), self._wall_clock()
             self._observe(name, device, wall)
             packed = []
             for peer in device.peers if device else ():
+                state = self._rotations[name][peer.public_key]
+                has_session = is_alive(peer, wall)
+                if _key_of(name, peer.public_key) in self._moved or (greets and not has_session):
+                    state = upset(state, peer, now, wall)
                 state, change = steer(
-                    self._rotations[name][peer.public_key],
+                    state,
                     peer,
-                    self._candidates(mesh, name, peer.public_key),
+                    self._candidates(mesh, name, peer.public_key, has_session=has_session),
                     now,
                     wall,
-                    mesh.keepalive,
+                    SEARCH_KEEPALIVE if now < self._greet_until else mesh.keepalive,
                     mesh.name.encode(),
                 )
                 self._rotations[name][peer.public_key] = state
                 if state.search is not None:
                     searched.add(name_of(peer.public_key))
                     is_first = is_first or (state.search.round == 0 and bool(state.search.known))
-                elif greets and peer.last_handshake:
-                    change = Steer(SEARCH_KEEPALIVE, at_once=True)
+                elif is_doubted(state, now):
+                    searched.add(name_of(peer.public_key))
+                if greets:
+                    change = Steer(SEARCH_KEEPALIVE, change.endpoint if change else None, at_once=True)
                 if change is not None:
                     packed.append(
                         genetlink.steer_peer(
@@ -303,16 +320,19 @@ class WireGuardTable(Table):
                         )
                     )
             self._open().write([body for body, _ in genetlink.set_peers(name, packed)])
-        mesh.searched = frozenset(searched)
+        mesh.searched, self._moved = frozenset(searched), set()
         self._next_turn = now + (_LOOK if is_first or greets else _TURN)
 
-    def _candidates(self, mesh: Mesh, device: str, public_key: bytes) -> tuple[Endpoint, ...]:
-        """Return the endpoints to try: the published ones, then that of the lease.
+    def _candidates(
+        self, mesh: Mesh, device: str, public_key: bytes, *, has_session: bool
+    ) -> tuple[Endpoint, ...]:
+        """Return the endpoints to try: the published ones, then that of the lease, but not in a session.
 
         Each device has a port of its own, so of two devices each tries its own family.
         """
-        given = self._given.get((TABLE, device, keys.text_of(public_key)))
-        found = (*mesh.published.get(name_of(public_key), ()), *([given] if given else []))
+        given = self._given.get(_key_of(device, public_key))
+        published = mesh.published.get(name_of(public_key), ())
+        found = (*published, *([given] if given and (published or not has_session) else []))
         if len(self._devices) > 1:
             family = 6 if self._devices.index(device) else 4
             found = tuple(each for each in found if each[0].version == family)
@@ -360,6 +380,10 @@ def _by_device(puts: Sequence[Put]) -> Iterator[tuple[str, _Batch]]:
             case AllowedIp():
                 batch.allowed_ips.setdefault(want.public_key, []).append(want)
     yield from batches.items()
+
+
+def _key_of(device: str, public_key: bytes) -> Key:
+    return (TABLE, device, keys.text_of(public_key))
 
 
 def _endpoint_of(peer: WgPeer) -> Endpoint | None:

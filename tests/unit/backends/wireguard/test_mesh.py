@@ -22,7 +22,7 @@ from flanneld.backends.wireguard.mesh import (
     text_of,
     usable,
 )
-from flanneld.backends.wireguard.rotation import Rotation, observe, steer
+from flanneld.backends.wireguard.rotation import Rotation, is_alive, is_doubted, observe, steer, upset
 from flanneld.errors import Retryable
 from flanneld.model import IPAddress, Uplink
 from flanneld.network.genetlink import Endpoint, SeenDevice, SeenPeer
@@ -332,6 +332,8 @@ class Member:
         self.mesh = Mesh(self.name, {4: 51820}, 0)
         self.uplink = Uplink("eth0", 1, 1500, self.here[0], self.here[0])  # type: ignore[arg-type]
         self.task = MeshTask(self.mesh, self.world, lambda: self.uplink, NETWORK, self.sessions, self.ask)
+        self.greet_until = 0.0
+        self.moved: set[int] = set()
 
     def sessions(self) -> Iterator[TunnelSession]:
         for number, peer in self.peers.items():
@@ -342,36 +344,58 @@ class Member:
     def ask(self, targets: Sequence[IPAddress]) -> Collection[Endpoint]:
         self.world.questions += len(targets)
         asked = [each for each in self.world.members if each.subnet.network_address in targets]
-        return [found for each in asked if (found := each.peers[self.number].endpoint)]
+        return [found for each in asked if self.gets_to(each) and (found := each.peers[self.number].endpoint)]
 
     def turn(self, now: float) -> None:
         """Let each peer that is searched for take its next endpoint, as the table does."""
-        if self.mesh.greets:
-            self.mesh.greets = False
-            self.greet()
+        greets, self.mesh.greets = self.mesh.greets, False
+        moved, self.moved = self.moved, set()
         searched = set()
+        if greets:
+            self.greet_until = now + 60
         for number, peer in self.peers.items():
             other = self.world.members[number]
-            lease = () if other.here[0] == self.here[0] else (other.here,)
-            candidates = dict.fromkeys((*self.mesh.published.get(other.mesh.name, ()), *lease))
+            published, has_session = self.mesh.published.get(other.mesh.name, ()), is_alive(peer, BEGIN + now)
+            has_lease = other.here[0] != self.here[0] and (published or not has_session)
+            candidates = dict.fromkeys((*published, *([other.here] if has_lease else [])))
             state = observe(self.rotations[number], peer, now, BEGIN + now)
-            state, change = steer(
-                state, peer, tuple(candidates), now, BEGIN + now, self.mesh.keepalive, self.name
-            )
+            if (greets and not has_session) or number in moved:
+                state = upset(state, peer, now, BEGIN + now)
+            keepalive = 5 if now < self.greet_until else self.mesh.keepalive
+            state, change = steer(state, peer, tuple(candidates), now, BEGIN + now, keepalive, self.name)
             self.rotations[number] = state
-            if state.search is not None:
+            if state.search is not None or is_doubted(state, now):
                 searched.add(other.mesh.name)
             if change is not None:
                 peer = self.set(number, keepalive=change.keepalive, endpoint=change.endpoint or peer.endpoint)
+            if peer.keepalive and now % peer.keepalive == 0 and self.is_with(other):
+                self.keep_alive(number)
         self.mesh.searched = frozenset(searched)
 
-    def greet(self) -> None:
-        """Send a packet through each session: it moves the endpoint of whoever gets it."""
-        for number, peer in self.peers.items():
-            if peer.endpoint and peer.last_handshake:
-                arrived = self.world.send(self, peer.endpoint)
-                if arrived and arrived[0].number == number:
-                    arrived[0].set(self.number, endpoint=arrived[1])
+    def keep_alive(self, number: int) -> None:
+        """Send an empty packet through a session: it moves the endpoint of a peer that gets it."""
+        peer = self.peers[number]
+        self.set(number, tx_bytes=peer.tx_bytes + 32)
+        arrived = self.world.send(self, peer.endpoint) if peer.endpoint else None
+        if arrived and arrived[0].number == number and arrived[0].is_with(self):
+            heard = arrived[0].peers[self.number].rx_bytes
+            arrived[0].set(self.number, endpoint=arrived[1], rx_bytes=heard + 32)
+
+    def gets_to(self, other: Member) -> bool:
+        """Return True if packets of a session arrive."""
+        peer = self.peers[other.number]
+        arrived = self.world.send(self, peer.endpoint) if peer.endpoint else None
+        return arrived is not None and arrived[0] is other and self.is_with(other)
+
+    def move(self, router: Router | None, address: IPv4Address) -> None:
+        """Take the node to another site. Its lease tells its peers, if it has another address there."""
+        del self.world.hosts[self.router, self.here]
+        if address != self.here[0]:
+            for other in self.world.members:
+                other.moved.add(self.number)
+        self.router, self.here = router, (address, 51820)
+        self.world.hosts[router, self.here] = self
+        self.uplink = Uplink("eth1", 2, 1500, address, address)
 
     def set(self, number: int, **changes: object) -> SeenPeer:
         old = self.peers[number]
@@ -403,11 +427,13 @@ class Member:
         if arrived is None or arrived[0].number != number:
             return
         other, source = arrived
-        other.set(self.number, endpoint=source)
+        heard = other.peers[self.number].rx_bytes + 148
+        other.set(self.number, endpoint=source, rx_bytes=heard)
         back = self.world.send(other, source)
         assert back is None or back[0] is self
         if back is not None:
-            self.set(number, endpoint=back[1], last_handshake=wall)
+            heard = self.peers[number].rx_bytes + 92
+            self.set(number, endpoint=back[1], last_handshake=wall, rx_bytes=heard)
             other.set(self.number, last_handshake=wall)
 
 
@@ -550,7 +576,7 @@ def test_what_has_met_outlives_the_public_node_and_the_store(time: Time) -> None
         )
 
 
-def test_a_node_that_moved_or_was_suspended_greets_its_peers_and_asks_again(time: Time) -> None:
+def test_a_node_that_was_suspended_sends_its_peers_packets_and_asks_where_they_see_it(time: Time) -> None:
     world = World(30, random.Random(5))
     world.run(40, time, world.members)
     member = next(each for each in world.members if kind_of(each) is Site.FULL_CONE)
@@ -561,27 +587,28 @@ def test_a_node_that_moved_or_was_suspended_greets_its_peers_and_asks_again(time
     time.slept += 3600
     member.task.step(time.time)
     assert member.mesh.greets
+    world.run(15, time, world.members)
     assert world.questions > asked
 
-    member.mesh.greets = False
-    address = IPv4Address("46.0.0.1")
-    del world.hosts[member.router, member.here]
-    member.router, member.here = None, (address, 51820)
-    world.hosts[None, member.here] = member
-    member.uplink = Uplink("eth1", 2, 1500, address, address)
-    world.run(TICK, time, world.members)
-    assert text_of(member.here) in world.stored[member.mesh.name]
-    assert all(
-        other.peers[member.number].endpoint == member.here
-        for other in world.members
-        if other is not member and kind_of(other) in (Site.PUBLIC, Site.FULL_CONE)
-    )
-    # A NAT that lets in only answers dropped the greeting: its nodes search once the peer is silent.
-    world.run(300, time, world.members)
-    assert world.unmet(world.members) == []
-    assert all(
-        other.peers[member.number].endpoint == member.here for other in world.members if other is not member
-    )
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", [None, Site.FULL_CONE, Site.RESTRICTED])
+def test_a_node_that_moved_meets_all_within_30_s_in_the_same_sessions(
+    time: Time, seed: int, kind: Site | None
+) -> None:
+    world = World(40, random.Random(seed))
+    world.run(60, time, world.members)
+    member = next(each for each in world.members if kind_of(each) is Site.FULL_CONE)
+    there, here = IPv4Address("46.0.0.1"), IPv4Address("192.168.7.7")
+    router = Router(there, kind) if kind else None
+    if router:
+        world.routers[there] = router
+    member.move(router, here if router else there)
+    before = {number: peer.last_handshake for number, peer in member.peers.items()}
+    others = [each for each in world.members if each is not member and can_meet(each, member)]
+    world.run(30, time, world.members)
+    assert [each.number for each in others if not (each.gets_to(member) and member.gets_to(each))] == []
+    assert before == {number: peer.last_handshake for number, peer in member.peers.items()}
 
 
 def test_a_symmetric_nat_is_noticed_and_not_announced(time: Time) -> None:

@@ -9,7 +9,15 @@ import pytest
 from msgspec.structs import replace
 
 from flanneld.backends.wireguard import rotation, table
-from flanneld.backends.wireguard.rotation import SEARCH_KEEPALIVE, Rotation, Steer, observe, steer
+from flanneld.backends.wireguard.rotation import (
+    SEARCH_KEEPALIVE,
+    Rotation,
+    Steer,
+    is_doubted,
+    observe,
+    steer,
+    upset,
+)
 from flanneld.network.genetlink import Endpoint, SeenPeer
 
 NOW = 1e9
@@ -88,6 +96,68 @@ def test_only_the_first_few_are_named() -> None:
     assert "at [::1]:5; " in lone
 
 
+# ---- doubt --------------------------------------------------------------------------------------
+
+
+def doubted(*readings: tuple[int, int]) -> list[bool]:
+    """Whether a peer with a session is doubted, at readings of what was sent and heard, 5 s apart."""
+    state, found = Rotation(), []
+    for number, (sent, heard) in enumerate(readings):
+        state = observe(state, replace(peer(sent, NOW), rx_bytes=heard), number * 5.0, NOW)
+        found.append(is_doubted(state, number * 5.0))
+    return found
+
+
+def test_session_is_doubted_after_20_s_of_data_that_nothing_answers() -> None:
+    assert doubted((0, 0), *((84 * n, 0) for n in range(1, 7))) == [False] * 5 + [True] * 2
+    assert doubted((0, 0), (84, 0), *[(84, 0)] * 4) == [False] * 5 + [True]
+
+
+def test_session_is_not_doubted_for_keepalives_nor_for_data_that_are_answered() -> None:
+    assert not any(doubted(*((32 * n, 0) for n in range(30))))
+    assert not any(doubted(*((840 * n, 32 * n) for n in range(30))))
+    assert not any(doubted((0, 0), (840, 84), *[(840, 84)] * 9))
+
+
+def test_answer_ends_the_doubt() -> None:
+    readings = [(84 * n, 0) for n in range(7)]
+    assert doubted(*readings, (600, 32), (600, 32))[-3:] == [True, False, False]
+
+
+def test_peer_that_has_moved_is_searched_for_in_its_session_until_a_packet_comes() -> None:
+    seen = peer(500, NOW, keepalive=25)
+    state = upset(observe(Rotation(), seen, 0, NOW), seen, 0, NOW)
+    found = {}
+    for now in range(20):
+        state = observe(state, seen, now, NOW)
+        state, change = steer(state, seen, OTHERS[:2] if now > 9 else [], now, NOW, 25, b"")
+        if change is not None:
+            found[now] = change
+            seen = replace(seen, keepalive=change.keepalive, endpoint=change.endpoint or seen.endpoint)
+    assert found == {
+        6: Steer(SEARCH_KEEPALIVE, at_once=True),
+        10: Steer(SEARCH_KEEPALIVE, OTHERS[0], at_once=True),
+        15: Steer(SEARCH_KEEPALIVE, OTHERS[1], at_once=True),
+    }
+    state = observe(state, replace(seen, rx_bytes=32), 20, NOW)
+    assert steer(state, seen, OTHERS, 20, NOW, 25, b"") == (Rotation(500, 32), Steer(25))
+
+
+def test_doubted_session_keeps_an_endpoint_that_its_peer_announces() -> None:
+    seen = peer(500, NOW, keepalive=SEARCH_KEEPALIVE)
+    state = upset(observe(Rotation(), seen, 0, NOW), seen, 0, NOW)
+    assert steer(state, seen, [*OTHERS, ENDPOINT], 6, NOW, 25, b"") == (state, None)
+    assert steer(state, seen, OTHERS, 6, NOW, 25, b"")[1] == Steer(SEARCH_KEEPALIVE, OTHERS[0], at_once=True)
+
+
+def test_peer_without_a_session_is_searched_for_at_once_after_a_move() -> None:
+    seen = peer(500, NOW - 1000)
+    state = observe(Rotation(), seen, 0, NOW)
+    assert steer(state, seen, OTHERS, 0, NOW, 25, b"")[1] == Steer(25)
+    change = steer(upset(state, seen, 0, NOW), seen, OTHERS, 0, NOW, 25, b"")[1]
+    assert change == Steer(SEARCH_KEEPALIVE, OTHERS[0], at_once=True)
+
+
 # ---- the search ---------------------------------------------------------------------------------
 
 
@@ -157,18 +227,24 @@ def test_no_history_moves_the_endpoint_of_a_peer_with_a_session_or_of_an_idle_on
             if dice.random() < 0.1:
                 seen = replace(seen, last_handshake=wall)
             seen = replace(seen, tx_bytes=seen.tx_bytes + dice.choice([0, 148]))
+            seen = replace(seen, rx_bytes=seen.rx_bytes + dice.choice([0, 0, 148]))
             candidates = dice.sample(OTHERS, dice.randrange(5))
             state = observe(state, seen, now, wall)
+            was_sought = state.search is not None
             state, change = steer(state, seen, candidates, now, wall, 0, b"")
             if change is None:
                 continue
             seen = replace(seen, keepalive=change.keepalive)
             if change.endpoint is not None:
                 moves += 1
-                assert abs(wall - seen.last_handshake) > rotation.DEAD
-                assert state.is_silent or seen.last_handshake == 0.0
+                if abs(wall - seen.last_handshake) <= rotation.DEAD:
+                    assert is_doubted(state, now)
+                else:
+                    assert state.is_silent or seen.last_handshake == 0.0 or was_sought
                 assert change.endpoint in candidates
-            assert (state.search is not None) is (change.keepalive == SEARCH_KEEPALIVE)
+            assert (state.search is not None or is_doubted(state, now)) is (
+                change.keepalive == SEARCH_KEEPALIVE
+            )
     assert moves > 100
 
 

@@ -13,6 +13,7 @@ import pytest
 from flanneld.backends.wireguard import table as table_module
 from flanneld.backends.wireguard.mesh import Mesh, name_of
 from flanneld.backends.wireguard.resources import AllowedIp, DeviceKey, WgPeer
+from flanneld.backends.wireguard.rotation import SEARCH_KEEPALIVE
 from flanneld.backends.wireguard.table import WireGuardTable
 from flanneld.model import Family, IPNetwork, Secret
 from flanneld.network.genetlink import Endpoint, SeenDevice, SeenPeer
@@ -340,11 +341,46 @@ def test_peer_of_a_mesh_is_called_at_each_of_its_endpoints(kernel: FakeKernel, t
     table.look()
     assert not found.searched
     assert kernel.peers[ONE].keepalive == 25
-    # A node that has moved greets those with a session.
+    # A node that has moved greets each peer for a minute.
     pinged, found.greets = len(kernel.pinged), True
     table.look()
     assert not found.greets
     assert len(kernel.pinged) == pinged + 1
+    assert kernel.peers[ONE].keepalive == SEARCH_KEEPALIVE
+    time.time += 66
+    kernel.peers[ONE] = changed(kernel.peers[ONE], last_handshake=time.wall())
+    table.look()
+    assert kernel.peers[ONE].keepalive == 25
+
+
+def test_peer_of_a_mesh_whose_lease_has_another_endpoint_is_searched_for_in_its_session(
+    kernel: FakeKernel, time: Time
+) -> None:
+    found = Mesh(bytes(32), MESH_PORT, 0)
+    table = WireGuardTable([DEVICE], mesh=found)
+    before = peer()
+    put(table, before, allowed(FIRST))
+    kernel.peers[ONE] = changed(kernel.peers[ONE], last_handshake=time.wall(), endpoint=HOME)
+    table.look()
+    moved = WgPeer(DEVICE, ONE, ip_address("192.168.7.7"), 51820)
+    table.put([Put(moved, before)])
+    for _ in range(5):
+        time.time += 1
+        table.look()
+        assert not found.searched
+    for _ in range(7):
+        time.time += 1
+        table.look()
+    assert found.searched == {name_of(ONE)}
+    assert kernel.peers[ONE].endpoint == HOME
+    found.published = {name_of(ONE): (AWAY,)}
+    time.time += 5
+    table.look()
+    assert kernel.peers[ONE].endpoint == AWAY
+    kernel.peers[ONE] = changed(kernel.peers[ONE], rx_bytes=32)
+    time.time += 5
+    table.look()
+    assert not found.searched
 
 
 def test_mesh_without_a_search_is_read_every_5_s(kernel: FakeKernel, time: Time) -> None:
