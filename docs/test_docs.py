@@ -313,7 +313,13 @@ def test_an_extra_that_is_named_can_be_installed(name: str) -> None:
 
 
 #: The lines of the log that have a heading or a row of a table.
-LOG_LINES = re.findall(r"^(?:### |\| )`([^`]+)`(?:$| \|)", page("troubleshooting"), re.MULTILINE)
+LOG_LINES = [
+    line
+    for cell in re.findall(
+        r"^(?:### |\| )((?:`[^`]+`(?:<br>)?)+)(?:$| \|)", page("troubleshooting"), re.MULTILINE
+    )
+    for line in re.findall("`([^`]+)`", cell)
+]
 
 
 @pytest.mark.parametrize("line", LOG_LINES)

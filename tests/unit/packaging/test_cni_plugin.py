@@ -248,9 +248,10 @@ def test_bytes_that_are_no_text_are_passed_over_as_in_go(node: Node) -> None:
 
 def test_the_documentation_shows_what_is_delegated(node: Node) -> None:
     page = (ROOT / "docs/containers.md").read_text()
-    subnet_env = re.findall(r"^    (FLANNEL_.*\n)", page, re.MULTILINE)
+    running = (ROOT / "docs/running.md").read_text()
+    subnet_env = re.findall(r"^    (FLANNEL_.*\n)", running, re.MULTILINE)
     conflist = re.search(r"^```json\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    shown = re.search(r"^`bridge` gets\n\n(.*?)\n\n", page, re.MULTILINE | re.DOTALL)
+    shown = re.search(r"`bridge` gets\n\n(.*?)\n\n", page, re.DOTALL)
     assert conflist
     assert shown
     plugin = json.loads(conflist[1])["plugins"][0]
