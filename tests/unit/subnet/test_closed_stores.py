@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from flanneld.config import parse
 from flanneld.errors import Cancelled
 from flanneld.model import Lease, LeaseAttrs
 from flanneld.options import read
@@ -26,13 +27,14 @@ LEASE = Lease(LeaseAttrs(IP), IPv4Network("10.5.7.0/24"))
 CALLS: dict[str, Callable[[Store], object]] = {
     "read_leases": lambda manager: list(manager.read_leases()),
     "stored": lambda manager: manager.stored(IP),
+    "acquire": lambda manager: manager.acquire(parse(CONFIG), LEASE.attrs, (None, None)),
     "renew": lambda manager: manager.renew(LEASE),
     "watch": lambda manager: manager.watch(lambda _: None, lambda: None),
     "watch_own": lambda manager: manager.watch_own(LEASE, lambda _: None, lambda: None),
 }
 
 
-@pytest.fixture(params=["v2", "v3", "auto", "both", "remote", "file", "kube"])
+@pytest.fixture(params=["v2", "v3", "gRPC", "auto", "both", "remote", "file", "kube"])
 def manager(request: pytest.FixtureRequest, etcd: LocalEtcd, tmp_path: Path) -> Iterator[Store]:
     """A store that has answered, but for Kubernetes, and was closed then."""
     file = LocalFile(tmp_path / "leases.db")
@@ -44,6 +46,7 @@ def manager(request: pytest.FixtureRequest, etcd: LocalEtcd, tmp_path: Path) -> 
         flags = {
             "remote": [f"-remote=127.0.0.1:{server.port}"],
             "file": [f"-store={tmp_path / 'leases.db'}"],
+            "gRPC": [f"-etcd-endpoints={etcd.url}", "-etcd-api=v3", "-etcd-transport=grpc"],
             "kube": ["-kube-subnet-mgr", "-kube-api-url=http://127.0.0.1:1", f"-net-config-path={net_conf}"],
         }.get(request.param, [f"-etcd-endpoints={etcd.url}", f"-etcd-api={request.param}"])
         manager = open_store(read(flags, {}), {"NODE_NAME": "n1"})

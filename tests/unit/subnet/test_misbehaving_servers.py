@@ -297,9 +297,20 @@ def test_connection_that_the_server_does_not_keep_costs_no_failure(name: str, th
     assert len(connections) == 3
 
 
+def go_on(sock: socket.socket, answer: bytes) -> None:
+    sock.sendall(answer)
+    answer_each(sock, answer)
+
+
 @pytest.mark.parametrize("name", OVER_HTTP)
-@pytest.mark.parametrize("then", [lambda _: None, reset], ids=["closes", "resets"])
-def test_kept_connection_that_ends_with_the_next_request_is_replaced(name: str, then: Serve) -> None:
+@pytest.mark.parametrize(
+    ("then", "number"),
+    [(lambda *_: None, 3), (lambda sock, _: reset(sock), 3), (go_on, 1)],
+    ids=["closes", "resets", "answers"],
+)
+def test_kept_connection_is_replaced_only_if_it_ends_with_the_next_request(
+    name: str, then: Callable[[socket.socket, bytes], None], number: int
+) -> None:
     connections = []
 
     def serve(sock: socket.socket) -> None:
@@ -307,28 +318,13 @@ def test_kept_connection_that_ends_with_the_next_request_is_replaced(name: str, 
         read_request(sock)
         sock.sendall(CLIENTS[name][1])
         if read_request(sock):
-            then(sock)
+            then(sock, CLIENTS[name][1])
 
     with server(serve) as url:
         client = client_of(name, url)
         for _ in range(3):
             client.ask()
-    assert len(connections) == 3
-
-
-@pytest.mark.parametrize("name", OVER_HTTP)
-def test_good_connection_is_kept(name: str) -> None:
-    connections = []
-
-    def serve(sock: socket.socket) -> None:
-        connections.append(sock)
-        answer_each(sock, CLIENTS[name][1])
-
-    with server(serve) as url:
-        client = client_of(name, url)
-        for _ in range(3):
-            client.ask()
-    assert len(connections) == 1
+    assert len(connections) == number
 
 
 @pytest.mark.parametrize("name", OVER_HTTP)

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from flanneld.config import parse
 from flanneld.errors import Cancelled, Retryable
-from flanneld.model import Added, Event, Lease, LeaseAttrs, LeaseTable, Removed, Snapshot
+from flanneld.model import Added, Event, Lease, LeaseAttrs, LeaseTable, Snapshot
 from flanneld.runtime import clock
 from flanneld.runtime.supervisor import Supervisor
 from flanneld.subnet.codec import format_key
@@ -510,20 +510,6 @@ def test_a_watch_that_fails_ends_all_with_what_was_wrong(node: Node) -> None:
 
     with pytest.raises(ValueError, match="out of order"):
         node.manager.watch(deliver, lambda: None)
-
-
-def test_after_close_nothing_goes_on(node: Node) -> None:
-    lease = node.join()
-    node.manager.close()
-    for act in (
-        node.manager.network_config,
-        lambda: node.manager.renew(lease),
-        lambda: node.manager.watch(node.events.extend, node.stop.set),
-        lambda: node.manager.watch_own(lease, node.events.extend, node.stop.set),
-    ):
-        with pytest.raises(Cancelled):
-            act()
-    assert Removed(lease.key) not in node.events
 
 
 # ---- a node with another public IP ----------------------------------------------------------------

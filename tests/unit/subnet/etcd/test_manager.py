@@ -208,10 +208,6 @@ def test_a_node_gets_its_own_lease_back_with_its_new_attributes(store: EtcdPrefi
     assert store.get(first)["value"] == store.value('{"PublicIP":"192.0.2.1","BackendData":{"VNI":1}}')
 
 
-def test_the_previous_subnet_is_taken_again(store: EtcdPrefix) -> None:
-    assert store.manager().acquire(NETWORK, node(1), (net("10.3.6.0/24"), None)).subnet == net("10.3.6.0/24")
-
-
 def test_choice_of_a_subnet_is_told_once_however_often_it_is_tried(
     store: EtcdPrefix, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -239,16 +235,9 @@ def test_a_previous_subnet_of_another_node_is_left_to_it(
     lease = store.manager().acquire(NETWORK, node(1), (net("10.3.6.0/24"), None))
     assert lease.subnet != net("10.3.6.0/24")
     assert store.get(holder)["modifiedIndex"] == index
-    assert ["belongs to another node" in text for text in warnings(caplog)] == [True]
-
-
-def test_the_key_of_a_previous_subnet_that_is_leased_elsewhere_is_named(
-    store: EtcdPrefix, caplog: pytest.LogCaptureFixture
-) -> None:
-    store.put("10.3.6.0-24", node(2))
-    store.manager().acquire(NETWORK, node(1), (net("10.3.6.0/24"), None))
     (line,) = warnings(caplog)
-    assert f"{store.prefix}/subnets/10.3.6.0-24 (public IP 192.0.2.2)" in line
+    assert "belongs to another node" in line
+    assert f"{store.prefix}/subnets/{holder} (public IP 192.0.2.2)" in line
 
 
 def test_a_proven_lease_is_kept_under_another_public_ip(store: EtcdPrefix) -> None:
@@ -405,9 +394,8 @@ def test_a_lease_of_our_address_from_another_host_is_warned_of(
     assert ["-public-ip" in text for text in warnings(caplog)] == [True]
 
 
-@pytest.mark.parametrize("more", ["", IPV6], ids=["ipv4", "dual"])
-def test_twenty_nodes_that_start_at_once_get_twenty_subnets(store: EtcdPrefix, more: str) -> None:
-    config = parse(f'{{"Network": "10.3.0.0/16", "SubnetMin": "10.3.1.0", "SubnetMax": "10.3.20.0"{more}}}')
+def test_twenty_nodes_that_start_at_once_get_twenty_subnets(store: EtcdPrefix) -> None:
+    config = parse(f'{{"Network": "10.3.0.0/16", "SubnetMin": "10.3.1.0", "SubnetMax": "10.3.20.0"{IPV6}}}')
     leases: list[Lease] = []
     ready = threading.Barrier(20)
 
@@ -427,7 +415,7 @@ def test_twenty_nodes_that_start_at_once_get_twenty_subnets(store: EtcdPrefix, m
     for thread in threads:
         thread.join(120)
     assert len({lease.subnet for lease in leases}) == 20
-    assert len({lease.ipv6_subnet for lease in leases}) == (20 if more else 1)
+    assert len({lease.ipv6_subnet for lease in leases}) == 20
     assert len(nodes(store)) == 20
 
 
@@ -761,13 +749,6 @@ def test_lease_that_a_backup_shows_as_a_former_nodes_is_renewed(store: EtcdPrefi
     assert store.get(lease)["modifiedIndex"] == renewed.asof > index
 
 
-def test_a_lease_that_has_gone_is_written_again(store: EtcdPrefix) -> None:
-    manager, lease = acquired(store)
-    store.keys.delete(f"{store.prefix}/subnets/{dashed(lease)}")
-    assert manager.renew(lease).key == lease.key
-    assert has_full_term(store.get(lease))
-
-
 def test_a_reservation_is_left_alone_unless_we_changed(store: EtcdPrefix) -> None:
     store.put("10.3.9.0-24", '{"PublicIP":"192.0.2.1"}', ttl=None)
     manager = store.manager()
@@ -786,14 +767,6 @@ def test_reservation_of_an_operator_stays_one(store: EtcdPrefix) -> None:
     assert "ttl" not in store.get(lease)
 
 
-def test_a_lease_that_another_node_has_taken_is_not_overwritten(store: EtcdPrefix) -> None:
-    manager, lease = acquired(store)
-    index = store.put(dashed(lease), node(2))
-    with pytest.raises(LeaseTaken, match=r"192\.0\.2\.2"):
-        manager.renew(lease)
-    assert store.get(lease)["modifiedIndex"] == index
-
-
 def test_renewal_overwrites_only_its_last_known_value(store: EtcdPrefix) -> None:
     manager, lease = acquired(store)
     moved = manager.renew(replace(lease, attrs=node(7)))
@@ -807,24 +780,3 @@ def test_an_unreadable_value_of_our_lease_is_repaired(store: EtcdPrefix) -> None
     store.put(dashed(lease), "{")
     manager.renew(lease)
     assert json.loads(store.get(lease)["value"])["PublicIP"] == "192.0.2.1"
-
-
-# ---- closing -------------------------------------------------------------------------------------
-
-
-def test_after_close_every_call_is_cancelled(store: EtcdPrefix) -> None:
-    manager, lease = acquired(store)
-    manager.stored(None)
-    manager.close()
-    manager.close()
-    calls: list[Callable[[], object]] = [
-        manager.network_config,
-        lambda: manager.stored(None),
-        lambda: manager.acquire(NETWORK, node(1), NOTHING),
-        lambda: manager.renew(lease),
-        lambda: manager.watch(print, print),
-        lambda: manager.watch_own(lease, print, print),
-    ]
-    for call in calls:
-        with pytest.raises(Cancelled):
-            call()

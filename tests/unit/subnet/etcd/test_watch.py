@@ -209,13 +209,6 @@ def test_a_lease_that_expires_is_one_event(watched: Watched) -> None:
     assert watched.next(1) == removed("10.1.1.0/24")
 
 
-def test_a_lease_that_is_deleted_is_one_event(watched: Watched) -> None:
-    watched.put("10.1.1.0-24", value(1))
-    watched.start()
-    watched.delete("subnets/10.1.1.0-24")
-    assert watched.next(1) == removed("10.1.1.0/24")
-
-
 def test_a_lease_may_be_deleted_with_a_condition(watched_v2: Watched) -> None:
     index = watched_v2.put("10.1.1.0-24", value(1))
     watched_v2.start()

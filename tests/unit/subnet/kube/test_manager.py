@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from flanneld.errors import Cancelled, Fatal, NoAnswer, Retryable
-from flanneld.model import Added, Lease, LeaseAttrs
+from flanneld.model import Lease, LeaseAttrs
 from flanneld.runtime.sockets import interruptible
 from flanneld.runtime.waits import Backoff
 from flanneld.subnet.kube.api import ApiRefusal, ApiTimeouts, Denied
@@ -294,24 +294,6 @@ def test_no_token_is_shown_in_what_is_said(cluster: Cluster, caplog: pytest.LogC
 # ---- the watch ------------------------------------------------------------------------------------
 
 
-def test_peers_come_change_and_go(cluster: Cluster) -> None:
-    cluster.put_peer(2)
-    cluster.join()
-    cluster.wait_for(2)
-    cluster.put_peer(3)
-    cluster.wait_for(2, 3)
-    cluster.put_peer(3, public_ip="198.18.0.33")
-    wait_for(
-        lambda: any(
-            isinstance(e, Added) and str(e.lease.attrs.public_ip) == "198.18.0.33" for e in cluster.events
-        )
-    )
-    cluster.control.annotate("n3", {f"{PREFIX}kube-subnet-manager": None})
-    cluster.wait_for(2)
-    cluster.control.delete_node("n2")
-    cluster.wait_for()
-
-
 def test_heartbeats_and_other_changes_are_no_news(cluster: Cluster) -> None:
     cluster.put_peer(2)
     cluster.join()
@@ -492,15 +474,6 @@ def test_lists_that_are_not_acted_on_leave_no_connection_open(cluster: Cluster) 
     cluster.control.disturb_watches(Fault(error=410))
     wait_for(lambda: len(lists_of_all(cluster, start)) > 9, 10)
     wait_for(lambda: len(cluster.kube.server.connections) < 4, 10)
-
-
-def test_requested_relist_lists_all_nodes(cluster: Cluster) -> None:
-    cluster.put_peer(2)
-    manager = cluster.join()
-    wait_for(lambda: cluster.control.watches() == 1)
-    manager.reread()
-    wait_for(lambda: len(cluster.events) == 2, 10)
-    assert cluster.events[0] == cluster.events[1]
 
 
 def test_every_blocked_call_ends_at_once(cluster: Cluster) -> None:

@@ -236,34 +236,6 @@ def test_config_that_is_no_text_is_an_error_with_a_remedy() -> None:
         manager.close()
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda manager: manager.network_config(),
-        lambda manager: manager.watch(lambda _events: None, lambda: None),
-    ],
-    ids=["request", "watch"],
-)
-def test_blocked_call_ends_when_the_manager_is_closed(call: Callable[[RemoteStore], object]) -> None:
-    ended: SimpleQueue[str] = SimpleQueue()
-    with server(Script()) as url:
-        manager = manager_of(url)
-
-        def run() -> None:
-            try:
-                call(manager)
-            except Cancelled:
-                ended.put("cancelled")
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join(0.3)
-        assert thread.is_alive()
-        manager.close()
-        assert ended.get(timeout=0.5) == "cancelled"
-        thread.join()
-
-
 def test_addresses_are_those_of_all_servers() -> None:
     servers = (RemoteServer("192.0.2.1", 8888), RemoteServer("2001:db8::1", 8888))
     manager = RemoteStore(RemoteOptions(servers))

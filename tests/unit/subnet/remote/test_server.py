@@ -473,31 +473,6 @@ def test_lease_is_renewed_while_there_is_no_network_config(etcd: LocalEtcd, serv
         etcd.put(f"{ROOT}/config", CONFIG)
 
 
-def test_node_gets_the_subnet_that_it_had(server: Running) -> None:
-    taken = server.ask("GET", "/v1/_/leases").body
-    had = next(net for number in range(77, 255) if f'"{(net := f"10.5.{number}.0/24")}"' not in taken)
-    answer = server.ask("POST", "/v1/_/leases", f'{{"PublicIP":"10.99.0.31","PreviousSubnet":"{had}"}}')
-    assert f'"Subnet":"{had}"' in answer.body
-
-
-@pytest.mark.parametrize("count", [30])
-def test_nodes_that_join_at_once_get_a_subnet_each(server: Running, etcd: LocalEtcd, count: int) -> None:
-    subnets: list[str] = []
-
-    def join(number: int) -> None:
-        answer = server.ask("POST", "/v1/_/leases", f'{{"PublicIP":"10.98.0.{number}"}}')
-        subnets.append(json.loads(answer.body)["Subnet"])
-
-    threads = [threading.Thread(target=join, args=(number,)) for number in range(1, count + 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    assert len(set(subnets)) == count
-    for subnet in subnets:  # other tests name theirs
-        etcd.delete(f"{ROOT}/subnets/{subnet.replace('/', '-')}")
-
-
 def test_leases_and_watch_of_ipv6_are_told(server: Running, etcd: LocalEtcd) -> None:
     etcd.put(
         f"{ROOT}/six/config",
