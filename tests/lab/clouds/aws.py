@@ -11,8 +11,10 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, ClassVar
 
+from botocore.loaders import JSONFileLoader
 from moto import settings
 from moto.core import DEFAULT_ACCOUNT_ID
 from moto.core.responses import ActionAuthenticatorMixin
@@ -27,6 +29,9 @@ from tests.lab.clouds.service import VPC_NETWORK, Answer, Asked, Request, Servic
 
 # Some 1,300 images, which moto makes anew for each cloud and no test asks for.
 os.environ["MOTO_EC2_LOAD_DEFAULT_AMIS"] = "false"
+# Each client of each test would parse the model of EC2's API, which takes half a second.
+_load = cache(JSONFileLoader().load_file)
+JSONFileLoader.load_file = lambda _, path: _load(path)
 REGION = "us-east-1"
 _RIGHTS = (
     "CreateRoute",

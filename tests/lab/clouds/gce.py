@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,6 +25,11 @@ _SELF = "https://www.googleapis.com/compute/v1/projects/lab"
 NETWORK = f"{_SELF}/global/networks/default"
 _ZONE = "zones/lab-a"
 _PAGE = 3
+
+
+@cache
+def _account_key() -> rsa.RSAPrivateKey:
+    return rsa.generate_private_key(65537, 2048)
 
 
 @dataclass
@@ -68,7 +74,7 @@ class GceService(VpcService):
 
     def make_account(self, path: Path, url: str) -> None:
         """Write the key file of a service account whose tokens are handed out at ``url``."""
-        key = rsa.generate_private_key(65537, 2048)
+        key = _account_key()
         text = key.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         )

@@ -6,14 +6,16 @@ import json
 import threading
 from ipaddress import IPv4Network
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
 from flanneld.backends.cloud.contract import CloudTableEntry, ErrorKind
 from flanneld.backends.cloud.record import Record, Recorded, routes_in
-from tests.lab.clouds.aws import ROLE_ARN, WEB_IDENTITY, AwsService
 from tests.unit.backends.cloud.bench import SUBNET, THEIRS, Bench
+
+if TYPE_CHECKING:  # moto takes two seconds to load
+    from tests.lab.clouds.aws import AwsService
 
 #: The right that each cloud wants for making a route, by its own name.
 RIGHTS = {
@@ -151,6 +153,8 @@ def test_an_answer_that_comes_too_late_counts_for_nothing(cloud: Bench) -> None:
 
 @pytest.mark.parametrize("kind", ["aws-vpc"])
 def test_a_web_identity_is_exchanged_for_keys(cloud: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.lab.clouds.aws import ROLE_ARN, WEB_IDENTITY
+
     token = cloud.room / "token"
     token.write_text("stolen")
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
@@ -242,8 +246,7 @@ def test_the_next_hop_follows_the_uplinks_address(cloud: Bench) -> None:
 
 @pytest.mark.parametrize("kind", ["aws-vpc"])
 def test_the_source_destination_check_is_switched_off_or_its_right_is_named(cloud: Bench) -> None:
-    service = cloud.cloud
-    assert isinstance(service, AwsService)
+    service = cast("AwsService", cloud.cloud)
     cloud.cloud.deny("forward")
     node = cloud.node()
     node.audit()
@@ -268,8 +271,7 @@ def test_an_instance_that_may_not_forward_is_told_what_to_do(cloud: Bench) -> No
 
 @pytest.mark.parametrize("kind", ["aws-vpc"])
 def test_each_table_that_the_config_names_has_the_route(cloud: Bench) -> None:
-    service = cloud.cloud
-    assert isinstance(service, AwsService)
+    service = cast("AwsService", cloud.cloud)
     tables = [service.main.id, service.add_table()]
     node = cloud.node(RouteTableID=tables)
     assert len(node.audit()[0]) == 2
@@ -284,8 +286,7 @@ def test_each_table_that_the_config_names_has_the_route(cloud: Bench) -> None:
 def test_credentials_are_found_where_the_sdk_looks(
     cloud: Bench, monkeypatch: pytest.MonkeyPatch, source: str
 ) -> None:
-    service = cloud.cloud
-    assert isinstance(service, AwsService)
+    service = cast("AwsService", cloud.cloud)
     key, secret = service.key
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
