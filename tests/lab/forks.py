@@ -27,10 +27,13 @@ from typing import Any
 from tests.vm.machine import INSIDE
 
 ROOT = Path(__file__).resolve().parents[2]
-#: The command of each program, and the module whose ``main`` it runs.
+#: The command of the lab's API server.
+KUBE_API = (sys.executable, "-m", "tests.lab.kube_api")
+#: The first words of each program's command, and the module whose ``main`` it runs.
 PROGRAMS = {
-    str(ROOT / ".venv/bin/flanneld"): "flanneld.__main__",
-    str(ROOT / ".venv/bin/flannelctl"): "flanneld.ctl.main",
+    (str(ROOT / ".venv/bin/flanneld"),): "flanneld.__main__",
+    (str(ROOT / ".venv/bin/flannelctl"),): "flanneld.ctl.main",
+    KUBE_API: "tests.lab.kube_api.__main__",
 }
 #: Variable that is 0 if all programs are to be started.
 FORKS = "FLANNELD_TEST_FORKS"
@@ -70,9 +73,14 @@ def can_fork(command: Sequence[str], environment: Mapping[str, str]) -> bool:
     differ = environment.items() ^ os.environ.items()
     of_interpreter = any(name.startswith(("PYTHON", "LD_")) for name, _ in differ)
     # There it costs more to copy the memory of all modules than to load the few of flannelctl.
-    is_cheaper = INSIDE not in os.environ or own[0].endswith("flanneld")
+    is_cheaper = INSIDE not in os.environ or not own[0].endswith("flannelctl")
     can = os.environ.get(FORKS) != "0" and os.uname().machine in _SYS_CLONE
-    return can and own[0] in PROGRAMS and is_cheaper and not of_interpreter
+    return can and bool(_program(own)) and is_cheaper and not of_interpreter
+
+
+def _program(command: Sequence[str]) -> tuple[str, ...]:
+    """Return the words of ``PROGRAMS`` with which a command begins."""
+    return next((words for words in PROGRAMS if tuple(command[: len(words)]) == words), ())
 
 
 def _parsed(command: Sequence[str]) -> tuple[list[str], str]:
@@ -141,6 +149,7 @@ def _load() -> None:
     for module in pkgutil.walk_packages(flanneld.__path__, "flanneld."):
         if not module.name.endswith(_APART):
             importlib.import_module(module.name)
+    importlib.import_module(PROGRAMS[KUBE_API])
     for name in _LAZY:
         with suppress(ImportError):
             importlib.import_module(name)
@@ -193,11 +202,13 @@ def _become(request: Mapping[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     command: list[str] = request["command"]
-    sys.argv, sys.path[0] = command, str(Path(command[0]).parent)
+    program = _program(command)
+    sys.argv, sys.path[0] = [command[0], *command[len(program) :]], str(Path(command[0]).parent)
     _libc.prctl(_PR_SET_NAME, Path(command[0]).name.encode(), 0, 0, 0)
-    # The kernel puts the interpreter before the name of a script.
-    interpreter = Path(command[0]).open().readline().removeprefix("#!").split()  # noqa: SIM115
-    _show_arguments([*interpreter, *command])
+    if program != KUBE_API:
+        # The kernel puts the interpreter before the name of a script.
+        command = [*Path(command[0]).open().readline().removeprefix("#!").split(), *command]  # noqa: SIM115
+    _show_arguments(command)
 
 
 def _show_arguments(words: Sequence[str]) -> None:
@@ -239,4 +250,4 @@ def main(descriptor: int) -> None:
     request = _serve(socket.socket(fileno=descriptor))
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _become(request)
-    importlib.import_module(PROGRAMS[request["command"][0]]).main()
+    importlib.import_module(PROGRAMS[_program(request["command"])]).main()

@@ -5,13 +5,12 @@ from __future__ import annotations
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from tests.lab.credentials import make_certificates, write_kubeconfig, write_service_account
-from tests.lab.daemon import ROOT
+from tests.lab.forks import KUBE_API
 from tests.lab.kube_api.calls import remote
 from tests.lab.kube_api.control import Control, Object
 from tests.lab.namespace import Namespace
@@ -53,11 +52,8 @@ class Kube:
         own += ["--anonymous=nobody" if self._tls else "--anonymous=flannel"]
         if self._tls:
             own += [f"--certificates={make_certificates(self._directory, self.address)}"]
-        command = [sys.executable, "-m", "tests.lab.kube_api", *own, *flags]
         with self._log.open("ab") as output:
-            self._process = self.namespace.start(
-                *command, output=output, environment={"PYTHONPATH": str(ROOT)}
-            )
+            self._process = self.namespace.start(*KUBE_API, *own, *flags, output=output)
 
         def listens() -> bool:
             assert self._process is not None

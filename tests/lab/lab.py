@@ -97,24 +97,40 @@ class Lab:
         if routed and not self._routes:
             self._routes = True
             self._build_second_link()
+        numbers = range(len(self.nodes) + 1, len(self.nodes) + 1 + number)
+        namespaces = [Namespace(f"{self.name}-n{each}") for each in numbers]
+        batch(*(f"netns add {each.name}" for each in namespaces))
         added = [
-            self._build_node(len(self.nodes) + 1 + i, SECOND_LINK if routed else LINK) for i in range(number)
+            self._build_node(*each, SECOND_LINK if routed else LINK)
+            for each in zip(namespaces, numbers, strict=True)
         ]
+        self.plug_in(*added)
         self.nodes += added
         return added
 
-    def plug_in(self, node: Node) -> None:
-        """Make a node's uplink, with its addresses and default routes."""
-        node.namespace.ip(
-            f"link add eth0 address 02:18:00:00:00:{node.number:02x} mtu 1500 type veth"
-            f" peer name {node.name} netns {self.switch.name}",
-            f"address add {node.address}/24 dev eth0",
-            f"address add {node.ipv6_address}/64 dev eth0",
-            "link set eth0 up",
-            f"route add default via {gateway(node.link_number)}",
+    def plug_in(self, *nodes: Node) -> None:
+        """Make the uplinks of nodes, with their addresses and default routes."""
+        self.switch.ip(
+            *(
+                line
+                for node in nodes
+                for line in (
+                    f"link add {node.name} type veth peer name eth0 netns {node.namespace.name}"
+                    f" address 02:18:00:00:00:{node.number:02x} mtu 1500",
+                    f"link set {node.name} master {_bridge(node.link_number)} up",
+                )
+            )
         )
-        self.switch.ip(f"link set {node.name} master {_bridge(node.link_number)} up")
-        node.namespace.add_default_route(gateway(node.link_number, 6))
+        for node in nodes:
+            node.namespace.ip(
+                "link set lo up",
+                f"address add {node.address}/24 dev eth0",
+                f"address add {node.ipv6_address}/64 dev eth0",
+                "link set eth0 up",
+                f"route add default via {gateway(node.link_number)}",
+            )
+        for node in nodes:
+            node.namespace.add_default_route(gateway(node.link_number, 6))
 
     @contextmanager
     def unplugged(self, node: Node) -> Iterator[None]:
@@ -170,7 +186,6 @@ class Lab:
     def _build_switch(self) -> None:
         batch(f"netns add {self.switch.name}")
         _skip_duplicate_address_detection(self.switch)
-        self.switch.ip("link set lo up")
         self._build_bridge(LINK)
 
     def _build_second_link(self) -> None:
@@ -183,6 +198,7 @@ class Lab:
         # A switch's ports have no addresses of their own that the nodes might come to know.
         self.switch.sysctl("net/ipv6/conf/default/disable_ipv6", 0)
         self.switch.ip(
+            "link set lo up",
             # Without a MAC of its own a bridge takes its ports', and the nodes' ARP entries go stale.
             f"link add {name} address 02:{link}:00:00:00:fe type bridge",
             f"address add {gateway(link)}/24 dev {name}",
@@ -191,15 +207,11 @@ class Lab:
         )
         self.switch.sysctl("net/ipv6/conf/default/disable_ipv6", 1)
 
-    def _build_node(self, number: int, link: int) -> Node:
-        namespace = Namespace(f"{self.name}-n{number}")
-        batch(f"netns add {namespace.name}")
+    def _build_node(self, namespace: Namespace, number: int, link: int) -> Node:
         node = Node(namespace, number, self.etcd.endpoint, self.directory / f"n{number}", link)
         _skip_duplicate_address_detection(namespace)
         namespace.sysctl("net/ipv4/ip_forward", 1)
         namespace.sysctl("net/ipv6/conf/all/forwarding", 1)
-        namespace.ip("link set lo up")
-        self.plug_in(node)
         return node
 
 

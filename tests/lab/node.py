@@ -300,9 +300,11 @@ class Node:
             "link set lo up",
             "link set eth0 up",
             *(f"address add {address} dev eth0 {_nodad(version)}" for version, address in own.items()),
+            *(f"route add default via {gateway.ip}" for gateway in gateways if gateway.version == 4),
         )
         for gateway in gateways:
-            inside.add_default_route(str(gateway.ip))
+            if gateway.version == 6:
+                inside.add_default_route(str(gateway.ip))
         addresses = {version: address.partition("/")[0] for version, address in own.items()}
         return Container(inside, addresses, self.directory)
 

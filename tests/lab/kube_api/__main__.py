@@ -42,4 +42,5 @@ def main() -> None:
     serve(control, options.control)
 
 
-main()
+if __name__ == "__main__":
+    main()
