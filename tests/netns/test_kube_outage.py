@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -232,24 +233,32 @@ def saved(directory: Path) -> list[str]:
     return sorted(node["name"] for node in json.loads(file.read_text())["nodes"]) if file.exists() else []
 
 
+def nodes_that_were_saved(
+    lab: Lab, backend: Mapping[str, object], number: int, *flags: str
+) -> tuple[Path, list[Node]]:
+    """Start nodes, the first with these flags, and wait until it has saved all; return them and where."""
+    write_net_conf(lab, backend)
+    directory = lab.directory / "state"
+    directory.mkdir()
+    nodes = lab.add_nodes(number)
+    for node in nodes:
+        lab.kube.add(node)
+        start(lab, node, *([f"--state-dir={directory}", *flags] if node is nodes[0] else []))
+    for node in nodes:
+        node.wait_ready()
+    wait_for(lambda: saved(directory) == [node.name for node in nodes], 20)
+    return directory, nodes
+
+
 def peers_of(node: Node) -> dict[str, str]:
     """The public IP of each peer by its MAC."""
     return {entry["mac"]: entry["dst"] for entry in node.fdb("flannel.1")}
 
 
 def test_with_saved_nodes_a_host_that_boots_without_api_server_joins_the_network(lab: Lab) -> None:
-    write_net_conf(lab, VXLAN)
-    directory = lab.directory / "state"
-    directory.mkdir()
-    first, second, third = lab.add_nodes(3)
-    for node in (first, second, third):
-        lab.kube.add(node)
-        start(lab, node, *([f"--state-dir={directory}"] if node is first else []))
-    for node in (first, second, third):
-        node.wait_ready()
+    directory, (first, second, third) = nodes_that_were_saved(lab, VXLAN, 3)
     for node in (second, third):
         connect(first, node)
-    wait_for(lambda: saved(directory) == ["n1", "n2", "n3"], 20)
     before, mac = peers_of(first), (first.link("flannel.1") or {})["address"]
     lab.kube.kill()
     first.kill()
@@ -271,16 +280,8 @@ def test_with_saved_nodes_a_host_that_boots_without_api_server_joins_the_network
 
 @pytest.mark.needs_kernel("wireguard")
 def test_saved_nodes_let_this_node_change_its_own_device_and_nothing_of_a_peer(lab: Lab) -> None:
-    write_net_conf(lab, {"Type": "wireguard"})
-    directory = lab.directory / "state"
-    directory.mkdir()
-    first, second = lab.add_nodes(2)
-    for node in (first, second):
-        lab.kube.add(node)
-        start(lab, node, *([f"--state-dir={directory}"] if node is first else []))
-        node.wait_ready()
+    directory, (first, second) = nodes_that_were_saved(lab, {"Type": "wireguard"}, 2)
     connect(first, second)
-    wait_for(lambda: saved(directory) == ["n1", "n2"], 20)
     (peer,) = first.run("wg", "show", "flannel-wg", "peers").stdout.split()
     lab.kube.kill()
     first.kill()
@@ -301,15 +302,7 @@ def test_saved_nodes_let_this_node_change_its_own_device_and_nothing_of_a_peer(l
 @pytest.mark.parametrize("fault", [Fault("list", status=503, times=0), Fault("list", delay=SILENCE, times=0)])
 def test_with_saved_nodes_a_host_joins_though_the_api_server_fails_half_way(lab: Lab, fault: Fault) -> None:
     """It tells the booting host its own node, and lists the others no more."""
-    write_net_conf(lab, VXLAN)
-    directory = lab.directory / "state"
-    directory.mkdir()
-    first, second = lab.add_nodes(2)
-    for node in (first, second):
-        lab.kube.add(node)
-        start(lab, node, *([f"--state-dir={directory}"] if node is first else []))
-        node.wait_ready()
-    wait_for(lambda: saved(directory) == ["n1", "n2"], 20)
+    directory, (first, second) = nodes_that_were_saved(lab, VXLAN, 2)
     first.kill()
     first.run("ip", "link", "del", "flannel.1")
     first.subnet_file.unlink()
@@ -358,16 +351,10 @@ def test_a_restart_without_api_server_keeps_what_an_old_file_does_not_know(
     lab: Lab, why: str, backend_type: str
 ) -> None:
     """n3 has joined since the file was saved, and n2 has changed its address and MAC."""
-    write_net_conf(lab, {"Type": backend_type})
-    directory = lab.directory / "state"
-    directory.mkdir()
-    flags = (f"--state-dir={directory}", f"-healthz-port={HEALTH_PORT}", "-healthz-ip=127.0.0.1")
-    first, second, third = lab.add_nodes(3)
-    for node in (first, second):
-        lab.kube.add(node)
-        start(lab, node, *(flags if node is first else ()))
-        node.wait_ready()
-    wait_for(lambda: saved(directory) == ["n1", "n2"], 20)
+    health = (f"-healthz-port={HEALTH_PORT}", "-healthz-ip=127.0.0.1")
+    directory, (first, second) = nodes_that_were_saved(lab, {"Type": backend_type}, 2, *health)
+    flags = (f"--state-dir={directory}", *health)
+    (third,) = lab.add_nodes()
     if why == "could not be saved":
         first.stop()
         start(lab, first, *flags, command=["sh", "-c", READ_ONLY, str(directory), *own_command()])

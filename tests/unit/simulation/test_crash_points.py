@@ -207,21 +207,17 @@ def points_in(begin: Begin, store: str, backend: str, directory: Path, deaths: i
     return every(partial(tell, begin, store, backend, directory, deaths)) - without
 
 
-@pytest.fixture
-def renewals_are_due(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nodes that started within five seconds renew their leases once all is quiet."""
-    monkeypatch.setattr(node, "MARGIN", DAY - SETTLES - 6.0)
+@pytest.fixture(autouse=True)
+def renewals_are_due(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In their story, nodes that started within five seconds renew their leases once all is quiet."""
+    if "begin" in request.fixturenames and request.getfixturevalue("begin") is renewal:
+        monkeypatch.setattr(node, "MARGIN", DAY - SETTLES - 6.0)
 
 
 @pytest.mark.parametrize("begin", STORIES, ids=_name)
 def test_daemon_that_dies_at_any_effect_recovers_and_costs_no_packet(
-    begin: Begin,
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
-    record_property: Callable[[str, object], None],
+    begin: Begin, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    if begin is renewal:
-        request.getfixturevalue("renewals_are_due")
     points = sum(points_in(begin, store, backend, tmp_path, 1) for store in STORES for backend in BACKENDS)
     record_property("crash points", points)
     assert points >= STORIES[begin]
@@ -258,14 +254,8 @@ def encrypting_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     ("begin", "backend"), ENCRYPTED, ids=lambda each: each if isinstance(each, str) else _name(each)
 )
 def test_daemon_that_dies_at_any_effect_lets_nothing_out_in_the_clear(
-    begin: Begin,
-    backend: str,
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
-    record_property: Callable[[str, object], None],
+    begin: Begin, backend: str, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    if begin is renewal:
-        request.getfixturevalue("renewals_are_due")
     points = points_in(begin, "v3", backend, tmp_path, 1)
     record_property("crash points", points)
     assert points >= ENCRYPTED[begin, backend]
@@ -323,10 +313,8 @@ def test_troubled_cluster_lets_nothing_out_in_the_clear(backend: str, seed: int,
 @pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize("begin", STORIES, ids=_name)
 def test_daemon_that_dies_twice_recovers_and_costs_no_packet(
-    begin: Begin, store: str, backend: str, tmp_path: Path, request: pytest.FixtureRequest
+    begin: Begin, store: str, backend: str, tmp_path: Path
 ) -> None:
-    if begin is renewal:
-        request.getfixturevalue("renewals_are_due")
     points_in(begin, store, backend, tmp_path, 2)
 
 
