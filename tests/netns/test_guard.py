@@ -70,7 +70,8 @@ def test_both_families_are_guarded(lab: Lab) -> None:
     here, there = first.container(), second.container()
     here.wait_for_reply(there.addresses[6])
     here.wait_for_reply(there.addresses[4])
-    for command in ("doctor", "routes", "peers", "status"):
+    wait_for(lambda: flannelctl(first, "status").returncode == 0, what="a node that is well")
+    for command in ("doctor", "routes", "peers"):
         done = flannelctl(first, command)
         assert done.returncode == 0, done.stdout
 
@@ -78,8 +79,8 @@ def test_both_families_are_guarded(lab: Lab) -> None:
 def test_everything_passes_until_all_leases_are_known(lab: Lab) -> None:
     first, second = cluster(lab)
     first.container().wait_for_reply(second.container())
+    wait_for(lambda: admitted(first) == {second.address}, what="the peer to be let in")
     first.stop()
-    assert admitted(first) == {second.address}
     first.run("nft", "delete", "table", "ip", "flannel-guard")
     lab.etcd.stop()
     first.start("--guard-tunnel")

@@ -54,13 +54,14 @@ def test_a_path_that_carries_less_is_noticed(lab: Lab, backend: str, inner: int)
     for each in (node, peer):
         each.stop()
         each.start(environment={"WIREGUARD_KEY_FILE": str(each.directory / "wgkey")})
-        each.wait_ready(60)
+        each.wait_for_log("In sync with", 60)
     assert carried(node, peer.subnet()) == {"underlay": (1400, 1400), "tunnel": (inner - 100, inner - 100)}
     assert "path" not in findings(node)
 
 
 def test_a_name_of_no_peer_is_refused(lab: Lab) -> None:
     (node,) = lab.cluster({"Type": "vxlan"}, nodes=1)
+    node.wait_for_log("In sync with")
     done = flannelctl(node, "mtu", "10.5.99.1")
     assert (done.returncode, done.stdout) == (2, "")
     assert "no peer is known at 10.5.99.1; flannelctl peers lists them" in done.stderr

@@ -53,7 +53,8 @@ def listen_on(lab: Lab, *addresses: str) -> None:
 def move_into_network(lab: Lab) -> None:
     """Have etcd listen on addresses inside the networks as well."""
     for family, address in STORE.items():
-        lab.switch.ip(f"address add {address}/{32 if family == 4 else 128} dev lo")
+        # Without nodad an IPv6 address is tentative for a moment, and etcd cannot bind to it.
+        lab.switch.ip(f"address add {address} dev lo{' nodad' if family == 6 else ''}")
     listen_on(lab, lab.etcd.address, *STORE.values())
 
 
