@@ -216,7 +216,7 @@ def join(
         ),
     )
     if options.follow_path_mtu:
-        uplink_manager.lowered = last_run.path_mtu
+        uplink_manager.lowered = last_run.path_mtu(machine)
     for unread in unread_keys(config):
         log.warning("%s", unread)
     waiting.patiently("claims on this host", lambda: admit(config, uplink_manager.backend))

@@ -347,7 +347,6 @@ class LastRun:
         #: Attributes of our lease, and those before.
         self._attributes: LeaseAttrs | None = None
         self.earlier = self._state.earlier if self._state else ()
-        self.path_mtu = self._state.path_mtu if self._state else (0, 0)
         self.record = self._file.update
         self.try_again = self._file.try_again
 
@@ -358,6 +357,10 @@ class LastRun:
         """
         lease = proven_lease(self._state, machine, store, previous)
         return lease if lease is not None and self._file.is_writable() else None
+
+    def path_mtu(self, machine: Machine) -> tuple[int, int]:
+        """Return the MTU of the backend and a lower one, zeros for none. A clone measures anew."""
+        return self._state.path_mtu if self._state and self._state.machine == machine else (0, 0)
 
     def joined(self, machine: Machine, store: str, lease: Lease) -> None:
         """Record the lease of this run and the objects that are still to be swept."""

@@ -127,18 +127,27 @@ MTU_TASK = "path MTU"
 _FEW = 8
 #: Seconds between two rounds, and until a path that seems to carry less is measured again.
 _PAUSE, _AGAIN = 30.0, 5.0
+#: MTU in bytes below which one of several peers does not lower ours, as it may be broken, or filter. Paths of
+#: the Internet carry this (IPv6's least).
+_BY_ONE = SMALLEST[6]
 
 #: Returns for each target a size that its path carries, at most the wanted one, or None without an answer.
 Measure = Callable[[Sequence[tuple[IPAddress, int]]], Sequence[int | None]]
 
 
-def agreed(before: Mapping[IPAddress, int], now: Mapping[IPAddress, int]) -> IPAddress | None:
-    """Return the end of the path that carries least, of those with two equal sizes; None without (pure).
+def agreed(
+    before: Mapping[IPAddress, int], now: Mapping[IPAddress, int], *, alone: bool
+) -> tuple[IPAddress, int] | None:
+    """Return the end of the path that carries least, and the MTU for it; None without one (pure).
 
-    A busy node or a lossy path makes a size look too large once, and hardly twice in the same way.
+    Only paths with two equal sizes count: a busy node or a lossy path makes a size look too large once, and
+    hardly twice in the same way. Below ``_BY_ONE`` two peers must agree, unless there is no other peer.
     """
-    same = [target for target, size in now.items() if before.get(target) == size]
-    return min(same, key=now.__getitem__, default=None)
+    same = sorted((target for target, size in now.items() if before.get(target) == size), key=now.__getitem__)
+    if not same:
+        return None
+    least = 0 if alone else min([_BY_ONE, *(now[each] for each in same[1:2])])
+    return same[0], max(now[same[0]], least)
 
 
 class PathMtuFollower:
@@ -170,9 +179,9 @@ class PathMtuFollower:
         except OSError as failure:
             self._once.warn(log, "socket", f"Cannot measure paths to peers: {cause_of(failure)}")
             return clock.now() + _PAUSE
-        target = agreed(before, self._short)
-        if target is not None:
-            lower = max(self._short[target], self._least)
+        found = agreed(before, self._short, alone=len(self._controller.peers.view().leases) == 1)
+        if found is not None:
+            target, lower = found[0], max(found[1], self._least)
             self._short = {}  # also if the MTU is as low as it may be: other paths get their turn
             if lower < mtu == uplinks.mtu:  # else the uplink has moved meanwhile
                 log.warning(

@@ -139,7 +139,7 @@ class LinkTable(_KernelTable):
             link = put.want
             assert isinstance(link, Link)
             try:
-                if self._put(link):
+                if self._put(link, None if put.claim else put.was):
                     report.made.append(link)
             except OSError as failure:
                 report.failed.append(self._refusal(link, failure))
@@ -156,12 +156,14 @@ class LinkTable(_KernelTable):
                 report.failed.append(Failure(link, failure.strerror or str(failure)))
         return report
 
-    def _put(self, link: Link) -> bool:
+    def _put(self, link: Link, before: Resource | None) -> bool:
+        """Make a device right, and return False if it is. ``before`` was desired, if that has changed."""
         actual = self._actual(link)
         if actual is not None:
             if links.step(link, actual) is links.LinkStep.NOTHING:
                 return False
-            log.warning("%s %s", link.name, links.differences(link, actual))
+            if actual != before:
+                log.warning("%s %s", link.name, links.differences(link, actual))
         ours = links.renamed(link, self._kernel.links()) if actual is None else None
         if ours is not None:
             log.warning("Device %s was renamed to %s: renaming it back", link.name, ours.name)

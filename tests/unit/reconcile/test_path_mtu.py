@@ -26,16 +26,16 @@ TWO, THREE = (each.subnet.network_address for each in PEERS if each.subnet)
 
 
 class Fixture:
-    """A node with two peers, and paths that carry what ``sizes`` says, by peer."""
+    """A node with two peers or one, and paths that carry what ``sizes`` says, by peer."""
 
-    def __init__(self, own: Lease = OWN) -> None:
+    def __init__(self, own: Lease = OWN, number: int = len(PEERS)) -> None:
         self.uplinks = SimpleNamespace(mtu=1450)
         self.sizes: dict[IPAddress, int | None] = {}
         self.lowered: list[int] = []
         self.asked: list[IPAddress] = []
         peers = SimpleNamespace(
             local_resources=lambda: (Address("flannel.1", IPv4Address("10.5.1.0")),),
-            view=lambda: SimpleNamespace(leases=PEERS, reasons=()),
+            view=lambda: SimpleNamespace(leases=PEERS[:number], reasons=()),
         )
         controller: Any = SimpleNamespace(uplink_manager=self.uplinks, peers=peers, lower_mtu=self.lower)
         self.follower = PathMtuFollower(own, cast("Controller", controller), self.measure, self.measure)
@@ -79,8 +79,23 @@ def test_two_equal_measurements_of_one_path_lower_the_mtu_and_nothing_raises_it(
 
 @pytest.mark.parametrize(("own", "lowest"), [(OWN, 576), (BOTH, 1280)])
 def test_mtu_is_never_lowered_below_what_every_path_carries(own: Lease, lowest: int) -> None:
-    rounds: list[dict[IPAddress, int | None]] = [{TWO: 300}] * 5
+    rounds: list[dict[IPAddress, int | None]] = [{TWO: 300, THREE: 300}] * 5
     assert Fixture(own).run(*rounds) == [lowest]
+
+
+@pytest.mark.parametrize(
+    ("number", "sizes", "lowered"),
+    [
+        (2, {TWO: 600}, [1280]),
+        (2, {TWO: 600, THREE: 1400}, [1280]),
+        (2, {TWO: 600, THREE: 900}, [900]),
+        (1, {TWO: 600}, [600]),
+    ],
+)
+def test_one_of_several_peers_lowers_the_mtu_no_further_than_paths_of_the_internet_need(
+    number: int, sizes: dict[IPAddress, int | None], lowered: list[int]
+) -> None:
+    assert Fixture(number=number).run(*[sizes] * 5) == lowered
 
 
 def test_path_that_carries_less_than_every_path_must_leaves_the_others_their_turn() -> None:
@@ -123,9 +138,9 @@ def test_measurement_during_which_the_uplink_moved_lowers_nothing() -> None:
 
 def test_of_several_paths_the_narrowest_with_two_equal_sizes_counts() -> None:
     one, other = ip_address("10.5.2.0"), ip_address("fd00:2::")
-    assert agreed({one: 1300, other: 1400}, {one: 1290, other: 1400}) == other
-    assert agreed({one: 1300, other: 1400}, {one: 1300, other: 1400}) == one
-    assert agreed({one: 1300}, {}) is None
+    assert agreed({one: 1300, other: 1400}, {one: 1290, other: 1400}, alone=False) == (other, 1400)
+    assert agreed({one: 1300, other: 1400}, {one: 1300, other: 1400}, alone=False) == (one, 1300)
+    assert agreed({one: 1300}, {}, alone=False) is None
 
 
 class TwoDevices:

@@ -18,6 +18,7 @@ from flanneld.model import LeaseAttrs
 from flanneld.reconcile.last_run import (
     Device,
     FileStamp,
+    LastRun,
     Machine,
     RunRecord,
     StateFile,
@@ -69,6 +70,13 @@ def test_state_of_an_earlier_version_without_the_latest_fields_is_read(path: Pat
         del content[name]
     path.write_text(json.dumps(content))
     assert StateFile(path).load() == replace(STATE, **{name: getattr(RunRecord(), name) for name in latest})
+
+
+def test_path_mtu_of_another_machine_is_that_of_the_image_of_a_clone(path: Path) -> None:
+    save(path, STATE)
+    record = LastRun(path.with_name("subnet.env"), file=StateFile(path))
+    assert record.path_mtu(STATE.machine) == (1450, 1350)
+    assert record.path_mtu(replace(STATE.machine, hardware_address="02:18:00:00:00:02")) == (0, 0)
 
 
 @pytest.mark.parametrize(
