@@ -6,15 +6,21 @@ import itertools
 import socket
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from flanneld.backends.wireguard import keys
+from flanneld.backends.wireguard.backend import private_key_of
+from flanneld.backends.wireguard.mesh import NAT_KEEPALIVE, name_of
+from flanneld.backends.wireguard.rotation import SEARCH_KEEPALIVE
 from flanneld.network.genetlink import SeenPeer, WireGuardDevices
 from tests.lab import Lab, Node, wait_for
 from tests.lab.lab import NETWORK
 from tests.lab.namespace import Namespace, batch
 from tests.netns.test_seeing import answer
+from tests.netns.wall_clock import WallClock
 
 pytestmark = pytest.mark.needs_kernel("wireguard")
 
@@ -80,17 +86,17 @@ class Site:
         self.router.ip(f"link set {node.name} master lan up")
 
 
-def start(node: Node) -> None:
-    node.start(environment={"WIREGUARD_KEY_FILE": str(node.directory / "wgkey")})
+def start(node: Node, **environment: str) -> None:
+    node.start(environment={"WIREGUARD_KEY_FILE": str(node.directory / "wgkey"), **environment})
 
 
 class Network:
     """Nodes of a mesh, each with its kind of site."""
 
-    def __init__(self, lab: Lab, kinds: Iterable[str], *, shared: int = 0) -> None:
+    def __init__(self, lab: Lab, kinds: Iterable[str], *, shared: int = 0, **config: object) -> None:
         """Start a node at each site, and ``shared`` more at the last one."""
         self.lab = lab
-        lab.etcd.put_config({"Network": NETWORK, "Backend": {"Type": "wireguard", "Mesh": True}})
+        lab.etcd.put_config({"Network": NETWORK, "Backend": {"Type": "wireguard", "Mesh": True}, **config})
         self.sites: list[Site] = []
         self.kinds: dict[Node, str] = {}
         self.at: dict[Node, Site] = {}
@@ -269,6 +275,59 @@ def test_node_that_moved_behind_another_nat_is_met_by_peers_whose_nats_let_only_
         there.take(node, address)
         network.at[node] = there
         network.wait_until_met()
+
+
+def announced(lab: Lab, node: Node) -> tuple[int, str]:
+    """A node's endpoints in the store, and the number of the write."""
+    key = (node.directory / "wgkey").read_bytes()
+    found = lab.etcd.get(f"endpoints/{name_of(keys.public_key(private_key_of(key)))}")
+    assert found is not None
+    return found["modifiedIndex"], found["value"]
+
+
+def test_node_that_was_suspended_announces_itself_and_calls_its_peers_at_once(tmp_path: Path) -> None:
+    """The NAT before it has forgotten it meanwhile, and so lets no packet of a peer in."""
+    with Lab() as lab, nothing_in_the_clear(lab):
+        network = Network(lab, [PUBLIC, RESTRICTED])
+        public, node = lab.nodes
+        clock = WallClock(tmp_path)
+        node.stop()
+        start(node, **clock.environment)
+        node.wait_ready(60)
+        network.wait_until_met()
+        # Peers have told it where they see it.
+        wait_for(lambda: "198.18.0.102:" in announced(lab, node)[1], 60, "the endpoint outside the NAT")
+        wait_for(lambda: sessions(node)[public.subnet()].keepalive == NAT_KEEPALIVE, 60, "NAT's keepalive")
+        before = announced(lab, node)
+        network.sites[0].reboot()
+        clock.put(0, slept=60)
+        node.wait_for_log("This node has moved, or was suspended", 60)
+        wait_for(lambda: sessions(node)[public.subnet()].keepalive == SEARCH_KEEPALIVE, 60, "the packets")
+        wait_for(lambda: reaches(public, node), WITHIN)
+        wait_for(lambda: announced(lab, node)[0] > before[0], 60, "the announcement")
+        wait_for(lambda: announced(lab, node)[1] == before[1], 60, "the endpoint outside the NAT again")
+
+
+def test_ping_goes_on_with_a_new_ipv6_prefix_on_the_uplink() -> None:
+    ranges: dict[str, Any] = {"EnableIPv6": True, "IPv6Network": "fd05::/48", "IPv6SubnetLen": 64}
+    with Lab() as lab:
+        network = Network(lab, [PUBLIC, PUBLIC], **ranges)
+        node, peer = lab.nodes
+        network.wait_until_met()
+        target = node.env()["FLANNEL_IPV6_SUBNET"].replace("::1/64", "::")
+
+        def is_reached() -> bool:
+            return peer.run("ping", "-n", "-c", "1", "-W", "1", target, check=False).returncode == 0
+
+        wait_for(is_reached, WITHIN)
+        new = "fd99::9"
+        lab.switch.ip("address add fd99::ffff/64 dev br0")
+        peer.namespace.ip("address add fd99::8/64 dev eth0")
+        node.namespace.ip(f"address del {node.ipv6_address}/64 dev eth0", f"address add {new}/64 dev eth0")
+        node.wait_for_log("This node has moved", 60)
+        wait_for(lambda: f"[{new}]:51821" in announced(lab, node)[1], 60, "the new endpoint")
+        wait_for(is_reached, WITHIN)
+        wait_for(lambda: str(lab.etcd.leases()).count(new) == 1, 60, "the new address in the lease")
 
 
 def test_ping_goes_on_in_the_same_session_after_the_uplinks_address_has_changed() -> None:

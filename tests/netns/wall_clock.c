@@ -1,5 +1,5 @@
-// A wall clock that is ahead by the seconds in a file (an int64 of this machine), for LD_PRELOAD.
-// The other clocks are left alone, as a jump of the wall clock leaves them.
+// Clocks that are ahead by the seconds in a file (two int64 of this machine), for LD_PRELOAD: the wall clock, and
+// the one that counts seconds of suspension. The others are left alone, as such a jump leaves them.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -15,7 +15,7 @@ static int (*real)(clockid_t, struct timespec *);
 __attribute__((constructor)) static void set_up(void) {
     const char *path = getenv("WALL_CLOCK");
     int file = path ? open(path, O_RDONLY | O_CLOEXEC) : -1;
-    void *mapped = file < 0 ? MAP_FAILED : mmap(NULL, sizeof *ahead, PROT_READ, MAP_SHARED, file, 0);
+    void *mapped = file < 0 ? MAP_FAILED : mmap(NULL, 2 * sizeof *ahead, PROT_READ, MAP_SHARED, file, 0);
     real = (int (*)(clockid_t, struct timespec *))dlsym(RTLD_NEXT, "clock_gettime");
     if (mapped == MAP_FAILED || !real) abort();
     ahead = mapped;
@@ -24,7 +24,8 @@ __attribute__((constructor)) static void set_up(void) {
 int clock_gettime(clockid_t clock, struct timespec *now) {
     if (!real) set_up();
     int status = real(clock, now);
-    if (status == 0 && (clock == CLOCK_REALTIME || clock == CLOCK_REALTIME_COARSE)) now->tv_sec += *ahead;
+    if (status == 0 && (clock == CLOCK_REALTIME || clock == CLOCK_REALTIME_COARSE)) now->tv_sec += ahead[0];
+    if (status == 0 && clock == CLOCK_BOOTTIME) now->tv_sec += ahead[1];
     return status;
 }
 

@@ -1,4 +1,4 @@
-"""A wall clock that jumps for one daemon while it runs. The clocks that nobody sets are as they are.
+"""A wall clock that jumps for one daemon while it runs, or a host that was suspended. Other clocks go on.
 
 ``faketime`` will not do: its version in Debian 12 breaks sleeping until a point on the monotonic clock.
 """
@@ -27,8 +27,8 @@ class WallClock:
         """For whoever goes by this clock."""
         return {"LD_PRELOAD": str(self._library), "WALL_CLOCK": str(self._file)}
 
-    def put(self, seconds: int) -> None:
-        """Let it be so far ahead of the right time, from now on."""
+    def put(self, seconds: int, slept: int = 0) -> None:
+        """Let it be so far ahead of the right time from now on, and the host have slept so long."""
         self._file.touch()
         with self._file.open("r+b", buffering=0) as file:
-            file.write(struct.pack("=q", seconds))
+            file.write(struct.pack("=qq", seconds, slept))
