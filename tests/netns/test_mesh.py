@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import re
+import shlex
 import socket
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -19,12 +21,13 @@ from flanneld.network.genetlink import SeenPeer, WireGuardDevices
 from tests.lab import Lab, Node, wait_for
 from tests.lab.lab import NETWORK
 from tests.lab.namespace import Namespace, batch
-from tests.netns.test_seeing import answer
+from tests.netns.test_seeing import answer, flannelctl
 from tests.netns.wall_clock import WallClock
 
 pytestmark = pytest.mark.needs_kernel("wireguard")
 
 DEVICE = "flannel-wg"
+GUIDE = Path(__file__).parents[2] / "docs" / "encryption.md"
 #: Seconds in which all that can meet have met.
 WITHIN = 30
 PUBLIC, FULL_CONE, RESTRICTED, SYMMETRIC = "public", "full cone", "port-restricted", "symmetric"
@@ -283,6 +286,43 @@ def announced(lab: Lab, node: Node) -> tuple[int, str]:
     found = lab.etcd.get(f"endpoints/{name_of(keys.public_key(private_key_of(key)))}")
     assert found is not None
     return found["modifiedIndex"], found["value"]
+
+
+def commands(places: dict[str, str]) -> list[list[str]]:
+    """The commands of the guide to two sites, with the addresses and files of a test."""
+    section = GUIDE.read_text().split("### Two sites")[1].split("\n### ")[0]
+    for written, there in places.items():
+        section = section.replace(written, there)
+    found = re.findall(r"(?m)^    (flannel(?:d|ctl) .*)$", re.sub(r"\\\n +", "", section))
+    return [shlex.split(each.partition(" >")[0], comments=True)[1:] for each in found]
+
+
+def test_two_sites_with_one_forwarded_port_are_one_network_by_the_commands_of_the_guide() -> None:
+    with Lab(has_etcd=False) as lab, nothing_in_the_clear(lab):
+        first, other = lab.add_nodes(2)
+        sites = [Site(lab, 1, FULL_CONE), Site(lab, 2, RESTRICTED)]
+        for node, site in zip((first, other), sites, strict=True):
+            site.take(node)
+        sites[0].router.run("nft", "add rule ip nat pre iifname wan tcp dport 8888 dnat to 192.168.1.2")
+        token = first.directory / "token"
+        places = {
+            "203.0.113.5": "198.18.0.101",
+            "198.51.100.9": "198.18.0.102",
+            "/var/lib/flannel": str(first.directory),
+            "/etc/flannel/token": str(token),
+        }
+        serve, create, join, peers = commands(places)
+        for node, flags in ((first, serve), (other, join)):
+            key = {"WIREGUARD_KEY_FILE": str(node.directory / "wgkey")}
+            node.start(*flags, f"--state-dir={node.directory}", environment=key)
+            node.wait_ready(60)
+            if node is first:
+                token.touch(0o600)
+                token.write_text(flannelctl(first, *create).stdout)
+        wait_for(lambda: reaches(other, first) and reaches(first, other), WITHIN)
+        listed = flannelctl(other, *peers).stdout
+        assert first.subnet() in listed
+        assert "198.18.0.101" in listed
 
 
 def test_node_that_was_suspended_announces_itself_and_calls_its_peers_at_once(tmp_path: Path) -> None:

@@ -125,10 +125,30 @@ def test_from_ipsec_to_wireguard_nothing_is_lost_and_nothing_can_be_read(lab: La
         restart_each(nodes, running)
         throughout.wait_for_packets()
     assert throughout.readable == 0
+    check_no_ipsec(nodes)
+
+
+def check_no_ipsec(nodes: Sequence[Node]) -> None:
     wait_for(lambda: not any(charon_of(node) for node in nodes), what="charon to end")
     for node in nodes:
         assert node.run("ip", "xfrm", "policy").stdout == ""
         assert node.link(DEVICES["ipsec"]) is None
+
+
+def test_from_ipsec_to_wireguard_at_one_blow_nothing_can_be_read_and_all_meet_again(lab: Lab) -> None:
+    """Without ``Also`` nodes of both backends do not reach each other, and send nothing in the clear."""
+    nodes = cluster(lab, "ipsec", 2)
+    one, other = nodes
+    give(lab, "wireguard")
+    with wire(lab, *nodes) as throughout, one.container().ping(other.container()) as ping:
+        throughout.wait_for_packets()
+        restart_each([one])
+        assert not [way for node in nodes for way in ways(node).values() if way != DEVICES["ipsec"]]
+        restart_each([other])
+        wait_for_way(nodes, "wireguard")
+        ping.wait_for_replies(2, deadline=60)
+    assert throughout.readable == 0
+    check_no_ipsec(nodes)
 
 
 def test_a_node_with_ipsec_reaches_none_in_the_clear_unless_that_is_allowed(lab: Lab) -> None:
