@@ -15,7 +15,7 @@ import pytest
 from pyroute2 import WireGuard as Reader
 
 from flanneld.backends.wireguard import keys
-from flanneld.backends.wireguard.resources import AllowedIp, DeviceKey, WgPeer
+from flanneld.backends.wireguard.keys import AllowedIp, DeviceKey, WgPeer
 from flanneld.backends.wireguard.rotation import DEAD, GIVEN_UP
 from flanneld.backends.wireguard.table import WireGuardTable
 from flanneld.model import Secret

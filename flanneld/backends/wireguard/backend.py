@@ -29,8 +29,7 @@ from flanneld.backends.contract import (
     require_type,
 )
 from flanneld.backends.wireguard import keys
-from flanneld.backends.wireguard.keys import NO_PRESHARED_KEY
-from flanneld.backends.wireguard.resources import AllowedIp, DeviceKey, WgPeer
+from flanneld.backends.wireguard.keys import NO_PRESHARED_KEY, AllowedIp, DeviceKey, WgPeer
 from flanneld.compat.flags import quoted
 from flanneld.compat.json import Fields, GoJsonError
 from flanneld.config import Config

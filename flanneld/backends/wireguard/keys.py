@@ -1,4 +1,7 @@
-"""WireGuard keys: parsing, formatting, generation, and derivation of the public key (pure).
+"""WireGuard's keys, and the resources of the wireguard backend: devices' keys, peers and allowed IPs (pure).
+
+Allowed IPs are resources of their own, because each belongs to at most one peer of a device: the kernel moves
+it silently from one to another. So two leases with the same allowed IP are found like any other conflict.
 
 The public key is computed here, by the Montgomery ladder of RFC 7748, because the lease needs it before the
 device exists. Python's integer operations do not take constant time. That reveals nothing to an attacker: the
@@ -9,14 +12,20 @@ from __future__ import annotations
 
 import base64
 import binascii
+from typing import ClassVar
+
+from msgspec import Struct
 
 from flanneld.errors import Refused
-from flanneld.model import Secret
+from flanneld.model import IPAddress, IPNetwork, Secret
+from flanneld.state.resources import Key, Kind
 
 #: Bytes of each kind of key.
 LENGTH = 32
 #: Value of a missing pre-shared key.
 NO_PRESHARED_KEY = Secret(bytes(LENGTH))
+#: Name of the table of all these resources.
+TABLE = "wireguard"
 
 _PRIME = 2**255 - 19
 _A24 = 121665
@@ -76,3 +85,60 @@ def _step(x1: int, x2: int, z2: int, x3: int, z3: int) -> tuple[int, int, int, i
 
 def _clamp(raw: bytes) -> bytes:
     return bytes([raw[0] & 248, *raw[1:31], raw[31] & 127 | 64])
+
+
+class DeviceKey(Struct, frozen=True, gc=False):
+    """Private key and UDP port of a device. ``public_key`` is derived from the private one."""
+
+    kind: ClassVar[Kind] = Kind.REMOTE
+    device: str
+    private_key: Secret
+    public_key: bytes
+    listen_port: int
+    #: Firewall mark of the device's own packets; a nonzero mark can divert them from the main routing table.
+    fwmark: int = 0
+
+    @property
+    def key(self) -> Key:
+        return (TABLE, self.device)
+
+    def __str__(self) -> str:
+        return f"key {text_of(self.public_key)} listen-port {self.listen_port} dev {self.device}"
+
+
+class WgPeer(Struct, frozen=True, gc=False):
+    """Peer with its public key. ``endpoint`` and ``port`` are its initial address."""
+
+    kind: ClassVar[Kind] = Kind.REMOTE
+    device: str
+    public_key: bytes
+    endpoint: IPAddress | None
+    port: int
+    #: Seconds between keepalive packets, which keep a NAT's mapping open; 0 for none.
+    keepalive: int = 0
+    preshared_key: Secret = NO_PRESHARED_KEY
+
+    @property
+    def key(self) -> Key:
+        return (TABLE, self.device, text_of(self.public_key))
+
+    def __str__(self) -> str:
+        where = f"[{self.endpoint}]" if self.endpoint and self.endpoint.version == 6 else str(self.endpoint)
+        return f"peer {text_of(self.public_key)} endpoint {where}:{self.port} dev {self.device}"
+
+
+class AllowedIp(Struct, frozen=True, gc=False):
+    """Allowed IP: a subnet whose packets go to one peer, and are accepted only from this peer."""
+
+    kind: ClassVar[Kind] = Kind.REMOTE
+    device: str
+    subnet: IPNetwork
+    public_key: bytes
+
+    @property
+    def key(self) -> Key:
+        net = self.subnet
+        return (TABLE, self.device, net.version, int(net.network_address), net.prefixlen)
+
+    def __str__(self) -> str:
+        return f"allowed-ip {self.subnet} peer {text_of(self.public_key)} dev {self.device}"

@@ -16,8 +16,8 @@ from itertools import chain
 from msgspec import Struct, field
 
 from flanneld.backends.wireguard import keys
+from flanneld.backends.wireguard.keys import TABLE, AllowedIp, DeviceKey, WgPeer
 from flanneld.backends.wireguard.mesh import Mesh, name_of, text_of
-from flanneld.backends.wireguard.resources import TABLE, AllowedIp, DeviceKey, WgPeer
 from flanneld.backends.wireguard.rotation import (
     SEARCH_KEEPALIVE,
     Rotation,

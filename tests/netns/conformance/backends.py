@@ -23,7 +23,7 @@ from flanneld.backends.udp.client import NoProxy, ProxyClient
 from flanneld.backends.udp.control import ProxyPeer, UdpProxy
 from flanneld.backends.udp.tables import ProxyPeerTable, ProxyTable
 from flanneld.backends.wireguard import keys
-from flanneld.backends.wireguard.resources import AllowedIp, DeviceKey, WgPeer
+from flanneld.backends.wireguard.keys import AllowedIp, DeviceKey, WgPeer
 from flanneld.backends.wireguard.table import WireGuardTable
 from flanneld.network.rtnetlink import devices
 from flanneld.runtime import waits

@@ -19,7 +19,7 @@ from flanneld.backends.contract import (
 )
 from flanneld.backends.ipsec.resources import Charon, IkeConnection
 from flanneld.backends.wireguard import keys
-from flanneld.backends.wireguard.resources import AllowedIp
+from flanneld.backends.wireguard.keys import AllowedIp
 from flanneld.config import parse
 from flanneld.model import Lease, LeaseAttrs, Uplink
 from flanneld.network.xfrm import Direction, XfrmPolicy, guards, tunnel_policies

@@ -11,9 +11,9 @@ from flanneld.backends.contract import Host
 from flanneld.backends.ipsec.backend import Ipsec
 from flanneld.backends.ipsec.table_charon import CharonTable
 from flanneld.backends.ipsec.table_connections import ConnectionTable
-from flanneld.backends.wireguard import resources
+from flanneld.backends.wireguard import keys
 from flanneld.backends.wireguard.backend import WireGuardBackend
-from flanneld.backends.wireguard.resources import AllowedIp, DeviceKey, WgPeer
+from flanneld.backends.wireguard.keys import AllowedIp, DeviceKey, WgPeer
 from flanneld.backends.wireguard.table import WireGuardTable
 from flanneld.config import Config
 from flanneld.model import IPAddress
@@ -130,7 +130,7 @@ def encrypted_end(
     if isinstance(link, Dummy):
         policy = policy_for(kernel, source, target)
         return (policy.tunnel.destination if policy and policy.tunnel else None), b""
-    held: Iterable[Any] = kernel.beside[resources.TABLE].values()
+    held: Iterable[Any] = kernel.beside[keys.TABLE].values()
     allowed = [
         each
         for each in held
@@ -148,7 +148,7 @@ def encrypted_end(
 def accepts(kernel: Kernel, key: bytes, source: IPAddress, target: IPAddress) -> bool:
     """Return True if an encrypted packet from a container is taken at the other end."""
     if key:
-        held = kernel.beside[resources.TABLE].values()
+        held = kernel.beside[keys.TABLE].values()
         return any(isinstance(each, DeviceKey) and each.public_key == key for each in held) and any(
             isinstance(each, AllowedIp) and source in each.subnet for each in held
         )

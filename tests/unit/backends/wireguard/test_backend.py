@@ -16,7 +16,7 @@ from flanneld.backends import registry
 from flanneld.backends.contract import Host, OtherBackend
 from flanneld.backends.wireguard import backend, keys
 from flanneld.backends.wireguard.backend import WireGuardBackend
-from flanneld.backends.wireguard.resources import AllowedIp, DeviceKey, WgPeer
+from flanneld.backends.wireguard.keys import AllowedIp, DeviceKey, WgPeer
 from flanneld.config import parse
 from flanneld.errors import Fatal, Refused
 from flanneld.model import Lease, LeaseAttrs, Secret, Uplink

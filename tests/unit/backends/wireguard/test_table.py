@@ -11,8 +11,8 @@ from ipaddress import ip_address, ip_network
 import pytest
 
 from flanneld.backends.wireguard import table as table_module
+from flanneld.backends.wireguard.keys import AllowedIp, DeviceKey, WgPeer
 from flanneld.backends.wireguard.mesh import Mesh, name_of
-from flanneld.backends.wireguard.resources import AllowedIp, DeviceKey, WgPeer
 from flanneld.backends.wireguard.rotation import SEARCH_KEEPALIVE
 from flanneld.backends.wireguard.table import WireGuardTable
 from flanneld.model import Family, IPNetwork, Secret
