@@ -5,6 +5,7 @@ from __future__ import annotations
 import select
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
@@ -170,24 +171,32 @@ class StreamReader(Generic[T]):
     """Thread that reads ``items`` until that raises. Closing the underlying connection ends it."""
 
     def __init__(self, name: str, items: Iterable[T]) -> None:
-        self._read: SimpleQueue[T | _Failed] = SimpleQueue()
+        self._heard: SimpleQueue[T | _Failed] = SimpleQueue()
+        self._failure: BaseException | None = None
         threading.Thread(target=self._run, args=(items,), name=name, daemon=True).start()
 
-    def next(self, timeout: float) -> T | None:
-        """Return the next item, or None after ``timeout`` seconds. Raises what reading raised."""
-        try:
-            item = self._read.get(timeout=timeout)
-        except Empty:
-            return None
-        if isinstance(item, _Failed):
-            raise item.error
-        return item
+    def read(self, timeout: float, most: int) -> list[T]:
+        """Return the items that have come or come next, at most so many; none after ``timeout`` seconds.
+
+        Raises what reading raised, after the items before it.
+        """
+        items: list[T] = []
+        with suppress(Empty):
+            while len(items) < most and self._failure is None:
+                item = self._heard.get(timeout=0.0 if items else timeout)
+                if isinstance(item, _Failed):
+                    self._failure = item.error
+                else:
+                    items.append(item)
+        if self._failure is not None and not items:
+            raise self._failure
+        return items
 
     def _run(self, items: Iterable[T]) -> None:
         try:
             for item in items:
-                self._read.put(item)
+                self._heard.put(item)
         except BaseException as error:
-            self._read.put(_Failed(error))
+            self._heard.put(_Failed(error))
         else:
-            self._read.put(_Failed(EOFError()))
+            self._heard.put(_Failed(EOFError()))

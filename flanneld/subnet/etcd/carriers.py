@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
+from http.client import HTTPException
 from importlib.util import find_spec
 from typing import Protocol, TypeVar
 
@@ -17,7 +17,7 @@ from flanneld.subnet.etcd import v3_messages
 from flanneld.subnet.etcd.endpoints import Server, Servers
 from flanneld.subnet.etcd.http import Request
 from flanneld.subnet.etcd.keys import NoSuchApi
-from flanneld.subnet.etcd.transport import EtcdConnection, EtcdTimeouts, Send, Transport, failing_after
+from flanneld.subnet.etcd.transport import EtcdConnection, EtcdTimeouts, Send, Transport, server_failed
 from flanneld.subnet.etcd.v3_messages import CallServer, GatewayMessage, GatewayRefused
 from flanneld.subnet.failover import ServerFailed
 
@@ -26,31 +26,33 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _INSTALL = install_command("grpc", "python3-grpcio")
+#: Messages after which a delivery does not wait for what may come next.
+BATCH = 1000
 
 
 class Stream(Protocol):
     """One watch of one server."""
 
     def open(self, server: Server, body: Mapping[str, object], token: str) -> None:
-        """Connect and request the watch. Raises ``ServerFailed``; other errors may follow from ``next``."""
+        """Connect and request the watch. Raises ``ServerFailed``; other errors may follow from ``read``."""
         ...
 
-    def next(self, timeout: float) -> GatewayMessage | None:
-        """Return the next message, or None after ``timeout`` seconds.
+    def read(self, timeout: float, most: int = BATCH) -> list[GatewayMessage]:
+        """Return the messages that have come or come next, at most so many; none after ``timeout`` seconds.
 
-        Raises the error that ended the stream.
+        Raises the error that ended the stream, after the messages before it.
         """
         ...
 
     def cancel(self) -> None:
-        """End the stream; a waiting ``next`` raises ``ServerFailed``.
+        """End the stream; a waiting ``read`` raises ``ServerFailed``.
 
         May be called repeatedly, from any thread.
         """
         ...
 
     def close(self) -> None:
-        """End the stream. Only for the thread that calls ``next``."""
+        """End the stream. Only for the thread that calls ``read``."""
         ...
 
 
@@ -199,7 +201,7 @@ class GatewayStream:
         self._limit = timeouts.read
         self._stream: LineStream | None = None
         #: Lines read and not returned yet.
-        self._lines: deque[bytes] = deque()
+        self._lines: list[bytes] = []
         self._server: Server | None = None
         self.cancel = self._connection.cancel
 
@@ -215,13 +217,24 @@ class GatewayStream:
             raise ServerFailed(f"HTTP {response.status} to a watch")
         self._stream = LineStream(LiveBody(response))
 
-    def next(self, timeout: float) -> GatewayMessage | None:
+    def read(self, timeout: float, most: int = BATCH) -> list[GatewayMessage]:
         assert self._stream
         assert self._server
-        if not self._lines:
-            with failing_after(self._limit, self._server):
-                self._lines.extend(self._stream.read(timeout) or ())
-        return v3_messages.stream_object(self._lines.popleft(), self._server.name) if self._lines else None
+        try:
+            lines = self._lines or self._stream.read(timeout) or []
+        except (HTTPException, OSError) as error:
+            raise server_failed(error, self._limit, self._server) from None
+        messages: list[GatewayMessage] = []
+        self._lines = lines[most:]
+        for line in lines[:most]:
+            try:
+                messages.append(v3_messages.stream_object(line, self._server.name))
+            except (ServerFailed, Retryable):
+                if not messages:
+                    raise
+                self._lines = [line]
+                break
+        return messages
 
     def close(self) -> None:
         self.cancel()

@@ -20,6 +20,7 @@ from flanneld.errors import Cancelled, NoAnswer, Retryable
 from flanneld.runtime.sockets.interruptible import WITHIN
 from flanneld.runtime.waits import StreamReader
 from flanneld.subnet.etcd import v3_messages
+from flanneld.subnet.etcd.carriers import BATCH
 from flanneld.subnet.etcd.endpoints import EtcdOptions, Server, Servers
 from flanneld.subnet.etcd.keys import NoSuchApi
 from flanneld.subnet.etcd.protobuf import METHODS, MalformedProtobuf, decode, encode
@@ -188,11 +189,9 @@ class GrpcStream:
     def __init__(self, open_channel: _Open, timeouts: EtcdTimeouts) -> None:
         self._connection = GrpcConnection(open_channel, timeouts)
         self._timeouts = timeouts
-        self._server: Server | None = None
-        self._reader: StreamReader[bytes] | None = None
+        self._reader: StreamReader[GatewayMessage] | None = None
 
     def open(self, server: Server, body: Mapping[str, object], token: str) -> None:
-        self._server = server
         method = METHODS["/watch"]
         data = encode(method.request, body)
         try:
@@ -202,13 +201,9 @@ class GrpcStream:
             raise _given_up() from None
         self._reader = StreamReader("watch", self._hear(messages, server))
 
-    def next(self, timeout: float) -> GatewayMessage | None:
+    def read(self, timeout: float, most: int = BATCH) -> list[GatewayMessage]:
         assert self._reader
-        assert self._server
-        message = self._reader.next(timeout)
-        if message is None:
-            return None
-        return v3_messages.watch_object(understood(METHODS["/watch"].response, message), self._server.name)
+        return self._reader.read(timeout, most)
 
     def cancel(self) -> None:
         self._connection.cancel()
@@ -216,9 +211,11 @@ class GrpcStream:
     def close(self) -> None:
         self._connection.cancel()
 
-    def _hear(self, messages: Iterable[bytes], server: Server) -> Iterator[bytes]:
+    def _hear(self, messages: Iterable[bytes], server: Server) -> Iterator[GatewayMessage]:
+        kind = METHODS["/watch"].response
         try:
-            yield from messages
+            for message in messages:
+                yield v3_messages.watch_object(understood(kind, message), server.name)
         except grpc.RpcError as error:
             raise failure(error, server, self._timeouts.read) from None
         raise ServerFailed("it has ended the watch")

@@ -17,7 +17,14 @@ from flanneld.subnet.etcd.carriers import Stream, open_carrier
 from flanneld.subnet.etcd.endpoints import Server, Servers
 from flanneld.subnet.etcd.keys import Conflict, KeyChanges, KeyReply, NoConfig, NotFound, Position, StoredKey
 from flanneld.subnet.etcd.transport import EtcdTimeouts, Transport, server_failed
-from flanneld.subnet.etcd.v3_messages import AccessRefused, CallServer, GatewayMessage, LeaseGone, LoginNeeded
+from flanneld.subnet.etcd.v3_messages import (
+    AccessRefused,
+    CallServer,
+    GatewayMessage,
+    KeyValue,
+    LeaseGone,
+    LoginNeeded,
+)
 from flanneld.subnet.failover import ServerFailed
 from flanneld.subnet.list_watch import Contact, PossibleGap, RelistNeeded
 
@@ -109,14 +116,14 @@ class V3Client:
 
     # ---- for watches -------------------------------------------------------------------------
 
-    def timed(self, found: v3_messages.KeyValue) -> StoredKey:
+    def timed(self, found: KeyValue) -> StoredKey:
         """Return a key with the remaining TTL of its lease, which takes a request of its own."""
         if not found.lease:
             return found.node()
         left = self.ask("/kv/lease/timetolive", {"ID": str(found.lease)}, lambda said: said.TTL)
         return found.node(max(0, left))
 
-    def prove(self, key: str) -> tuple[Position, v3_messages.KeyValue | None]:
+    def prove(self, key: str) -> tuple[Position, KeyValue | None]:
         """Make a quorum read of a key, to prove that a server answers and has a leader.
 
         Return the position of the history, and the key if it exists.
@@ -165,7 +172,7 @@ class V3Client:
 
         return self._carrier.ask(attempt)
 
-    def _range(self, wanted: Mapping[str, object]) -> tuple[list[v3_messages.KeyValue], Position]:
+    def _range(self, wanted: Mapping[str, object]) -> tuple[list[KeyValue], Position]:
         return self.ask("/kv/range", wanted, lambda said: (said.kvs or [], said.at))
 
     def _token(self, server: Server) -> str:
@@ -237,8 +244,6 @@ class V3Client:
 
 #: Seconds between two restarts of a watch because the store's revision is ahead of the watch's.
 TRUST = 600.0
-#: Changes after which a delivery does not wait for what may come next.
-_BATCH = 1000
 
 
 class V3Watcher:
@@ -249,6 +254,8 @@ class V3Watcher:
         self._key = key
         self._recursive = recursive
         self._contact = contact
+        # Only our own lease's expiry matters.
+        self._stored: Callable[[KeyValue], StoredKey] = KeyValue.node if recursive else client.timed
         self._lock = threading.Lock()
         self._is_cancelled = False
         self._server: Server | None = None
@@ -259,8 +266,6 @@ class V3Watcher:
         self._at: Position | None = None
         #: The latest store revision that the stream has named.
         self._told = 0
-        #: What ended the stream, after changes that are delivered first.
-        self._failure: ServerFailed | Retryable | None = None
         #: The watch was restarted as overdue and has sent nothing since.
         self._in_doubt = False
 
@@ -288,7 +293,7 @@ class V3Watcher:
     def close(self) -> None:
         if self._stream is not None:
             self._stream.close()
-        self._stream = self._failure = None
+        self._stream = None
 
     def _read(self, after: Position) -> KeyChanges:
         if self._stream is None or self._at != after:
@@ -297,32 +302,18 @@ class V3Watcher:
         assert self._begun
         assert self._stream
         replies: list[KeyReply] = []
-        at, wait = after, self.client.timeouts.silence
-        # etcd sends a message for each change: what has come is one delivery.
-        while len(replies) < _BATCH and (result := self._next(self._stream, wait)) is not None:
-            told, at = v3_messages.changes(result, self._begun, at)
-            self._told = max(self._told, result.at.index)
+        at = after
+        while not replies and at == after:
+            messages = self._stream.read(self.client.timeouts.silence)
+            if not messages:
+                return self._after_silence(after)
             self._in_doubt = False
-            replies += [self._reply(*each, at) for each in told]
-            if replies or at != after:
-                wait = 0.0
-        if not replies and at == after:
-            return self._after_silence(after)
+            for message in messages:
+                told, at = v3_messages.changes(message, self._begun, at)
+                self._told = max(self._told, message.at.index)
+                replies += [KeyReply(action, self._stored(found), (), at) for action, found in told]
         self._at = at
         return KeyChanges(tuple(replies), at)
-
-    def _next(self, stream: Stream, wait: float) -> GatewayMessage | None:
-        """Return the next message, None after ``wait`` seconds. With 0 a failure is kept for later."""
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
-        try:
-            return stream.next(wait)
-        except (ServerFailed, Retryable) as problem:
-            if wait:
-                raise
-            self._failure = problem.with_traceback(None)
-            return None
 
     def _after_silence(self, after: Position) -> KeyChanges:
         """Check the server with a request, which tells an idle server from a dead one."""
@@ -334,7 +325,7 @@ class V3Watcher:
             raise PossibleGap("another server answers than before")
         return KeyChanges((), after)
 
-    def _seems_stalled(self, after: Position, now: Position, found: v3_messages.KeyValue | None) -> bool:
+    def _seems_stalled(self, after: Position, now: Position, found: KeyValue | None) -> bool:
         """Return True if etcd knows more than the watch sent, as when a proxy hides that its server is gone.
 
         ``found`` is the key as of ``now``. For a directory the revision may have grown through other keys,
@@ -347,11 +338,6 @@ class V3Watcher:
             return False
         trusted[self._key] = clock.now() + TRUST
         return True
-
-    def _reply(self, action: str, found: v3_messages.KeyValue, at: Position) -> KeyReply:
-        # Only our own lease's expiry matters.
-        timed = action == "put" and not self._recursive
-        return KeyReply(action, self.client.timed(found) if timed else found.node(), (), at)
 
     def _open(self, after: Position) -> None:
         try:
@@ -373,11 +359,11 @@ class V3Watcher:
         stream = self._hold(self.client.stream())
         stream.open(server, {"create_request": create}, token)
         limit = self.client.timeouts.read
-        first = stream.next(limit)
-        if first is None:
+        first = stream.read(limit, 1)
+        if not first:
             raise server_failed(TimeoutError(), limit, server)
-        v3_messages.began(first, after)
-        self._told = first.at.index
+        v3_messages.began(first[0], after)
+        self._told = first[0].at.index
         self._begun = self._at = after
         self._contact()
 

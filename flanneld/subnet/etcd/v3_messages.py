@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from base64 import b64encode
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
@@ -149,7 +150,7 @@ def is_unknown_path(answer: Answer) -> bool:
 def read(answer: Answer) -> GatewayMessage:
     """Return the message of a response, or raise its error."""
     if answer.status == 200:
-        return _decoded(answer.body or b"", not_etcd(answer))
+        return _decoded(answer.body or b"", partial(not_etcd, answer))
     body = json_object(answer)
     if body is not None:
         raise refusal(answer.server, body, answer.status)
@@ -201,7 +202,7 @@ def other_branch(transaction: GatewayMessage) -> KeyValue | None:
 
 def stream_object(line: bytes, server: str) -> GatewayMessage:
     """Return the message in one line of a stream. Raises the error it stands for."""
-    result = _decoded(line, ServerFailed("it answers with something that is no JSON object")).result
+    result = _decoded(line, _no_object).result
     if result is None:
         # What has no result was not decoded: it may be no text.
         raise refusal(server, parsed_object(line) or {}, 500)
@@ -239,11 +240,15 @@ def changes(
     return news, Position(max(after.index, reached), result.at.cluster)
 
 
-def _decoded(text: bytes, no_json: ServerFailed) -> GatewayMessage:
+def _decoded(text: bytes, no_object: Callable[[], ServerFailed]) -> GatewayMessage:
     try:
         return _DECODER.decode(text)
     except (msgspec.DecodeError, RecursionError):
-        raise no_json if parsed_object(text) is None else _foreign() from None
+        raise no_object() if parsed_object(text) is None else _foreign() from None
+
+
+def _no_object() -> ServerFailed:
+    return ServerFailed("it answers with something that is no JSON object")
 
 
 def _foreign() -> ServerFailed:

@@ -83,8 +83,10 @@ def chunks(data: bytes, size: int = 1 << 16, note: bytes = b"") -> bytes:
 
 
 def numbers(stream: GatewayStream, count: int) -> list[int]:
-    found = [stream.next(60) for _ in range(count)]
-    return [each.TTL for each in found if each]
+    found: list[int] = []
+    while len(found) < count:
+        found += [each.TTL for each in stream.read(60, count - len(found))]
+    return found
 
 
 @pytest.mark.parametrize(
@@ -106,11 +108,11 @@ def test_lines_come_one_by_one_and_silence_is_no_end(etcd: Etcd, head: bytes, co
         assert b"\r\nGrpc-Metadata-hasleader: true\r\n" in request
         assert json.loads(request.partition(b"\r\n\r\n")[2]) == {"x": 1}
         assert numbers(stream, 2) == [1, 2]
-        assert stream.next(0.01) is None
+        assert not stream.read(0.01)
         etcd.say(coded(line(3)), None)
         assert numbers(stream, 1) == [3]
         with pytest.raises(ServerFailed):
-            stream.next(60)
+            stream.read(60)
 
 
 @given(st.lists(st.integers(0, 400), max_size=8))
@@ -129,14 +131,14 @@ def test_last_line_is_heard_though_the_end_comes_with_it(etcd: Etcd, last: bytes
     with etcd.watched() as stream:
         assert numbers(stream, 1) == [7]
         with pytest.raises(ServerFailed):
-            stream.next(60)
+            stream.read(60)
 
 
 def test_silence_in_the_middle_of_a_line_loses_nothing(etcd: Etcd) -> None:
     data = CHUNKED + chunks(line(8))
     etcd.say(data[:-10])
     with etcd.watched() as stream:
-        assert stream.next(0.01) is None
+        assert not stream.read(0.01)
         etcd.say(data[-10:])
         assert numbers(stream, 1) == [8]
 
@@ -146,7 +148,7 @@ def test_stall_is_told_with_the_time_limit_though_nobody_waits(etcd: Etcd) -> No
     with etcd.watched(read=0.5) as stream:
         assert numbers(stream, 1) == [1]
         with pytest.raises(ServerFailed, match=r"no answer within 0\.5 s"):
-            stream.next(0)
+            stream.read(0)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +170,7 @@ def test_invalid_answer_to_a_watch_is_reported(etcd: Etcd, answer: bytes, said: 
 def test_invalid_chunk_is_an_error(etcd: Etcd, data: bytes) -> None:
     etcd.say(CHUNKED + data, None)
     with etcd.watched() as stream, pytest.raises(ServerFailed):
-        stream.next(60)
+        stream.read(60)
 
 
 @given(tampered_bytes([CHUNKED + chunks(line(1)) * 2, CHUNKED + chunks(line(1)) * 2 + b"0\r\n\r\n"]))
@@ -176,7 +178,7 @@ def test_invalid_chunk_is_an_error(etcd: Etcd, data: bytes) -> None:
 def test_tampered_stream_gives_objects_until_it_ends(data: bytes) -> None:
     def hear_all(etcd: Etcd) -> None:
         with etcd.watched() as stream:
-            while stream.next(60) is not None:
+            while stream.read(60):
                 pass
 
     with Etcd() as etcd:
@@ -191,7 +193,7 @@ def test_line_without_end_is_refused_before_it_fills_the_memory(
     monkeypatch.setattr("flanneld.runtime.sockets.http_connection.LONGEST_LINE", 1000)
     etcd.say(CHUNKED + b"1000\r\n" + b"x" * 2000)
     with etcd.watched() as stream, pytest.raises(Retryable, match="without end"):
-        stream.next(60)
+        stream.read(60)
 
 
 def test_tiny_chunks_take_no_time(etcd: Etcd) -> None:
@@ -209,5 +211,5 @@ def test_cut_ends_a_wait_at_once(etcd: Etcd) -> None:
         threading.Timer(0.05, stream.cancel).start()
         begin = time.monotonic()
         with pytest.raises(ServerFailed):
-            stream.next(60)
+            stream.read(60)
         assert time.monotonic() - begin < 10
