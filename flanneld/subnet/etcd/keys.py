@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from msgspec import Struct
@@ -178,12 +178,12 @@ def check_history(after: Position, now: Position) -> None:
 
 #: Function that reads the current state; returns its events and the position to watch from.
 Start = Callable[[KeyClient], tuple[list[Event], Position]]
-#: Function that returns the events of a change. Raises ``RelistNeeded`` if everything must be read again.
-EventsOf = Callable[[KeyReply], list[Event]]
+#: Function that returns the events of changes. Raises ``RelistNeeded`` if everything must be read again.
+EventsOf = Callable[[Sequence[KeyReply]], list[Event]]
 
 
 class KeySource:
-    """``Source`` on a watcher: ``start`` lists with its client, ``news`` turns a change into events."""
+    """``Source`` on a watcher: ``start`` lists with its client, ``news`` turns changes into events."""
 
     def __init__(self, watcher: Watcher, start: Start, news: EventsOf) -> None:
         self._watcher = watcher
@@ -198,7 +198,7 @@ class KeySource:
 
     def changes(self, after: Position) -> tuple[list[Event], Position]:
         changes = self._watcher.read(after)
-        return [event for reply in changes.replies for event in self._news(reply)], changes.at
+        return self._news(changes.replies), changes.at
 
 
 def watch_keys(

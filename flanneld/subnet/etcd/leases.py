@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import posixpath
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from msgspec import Struct, field
 
@@ -34,8 +34,8 @@ log = logging.getLogger(__name__)
 #: Seconds for which a list of all leases need not be read again.
 FRESH = 10.0
 
-#: No flannel uses compareAndDelete, but an operator may.
-_GONE = frozenset({"delete", "expire", "compareAndDelete"})
+#: Actions that remove a key. No flannel of Go's uses compareAndDelete, but an operator may.
+GONE = frozenset({"delete", "expire", "compareAndDelete"})
 
 
 class Listing(Struct, frozen=True, gc=False):
@@ -133,25 +133,27 @@ class LeaseReader:
         self.complain()
         return Listing(reply.at, leases, frozenset(filter(None, unreadable.values())))
 
-    def news(self, reply: KeyReply) -> list[Event]:
-        """Return the events of a change in the directory.
+    def news(self, replies: Sequence[KeyReply]) -> list[Event]:
+        """Return the events of changes in the directory.
 
         Raises ``RelistNeeded`` if the directory itself changed.
         """
-        if reply.node is None:
-            return []
-        if reply.node.is_dir:
-            raise RelistNeeded("the directory of the leases was changed or removed")
-        key = self.lease_key(reply.node)
-        if reply.action in _GONE:
-            self._complaints.clear(reply.node.key)
-        events = self.news_of(key, reply) if key else []
-        self.complain()
+        events: list[Event] = []
+        for reply in replies:
+            if reply.node is None:
+                continue
+            if reply.node.is_dir:
+                raise RelistNeeded("the directory of the leases was changed or removed")
+            key = self.lease_key(reply.node)
+            if reply.action in GONE:
+                self._complaints.clear(reply.node.key)
+            events += self.news_of(key, reply) if key else ()
+            self._complaints.flush()  # the next change may settle it
         return events
 
     def news_of(self, key: LeaseKey, reply: KeyReply) -> list[Event]:
         """Return the events of a change to this lease, or to the directory that holds it."""
-        if reply.action in _GONE:
+        if reply.action in GONE:
             return [Removed(key)]
         lease = self.lease(reply.node, key) if reply.node else None
         return [Added(lease)] if lease else []
@@ -203,20 +205,23 @@ class OwnLeaseNews:
     def listed(self, reply: KeyReply) -> list[Event]:
         """Return the events of a read."""
         known, node = self._known, reply.node
-        events = self.changed(reply)
+        events = self.changed((reply,))
         if node is None or not 0 < known < node.created or self._is_ours(node):
             return events
         # Nodes overwrite a lease with conditional writes, which keep the index of its creation.
         return [Removed(self._key)]
 
-    def changed(self, reply: KeyReply) -> list[Event]:
-        """Return the events of a change."""
-        if reply.node is None:
-            return []
-        self._known = reply.node.modified
-        events = self._reader.news_of(self._key, reply)
-        # An invalid value in our own lease counts as overwritten by another node.
-        return events or [Added(Lease(LeaseAttrs(), *self._key, asof=reply.node.modified))]
+    def changed(self, replies: Sequence[KeyReply]) -> list[Event]:
+        """Return the events of changes."""
+        events: list[Event] = []
+        for reply in replies:
+            if reply.node is not None:
+                self._known = reply.node.modified
+                # An invalid value in our own lease counts as overwritten by another node.
+                events += self._reader.news_of(self._key, reply) or [
+                    Added(Lease(LeaseAttrs(), *self._key, asof=self._known))
+                ]
+        return events
 
 
 def _order(net: IPNetwork | None) -> tuple[int, int]:

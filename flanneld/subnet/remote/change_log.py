@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import posixpath
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
@@ -15,6 +15,7 @@ from flanneld.runtime import clock
 from flanneld.runtime.waits import Signal
 from flanneld.subnet.codec import parse_attrs, parse_key
 from flanneld.subnet.etcd.keys import KeyClient, KeyReply, NotFound, Position, watch_keys
+from flanneld.subnet.etcd.leases import GONE
 from flanneld.subnet.list_watch import RelistNeeded
 from flanneld.subnet.remote.wire import WireEvent, WireLease
 
@@ -26,7 +27,6 @@ KEPT = 1000
 LOOK = 15.0
 #: Seconds to assume for a lease's term: v3 does not report it in a watch.
 _FULL_TERM = 86400.0
-_GONE = frozenset({"delete", "expire", "compareAndDelete"})
 
 
 class LogEntry(Struct, frozen=True, gc=False):
@@ -104,22 +104,23 @@ class ChangeLog:
             self._changed.notify_all()
         return [], at
 
-    def _news(self, reply: KeyReply) -> list[Event]:
-        if reply.node is None:
-            return []
-        entry = self._entry(reply)
+    def _news(self, replies: Sequence[KeyReply]) -> list[Event]:
+        nodes = [reply.node for reply in replies if reply.node is not None]
+        entries = [entry for reply in replies if reply.node and (entry := self._entry(reply))]
+        # At once, because the changes of a transaction have one index: a client that has heard of the first
+        # one asks for those after it.
         with self._changed:
-            self._index = max(self._index, reply.node.modified)
-            if entry is not None:
-                self._entries.append(entry)
-                if len(self._entries) > KEPT:
-                    self._floor = self._entries.popleft().index
+            self._index = max([self._index, *(node.modified for node in nodes)])
+            self._entries += entries
+            while len(self._entries) > KEPT:
+                self._floor = self._entries.popleft().index
+            if entries:
                 self._changed.notify_all()
         return []
 
     def _entry(self, reply: KeyReply) -> LogEntry | None:
         """Return a change's entry; None for other keys. Raises ``RelistNeeded`` for a removed directory."""
-        node, is_gone = reply.node, reply.action in _GONE
+        node, is_gone = reply.node, reply.action in GONE
         assert node is not None
         path = posixpath.relpath(node.key, self._root).split("/")
         if node.is_dir:

@@ -132,7 +132,7 @@ def test_a_tampered_answer_of_v2_is_news_or_refused(body: Any, status: int) -> N
         for node in reply.children:
             if key := reader.lease_key(node):
                 reader.lease(node, key)
-        reader.news(reply)
+        reader.news((reply,))
 
 
 @given(tampered_json(V3))
@@ -142,7 +142,7 @@ def test_a_tampered_word_of_a_watch_of_v3_is_news_or_refused(body: Any) -> None:
         result = v3_messages.stream_object(json.dumps(body).encode(), "http://a:1")
         told, at = v3_messages.changes(result, Position(5, "9"), Position(6, "9"))
         for action, found in told:
-            reader.news(KeyReply(action, found.node(86400.0), (), at))
+            reader.news((KeyReply(action, found.node(86400.0), (), at),))
 
 
 @pytest.mark.parametrize("seconds", [2**63, -(2**63), 10**400], ids=["large", "negative", "huge"])
