@@ -220,12 +220,10 @@ class Once:
         if news:
             log.log(level, "%s", news, stacklevel=2)
 
-    def __bool__(self) -> bool:
-        """Return True if a warning is remembered."""
-        return bool(self._said)
-
     def clear(self, key: Hashable) -> bool:
         """Forget a warning, because its cause is gone. Return True if there was one."""
+        if not self._said:
+            return False
         with self._lock:
             known = self._said.pop(key, None) is not None
             self._full = self._full and not known
@@ -395,7 +393,7 @@ class Outage:
     def over(self) -> bool:
         """Record a definite success: the next failure is a new outage. Returns as ``answered``."""
         self._said = -math.inf
-        return self._works()
+        return self._problem is not None and self._works()
 
     def _works(self) -> bool:
         since, self._since = self._since, None
