@@ -112,11 +112,11 @@ class StepLoop:
         self._wake.set()
 
     def _sleep_until(self, when: float) -> None:
-        poll = select.poll()
-        for source in (self._wake.fileno(), *self._sources()):
+        poll, wake = select.poll(), self._wake.fileno()
+        for source in (wake, *self._sources()):
             poll.register(source, select.POLLIN)
         ready = poll.poll(min(_IDLE, max(0.0, when - clock.now())) * 1000)
-        if (self._wake.fileno(), select.POLLIN) in ready:
+        if (wake, select.POLLIN) in ready:
             self._wake.clear()
 
 
