@@ -391,37 +391,33 @@ class Overlaps:
         self._claims = claims
         self._leads = leads
         self._noted: list[LeaseKey] = []
-        #: By lease that is not followed, one that precedes it.
-        self._winners: dict[LeaseKey, LeaseKey] = {}
+        #: By lease that is not followed, one that precedes it, as of the last ``settle``.
+        self.winners: dict[LeaseKey, LeaseKey] = {}
 
     def note(self, key: LeaseKey) -> None:
         """Note a lease that leads to a peer now and did not before, or the reverse."""
         self._noted.append(key)
 
-    def winner(self, key: LeaseKey) -> LeaseKey | None:
-        """Return a lease that precedes this one, as of the last ``settle``; None if it is followed."""
-        return self._winners.get(key)
-
     def settle(self) -> list[LeaseKey]:
         """Decide about the noted leases and those that overlap them. Return the changed decisions."""
         noted, self._noted = self._noted, []
-        if not self._claims.odd and not self._winners:
+        if not self._claims.odd and not self.winners:
             return []
         undecided = self._connected(noted)
         changed = []
         for key in sorted(undecided, key=rank):
             undecided.discard(key)
             winner = self._find_winner(key, undecided) if self._leads(key) else None
-            if winner != self._winners.get(key):
+            if winner != self.winners.get(key):
                 changed.append(key)
-            self._winners.pop(key, None)
+            self.winners.pop(key, None)
             if winner is not None:
-                self._winners[key] = winner
+                self.winners[key] = winner
         return changed
 
     def _find_winner(self, key: LeaseKey, undecided: set[LeaseKey]) -> LeaseKey | None:
         """Return a lease that precedes an odd one and is followed."""
-        known = self._winners.get(key)
+        known = self.winners.get(key)
         if known is not None and self._leads(known) and not self._claims.is_odd(known):
             return known  # No other change matters. A search would look at each subnet inside a large one.
         usual, odd = None, None
@@ -429,7 +425,7 @@ class Overlaps:
             if self._leads(each):
                 if each not in self._claims.odd:
                     usual = each if usual is None else min(usual, each, key=rank)
-                elif each not in undecided and each not in self._winners:
+                elif each not in undecided and each not in self.winners:
                     odd = each if odd is None else min(odd, each, key=rank)
         return usual or odd
 

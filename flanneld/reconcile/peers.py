@@ -240,7 +240,7 @@ class Peers:
         resources = self._lead_to(lease, backend)
         if led != bool(resources):
             self._overlaps.note(key)
-        winner = self._overlaps.winner(key)
+        winner = self._overlaps.winners.get(key)
         if winner is not None and resources:
             self._withheld.add(key)
         else:
@@ -296,13 +296,18 @@ class Peers:
         return self._log.due
 
     def _change(self, event: Event) -> Change:
-        was_synced = self._table.synced
-        if was_synced and _lacks(event, self._own):
-            # The daemon is about to exit, unless the lease is back by then.
-            self._removal_guard.hold("The store has lost our own lease")
-            return Change()
-        if was_synced:
-            event = self._through_removal_guard(event)
+        was_synced, guard = self._table.synced, self._removal_guard
+        match event:
+            case Added(lease) if was_synced:
+                guard.heard_of(lease.key)
+            case Removed(key) if was_synced:
+                guard.heard_of(key)
+            case Snapshot() if was_synced:
+                if _lacks(event, self._own.key):
+                    # The daemon is about to exit, unless the lease is back by then.
+                    guard.hold("The store has lost our own lease")
+                    return Change()
+                event = guard.pass_on(event, [lease.key for lease in self._table])
         change = self._table.apply(event)
         # Of many peers at the start only their number is told, by the sweep.
         if was_synced or len(change.put) <= FEW:
@@ -311,16 +316,6 @@ class Peers:
             for lease in change.put:
                 self._log.add(LeaseChange(lease.key, lease, is_change=lease.key in self._desired))
         return change
-
-    def _through_removal_guard(self, event: Event) -> Event:
-        match event:
-            case Added(lease):
-                self._removal_guard.heard_of(lease.key)
-            case Removed(key):
-                self._removal_guard.heard_of(key)
-            case Snapshot():
-                return self._removal_guard.pass_on(event, [lease.key for lease in self._table])
-        return event
 
     def _lead_to(self, lease: Lease, backend: Backend) -> tuple[Resource, ...]:
         """Return the objects for a peer; for an invalid lease its former ones, or those of the valid part."""
@@ -358,8 +353,7 @@ class Peers:
 
     def _forget(self, key: LeaseKey) -> None:
         """Forget the complaints about a lease."""
-        if self._once:
-            self._once.clear(("clone", key))
+        self._once.clear(("clone", key))
         if key in self._reasons:
             del self._reasons[key]
             self._unparsable.discard(key)
@@ -386,8 +380,6 @@ class Peers:
             )
 
 
-def _lacks(event: Event, own: Lease) -> bool:
+def _lacks(snapshot: Snapshot, own: LeaseKey) -> bool:
     """Return True for a snapshot without our lease: an operator revoked it, or the store lost it."""
-    if not isinstance(event, Snapshot):
-        return False
-    return own.key not in event.unreadable and all(lease.key != own.key for lease in event.leases)
+    return own not in snapshot.unreadable and all(lease.key != own for lease in snapshot.leases)

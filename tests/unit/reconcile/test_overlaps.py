@@ -47,7 +47,7 @@ def settled(keys: Iterable[LeaseKey]) -> Overlapping:
 
 
 def verdicts(overlaps: Overlaps, keys: Iterable[LeaseKey]) -> dict[LeaseKey, LeaseKey]:
-    return {each: winner for each in keys if (winner := overlaps.winner(each))}
+    return {each: winner for each in keys if (winner := overlaps.winners.get(each))}
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_lease_that_goes_is_forgotten_with_all_that_was_decided() -> None:
     overlaps = settled([regular, wide])
     overlaps.set(wide, leads=False)
     assert overlaps.settle() == [wide]
-    assert overlaps.winner(wide) is None
+    assert wide not in overlaps.winners
     assert not overlaps.claims.odd
     overlaps.set(regular, leads=False)
     assert overlaps.settle() == []
