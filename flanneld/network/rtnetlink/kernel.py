@@ -278,13 +278,7 @@ class Kernel(HostView):
     def _write(
         self, resources: Sequence[Resource], *, drop: bool, mode: CreateMode, spread: bool
     ) -> dict[int, int]:
-        indexes: dict[str, int] = {}
-
-        def index_of(name: str) -> int:
-            index = indexes.get(name)
-            if index is None:
-                index = indexes[name] = self._socket.index_of(name)
-            return index
+        index_of = cache(self._socket.index_of)
 
         def batch() -> Iterator[bytes]:
             for seq, resource in enumerate(resources):
