@@ -218,22 +218,22 @@ class Fields:
 
 def address_of(value: object, kind: type[A]) -> A | None:
     """Return an address, None for the zero address. Raises ``ValueError`` if Go refuses the value."""
-    number = address_number(_literal(value, _ADDRESS), kind)
+    number = address_number(value, kind)
     return kind(number) if number else None
 
 
-def address_number(text: str, kind: type[A]) -> int:
+def address_number(value: object, kind: type[A]) -> int:
     """Return an address as a number. For IPv4 this is faster than ``ipaddress``.
 
-    Raises ``ValueError``, or ``TypeError`` for what is no text.
+    Raises ``ValueError`` if Go refuses the value.
     """
-    if kind is not IPv4Address:
-        return int(kind(text))
+    if kind is not IPv4Address or not isinstance(value, str):
+        return int(kind(_literal(value, _ADDRESS)))
     try:
-        a, b, c, d = str.split(text, ".")
+        a, b, c, d = value.split(".")
         return _OCTETS[a] << 24 | _OCTETS[b] << 16 | _OCTETS[c] << 8 | _OCTETS[d]
     except (KeyError, ValueError):
-        return int(kind(text))
+        return int(kind(_literal(value, _ADDRESS)))
 
 
 def _literal(value: object, form: re.Pattern[str]) -> str:
