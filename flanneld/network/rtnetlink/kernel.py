@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 
 from msgspec import Struct
@@ -252,12 +252,25 @@ class Kernel(HostView):
 
         With ``spread`` the protocol numbers of routes on our devices vary.
         """
-        if len(resources) <= _BULK or self.monitor is None:
-            return self._write(resources, drop=drop, mode=mode, spread=spread)
-        with self.monitor.paused():
-            refused = self._write(resources, drop=drop, mode=mode, spread=spread)
-        if len(refused) < len(resources):
-            self.monitor.missed = True
+        index_of = cache(self._socket.index_of)
+
+        def batch() -> Iterator[bytes]:
+            for seq, resource in enumerate(resources):
+                protocol = protocol_for(resource, self.domain.links, spread=spread)
+                try:
+                    yield rtnl.encode(resource, index_of, protocol, seq, drop=drop, mode=mode)
+                except OSError as failure:
+                    if failure.errno != errno.ENODEV:
+                        raise
+                    refused[seq] = errno.ENODEV
+
+        refused: dict[int, int] = {}
+        monitor = self.monitor if len(resources) > _BULK else None
+        with monitor.paused() if monitor else nullcontext():
+            for failed in self._socket.write(batch()):
+                refused.update(failed)
+        if monitor and len(refused) < len(resources):
+            monitor.missed = True
         return refused
 
     def take_back(self, namespace: int, index: int, is_ours: Callable[[SeenLink], bool]) -> bool:
@@ -274,26 +287,6 @@ class Kernel(HostView):
         """Remove the first route to each destination, of any kind. A missing one is no error."""
         for _ in self._socket.write(rtnl.clear_route(each, seq) for seq, each in enumerate(destinations)):
             pass
-
-    def _write(
-        self, resources: Sequence[Resource], *, drop: bool, mode: CreateMode, spread: bool
-    ) -> dict[int, int]:
-        index_of = cache(self._socket.index_of)
-
-        def batch() -> Iterator[bytes]:
-            for seq, resource in enumerate(resources):
-                protocol = protocol_for(resource, self.domain.links, spread=spread)
-                try:
-                    yield rtnl.encode(resource, index_of, protocol, seq, drop=drop, mode=mode)
-                except OSError as failure:
-                    if failure.errno != errno.ENODEV:
-                        raise
-                    refused[seq] = errno.ENODEV
-
-        refused: dict[int, int] = {}
-        for failed in self._socket.write(batch()):
-            refused.update(failed)
-        return refused
 
 
 def _may_be_flannels(data: bytes, offset: int, end: int) -> bool:
