@@ -327,6 +327,8 @@ class BatchedWarnings(LogBatch[tuple[str, str]]):
 
     def clear(self, key: str) -> None:
         """Forget the warning about a key, whose cause is gone."""
+        if not self._known:
+            return
         with self._lock:
             self._known.pop(key, None)
             self._waiting.pop(key, None)
