@@ -154,7 +154,8 @@ class FileStore(Store):
         return [(each.key.rpartition("/")[2], each.value, f"(for {each.ttl or 0:.0f} s)") for each in found]
 
     def delete_lease(self, subnet: str) -> None:
-        self._open().remove(f"{PREFIX}/subnets/{subnet.replace('/', '-')}")
+        store, key = self._open(), f"{PREFIX}/subnets/{subnet.replace('/', '-')}"
+        store.remove(key, store.get(key)[0].modified)
 
     def _open(self) -> KeyStore:
         from flanneld.subnet.embedded.store import open_file  # --help runs without flanneld's dependencies

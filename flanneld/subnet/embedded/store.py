@@ -196,12 +196,12 @@ class KeyStore:
                 "INSERT OR REPLACE INTO owners SELECT key, modified, ? FROM keys WHERE key = ?", (owner, key)
             )
 
-    def remove(self, key: str) -> Position:
-        """Delete a key. Raises ``NotFound``."""
+    def remove(self, key: str, modified: int) -> Position:
+        """Delete a key. Raises ``NotFound``, or ``Conflict`` if it has changed since ``modified``."""
         with self._writing() as (connection, now):
-            node = _find(connection, key, now)
-            if node is None:
+            if _find(connection, key, now) is None:
                 raise NotFound(_position(connection))
+            _check_unchanged(connection, key, modified, now)
             return _drop(connection, "delete", key)
 
     @contextmanager
@@ -337,9 +337,9 @@ class EmbeddedClient:
         self.check()
         return self.store.prolong(key, modified)
 
-    def remove(self, key: str) -> None:
+    def remove(self, key: str, modified: int) -> None:
         self.check()
-        self.store.remove(key)
+        self.store.remove(key, modified)
 
     def watcher(self, key: str, *, recursive: bool, contact: Contact) -> EmbeddedWatcher:
         return EmbeddedWatcher(EmbeddedClient(self.store), key, recursive=recursive, contact=contact)

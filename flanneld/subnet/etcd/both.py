@@ -268,7 +268,7 @@ class BothStores:
         }
         is_reserved = any(lease.expires is None for lease in had.values())
         wanted = Lease(attrs, *key, expires=None if is_reserved else clock.now(), asof=-1)
-        taken: list[EtcdStore] = []
+        taken: dict[EtcdStore, Lease] = {}
         with self._own_lock:
             own = OwnInBoth((side.api for side in self._sides), self._local.is_self)
             for side in self._sides:
@@ -280,16 +280,16 @@ class BothStores:
                         side.yield_to_earlier(stored)
                     own.written(side.api, stored)
                 except LeaseTaken:
-                    for other in taken:
+                    for other, written in taken.items():
                         if other not in had:
-                            other.give_back(key)
+                            other.give_back(written)
                     raise
                 except Retryable as problem:
                     log.warning("Our lease %s is not in %s yet: %s", wanted, side.api, problem)
                     # By the time of the renewal there our address may be another one.
                     side.remember(wanted)
                     continue
-                taken.append(side)
+                taken[side] = stored
             if not taken:
                 raise Retryable(f"the lease {wanted} could not be written", "see the log above")
             for lease in list((proven or had).values())[:1]:
@@ -304,7 +304,7 @@ class BothStores:
             for _, other in listing.of(lambda theirs: self._local.is_self(theirs, lease.attrs)):
                 if other.key != lease.key and other.expires is not None:
                     log.info("Releasing the lease %s in etcd %s: ours is %s", other, side.api, lease)
-                    side.give_back(other.key)
+                    side.give_back(other)
 
     # ---- renewing ----------------------------------------------------------------------------
 

@@ -117,8 +117,12 @@ class KeyClient(Protocol):
         """
         ...
 
-    def remove(self, key: str) -> None:
-        """Delete a key unconditionally. Raises ``NotFound``."""
+    def remove(self, key: str, modified: int) -> None:
+        """Delete a key if its last change is at ``modified``. Raises ``NotFound``, or ``Conflict`` as above.
+
+        In v2 without that condition: Go flanneld 0.12 cannot parse the event of a conditional removal. There
+        a removal whose answer was lost is not repeated.
+        """
         ...
 
     def watcher(self, key: str, *, recursive: bool, contact: Contact) -> Watcher:

@@ -177,8 +177,7 @@ _RANGE = MessageType(
 _RANGE_ANSWER = MessageType(
     header=Field(1, _HEADER), kvs=Field(2, _KEY_VALUE, repeated=True), more=Field(3, "bool")
 )
-_DELETE = MessageType(key=Field(1, "bytes"), range_end=Field(2, "bytes"))
-_DELETE_ANSWER = MessageType(header=Field(1, _HEADER), deleted=Field(2, "int64"))
+_DELETE = MessageType(key=Field(1, "bytes"))
 _PUT = MessageType(key=Field(1, "bytes"), value=Field(2, "bytes"), lease=Field(3, "int64"))
 
 _COMPARE = MessageType(
@@ -188,7 +187,9 @@ _COMPARE = MessageType(
     create_revision=Field(5, "int64"),
     mod_revision=Field(6, "int64"),
 )
-_OPERATION = MessageType(request_range=Field(1, _RANGE), request_put=Field(2, _PUT))
+_OPERATION = MessageType(
+    request_range=Field(1, _RANGE), request_put=Field(2, _PUT), request_delete_range=Field(3, _DELETE)
+)
 _TRANSACTION = MessageType(
     compare=Field(1, _COMPARE, repeated=True),
     success=Field(2, _OPERATION, repeated=True),
@@ -227,7 +228,6 @@ _WATCH_ANSWER = MessageType(
 #: Calls by their path in the gateway.
 METHODS: Mapping[str, Method] = {
     "/kv/range": Method("/etcdserverpb.KV/Range", _RANGE, _RANGE_ANSWER),
-    "/kv/deleterange": Method("/etcdserverpb.KV/DeleteRange", _DELETE, _DELETE_ANSWER),
     "/kv/txn": Method("/etcdserverpb.KV/Txn", _TRANSACTION, _TRANSACTION_ANSWER),
     "/lease/grant": Method(
         "/etcdserverpb.Lease/LeaseGrant", MessageType(TTL=Field(1, "int64")), _LEASE_ANSWER

@@ -200,12 +200,16 @@ class EtcdStore:
         self._known = None
         for other in others:
             if other.asof < lease.asof and contests(other.key, lease.key):
-                self.give_back(lease.key)
+                self.give_back(lease)
                 raise LeaseTaken(f"{lease} overlaps {other} of node {node_address(other.attrs)}")
 
-    def give_back(self, key: LeaseKey) -> None:
-        """Remove our lease."""
-        self._remove(self._reader.key_of(key))
+    def give_back(self, lease: Lease) -> None:
+        """Remove our lease. Raises ``Conflict`` if it has changed since ``asof``."""
+        path = self._reader.key_of(lease.key)
+        try:
+            self._requests.remove(path, lease.asof)
+        except NotFound:
+            log.log(V(1), "%s had already expired", path)
 
     def remember(self, lease: Lease) -> None:
         """Take note of our lease as it may be in the store, so that a renewal recognises it."""
@@ -326,9 +330,9 @@ class EtcdStore:
             if (path, lease) not in moved:
                 say_found(renewed)
             return renewed
-        for path, lease in mine[:1]:
+        for _, lease in mine[:1]:
             log.info("Releasing the lease %s: it does not fit the network config", lease)
-            self._remove(path)
+            self.give_back(lease)
         return None
 
     def _compare_identity(self, lease: Lease, attrs: LeaseAttrs) -> None:
@@ -340,13 +344,6 @@ class EtcdStore:
                 f"The lease {lease} of our address {node_address(attrs)} has other backend data than ours;"
                 " normal after a reinstall, else another node has this address: give each its own -public-ip",
             )
-
-    def _remove(self, path: str) -> None:
-        """Remove a key unconditionally: Go flanneld 0.12 cannot parse the event of a conditional removal."""
-        try:
-            self._requests.remove(path)
-        except NotFound:
-            log.log(V(1), "%s had already expired", path)
 
     def pick(
         self, config: Config, previous: LeaseKey, listing: Listing, connected: tuple[IPNetwork, ...] = ()

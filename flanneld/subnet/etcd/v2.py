@@ -67,7 +67,8 @@ class V2Client(etcd.Client):  # type: ignore[misc] # python-etcd has no types
     def prolong(self, key: str, modified: int) -> None:
         """Return None: Go flanneld 0.12 writes the lease again, and so do we."""
 
-    def remove(self, key: str) -> None:
+    def remove(self, key: str, modified: int) -> None:
+        del modified  # see ``KeyClient.remove``
         self.delete(key)
 
     def watcher(self, key: str, *, recursive: bool, contact: Contact) -> V2Watcher:

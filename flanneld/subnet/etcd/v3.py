@@ -73,7 +73,7 @@ class V3Client:
         return self._write(key, value, ttl, {"target": "CREATE", "create_revision": "0"})
 
     def replace(self, key: str, value: str, ttl: int | None, modified: int) -> KeyReply:
-        return self._write(key, value, ttl, {"target": "MOD", "mod_revision": str(modified)})
+        return self._write(key, value, ttl, _unchanged_since(modified))
 
     def prolong(self, key: str, modified: int) -> float | None:
         at, lease = self._written.get(key, (0, 0))
@@ -87,10 +87,12 @@ class V3Client:
             return None
         return left if left > 0 else None
 
-    def remove(self, key: str) -> None:
-        name = {"key": v3_messages.text64(key)}
-        found, at = self.ask("/kv/deleterange", name, lambda said: (said.deleted, said.at))
-        if not found:
+    def remove(self, key: str, modified: int) -> None:
+        deletion = {"request_delete_range": {"key": v3_messages.text64(key)}}
+        at, done, found = self._transact(key, _unchanged_since(modified), deletion)
+        if found:
+            raise Conflict(f"{key} was written again")
+        if not done:
             raise NotFound(at)
 
     def watcher(self, key: str, *, recursive: bool, contact: Contact) -> V3Watcher:
@@ -197,25 +199,9 @@ class V3Client:
         key. Other keys may be attached to it.
         """
         lease, granted = self._grant(ttl) if ttl is not None else (0, None)
-        name = v3_messages.text64(key)
+        put = {"key": v3_messages.text64(key), "value": v3_messages.text64(value), "lease": str(lease)}
         try:
-            at, done, found = self.ask(
-                "/kv/txn",
-                {
-                    "compare": [{"key": name, "result": "EQUAL", **condition}],
-                    "success": [
-                        {
-                            "request_put": {
-                                "key": name,
-                                "value": v3_messages.text64(value),
-                                "lease": str(lease),
-                            }
-                        }
-                    ],
-                    "failure": [{"request_range": {"key": name}}],
-                },
-                lambda said: (said.at, said.succeeded, v3_messages.other_branch(said)),
-            )
+            at, done, found = self._transact(key, condition, {"request_put": put})
         except AccessRefused:
             # Otherwise a user without write access would leave an etcd lease behind at each attempt.
             self._revoke(lease)
@@ -229,6 +215,20 @@ class V3Client:
         self._written[key] = at.index, lease
         return KeyReply("put", StoredKey(key, value, granted, at.index), (), at)
 
+    def _transact(
+        self, key: str, condition: Mapping[str, str], operation: Mapping[str, object]
+    ) -> tuple[Position, bool, KeyValue | None]:
+        """Do an operation if the condition holds for a key. Return the position, True if so, else the key."""
+        name = v3_messages.text64(key)
+        transaction = {
+            "compare": [{"key": name, "result": "EQUAL", **condition}],
+            "success": [operation],
+            "failure": [{"request_range": {"key": name}}],
+        }
+        return self.ask(
+            "/kv/txn", transaction, lambda said: (said.at, said.succeeded, v3_messages.other_branch(said))
+        )
+
     def _grant(self, ttl: int) -> tuple[int, int]:
         return self.ask("/lease/grant", {"TTL": str(ttl)}, lambda said: (said.ID, said.TTL))
 
@@ -240,6 +240,10 @@ class V3Client:
             self.ask("/kv/lease/revoke", {"ID": str(lease)}, lambda said: said.at)
         except LeaseGone:
             log.log(V(1), "The unused lease %s had already expired", lease)
+
+
+def _unchanged_since(modified: int) -> dict[str, str]:
+    return {"target": "MOD", "mod_revision": str(modified)}
 
 
 #: Seconds between two restarts of a watch because the store's revision is ahead of the watch's.

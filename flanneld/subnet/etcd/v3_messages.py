@@ -79,7 +79,6 @@ class GatewayMessage(Struct, frozen=True, gc=False):
     header: Header | None = None
     kvs: list[KeyValue] | None = None
     more: bool = False
-    deleted: _Int64 = 0
     ID: _Int64 = 0
     TTL: _Int64 = 0
     token: str = ""

@@ -247,9 +247,10 @@ class LeaseStore:
     def revoke(self, network: str, key: LeaseKey, caller: Caller = ADMINISTRATOR) -> None:
         with self._asking(caller) as client:
             path = self._path(network, key)
-            self._fetch(path)
+            node = self._fetch(path).node
+            assert node is not None
             self._check_owner(network, key, caller)
-            client.remove(path)
+            client.remove(path, node.modified)
 
     def leases(self, network: str) -> tuple[list[WireLease], int]:
         with self._asking():

@@ -243,10 +243,13 @@ class SimulatedClient:
         self._effect(f"after {key} is prolonged")
         return there.ttl
 
-    def remove(self, key: str) -> None:
+    def remove(self, key: str, modified: int) -> None:
         self.ask()
-        if key not in self._etcd.keys:
+        found = self._etcd.keys.get(key)
+        if found is None:
             raise NotFound(self._etcd.position())
+        if self.api != "v2" and found.modified != modified:
+            raise Conflict(f"{key} was written again")
         self._effect(f"before {key} is removed")
         self._etcd.delete(key)
         self._effect(f"after {key} is removed")

@@ -104,9 +104,11 @@ class StoreModel(RuleBasedStateMachine):
         with clock.replaced(self.clock):
             if not self.alive(key):
                 with pytest.raises(NotFound):
-                    self.store.remove(key)
+                    self.store.remove(key, 0)
                 return
-            self.store.remove(key)
+            with pytest.raises(Conflict):
+                self.store.remove(key, self.model[key][2] - 1)
+            self.store.remove(key, self.model[key][2])
         del self.model[key]
 
     @rule(seconds=st.sampled_from([1.0, 10.0, 30.0]))

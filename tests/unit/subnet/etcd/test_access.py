@@ -84,7 +84,7 @@ def test_a_client_certificate_opens_the_door(api: str, tls_etcd: LocalEtcd, cert
     (changed,) = changes(asker, "/tls", made.at).replies
     assert changed.node
     assert changed.node.value == "2"
-    asker.remove("/tls")
+    asker.remove("/tls", changed.node.modified)
 
 
 def test_tls_failures_are_explained(
@@ -155,13 +155,13 @@ def test_a_user_with_a_password_is_let_in(api: str, guarded_etcd: LocalEtcd) -> 
     asker = client(api, guarded_etcd.url, username="flännel", password=PASSWORD)
     made = asker.create("/open/door", "1", None)
     assert made.node
-    asker.replace("/open/door", "2", None, made.node.modified)
+    second = asker.replace("/open/door", "2", None, made.node.modified)
     assert changes(asker, "/open/door", made.at).replies
     with pytest.raises(Retryable, match="refuses access"):
         asker.create("/closed", "1", None)
     with_url = guarded_etcd.url.replace("//", f"//fl%C3%A4nnel:{quote(PASSWORD, safe='')}@")
     assert client(api, with_url).fetch("/open/door").node
-    asker.remove("/open/door")
+    asker.remove("/open/door", second.at.index)
 
 
 def test_roles_of_the_guide_separate_nodes_from_operators(tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def test_roles_of_the_guide_separate_nodes_from_operators(tmp_path: Path) -> Non
         with pytest.raises(Retryable, match="refuses access"):
             as_node.create(f"{root}/blue/config", network, None)
         with pytest.raises(Retryable, match="refuses access"):
-            as_node.remove(f"{root}/config")
+            as_node.remove(f"{root}/config", 1)
 
 
 def test_without_a_user_there_is_no_way_in(api: str, guarded_etcd: LocalEtcd) -> None:
@@ -275,8 +275,8 @@ def test_an_authority_alone_gives_an_endpoint_without_a_scheme_no_tls(certificat
 
 def test_an_endpoint_without_a_scheme_answers(api: str, etcd: LocalEtcd) -> None:
     asker = client(api, etcd.url.removeprefix("http://"))
-    asker.create("/plain", "1", None)
-    asker.remove("/plain")
+    made = asker.create("/plain", "1", None)
+    asker.remove("/plain", made.at.index)
 
 
 def test_servers_are_shuffled_and_keep_their_names() -> None:

@@ -22,6 +22,7 @@ from flanneld.runtime import clock
 from flanneld.subnet.allocation import fits
 from flanneld.subnet.etcd.api_choice import open_etcd
 from flanneld.subnet.etcd.endpoints import EtcdOptions
+from flanneld.subnet.etcd.keys import Conflict
 from flanneld.subnet.etcd.store import SUBNET_TTL, EtcdStore, LeaseTaken
 from flanneld.subnet.etcd.transport import EtcdTimeouts
 from flanneld.subnet.store import LocalFacts, Store
@@ -523,6 +524,21 @@ def test_write_that_is_repeated_over_a_new_connection_overwrites_nothing_newer(
         assert relay.answers_to_lose == 0
         manager.close()
     assert f'"192.0.2.{9 if is_taken else 2}"' in store.get(lease)["value"]
+
+
+def test_removal_that_is_repeated_over_a_new_connection_removes_nothing_newer(etcd: LocalEtcd) -> None:
+    store, relay = EtcdPrefix(etcd, "v3"), RacingRelay(etcd.url)
+    with server(relay) as url:
+        manager = store.manager(url)
+        assert isinstance(manager, EtcdStore)
+        lease = manager.acquire(NETWORK, node(1), NOTHING)
+        relay.before_second = lambda: store.put(str(lease).replace("/", "-"), node(9))
+        relay.answers_to_lose = 1
+        with pytest.raises(Conflict):
+            manager.give_back(lease)
+        manager.close()
+    assert relay.answers_to_lose == 0
+    assert '"192.0.2.9"' in store.get(lease)["value"]
 
 
 class LaggingRelay(Relay):

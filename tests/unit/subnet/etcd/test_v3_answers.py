@@ -45,7 +45,7 @@ NAMES = [
         "message",
         "TTL",
     ),
-    *("succeeded", "responses", "response_range", "deleted", "ID"),
+    *("succeeded", "responses", "response_range", "ID"),
 ]
 SCALARS = (
     st.none()

@@ -120,10 +120,10 @@ def test_older_versions_have_their_gateway_elsewhere(etcd: LocalEtcd, keys: V3Ke
         watcher = watch(asker, f"/old-{root}")
         (changed,) = wait_for(lambda: watcher.read(made.at).replies, DEADLINE, "the change")
         relay.requests.clear()
-        asker.remove(f"/old-{root}")
-    assert changed.node
-    assert changed.node.value == "2"
-    assert relay.requests == [f"POST /v3{root}/kv/deleterange"]
+        assert changed.node
+        assert changed.node.value == "2"
+        asker.remove(f"/old-{root}", changed.node.modified)
+    assert relay.requests == [f"POST /v3{root}/kv/txn"]
 
 
 both_versions = pytest.mark.parametrize("program", [DEBIANS, NEWER], ids=["debians", "newer"])

@@ -99,15 +99,15 @@ def test_the_user_is_the_one_whom_the_certificate_names(
     watcher.close()
     with pytest.raises(AccessRefused, match="refuses access"):
         asker.create("/elsewhere", "1", None)
-    asker.remove("/net/subnets/a")
+    asker.remove("/net/subnets/a", changed.node.modified)
 
 
 def test_a_password_counts_where_the_certificate_has_no_rights(
     guarded: LocalEtcd, certificates: dict[str, Any]
 ) -> None:
     asker = client(guarded.url, username="root", password=PASSWORD, timeouts=EtcdTimeouts(), **certificates)
-    asker.create("/elsewhere", "1", None)
-    asker.remove("/elsewhere")
+    made = asker.create("/elsewhere", "1", None)
+    asker.remove("/elsewhere", made.at.index)
 
 
 def test_json_is_left_when_it_is_refused(

@@ -61,9 +61,9 @@ class LocalFile:
 
     def delete(self, key: str) -> None:
         with suppress(NotFound):
-            self.keystore.remove(key)
+            self.keystore.remove(key, self.keystore.get(key)[0].modified)
         for node in self.keystore.below(key)[0]:
-            self.keystore.remove(node.key)
+            self.keystore.remove(node.key, node.modified)
 
 
 class Running:
