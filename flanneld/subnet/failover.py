@@ -6,7 +6,8 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Generic, Protocol, TypeVar
+from copy import copy
+from typing import Generic, Protocol, Self, TypeVar
 
 from flanneld.compat.glog import V
 from flanneld.errors import NoAnswer, Retryable
@@ -73,6 +74,10 @@ class ServerRing(Generic[S]):
         self.name = ", ".join(dict.fromkeys(server.name for server in servers))
         self.addresses = HostAddresses(lambda: [server.host for server in servers])
         self._good = 0
+
+    def apart(self) -> Self:
+        """Return the same servers with a last good one of its own, as for another API."""
+        return copy(self)
 
     def in_turn(self) -> Iterator[S]:
         """Yield each server once, starting with the last good one.

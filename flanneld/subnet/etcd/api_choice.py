@@ -55,9 +55,8 @@ def open_etcd(
         from flanneld.subnet.etcd.both import BothStores
 
         # Each has its own connection, so that neither waits for the other.
-        return BothStores(
-            open_api("v3"), open_api("v2", transport=Transport(Servers(options), transport.timeouts))
-        )
+        other = Transport(transport.servers.apart(), transport.timeouts)
+        return BothStores(open_api("v3"), open_api("v2", transport=other))
     if api == "auto":
         return open_api("v3", choose=partial(_choose, transport, options.prefix))
     return open_api(api, partial(_is_in_v2 if api == "v3" else _is_in_v3, transport))

@@ -445,10 +445,9 @@ class LeaseStore:
 
 def over_etcd(options: EtcdOptions, api: str, timeouts: EtcdTimeouts | None = None) -> LeaseStore:
     """Open the leases in etcd: "v2", "v3", or "auto" for the first, v3 before v2, with a network config."""
-    timeouts = timeouts or EtcdTimeouts()
+    timeouts, servers = timeouts or EtcdTimeouts(), Servers(options)
     names = ("v3", "v2") if api == "auto" else (api,)
-    clients = [open_client(name, Transport(Servers(options), timeouts)) for name in names]
-    servers = Servers(options)
+    clients = [open_client(name, Transport(servers.apart(), timeouts)) for name in names]
     name = f"etcd at {servers.name} under {options.prefix}"
     return LeaseStore(clients, options.prefix, name, timeouts.pause, servers.addresses.known)
 
