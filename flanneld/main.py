@@ -170,7 +170,7 @@ def _clean_up(wanted: Options, _environ: Mapping[str, str]) -> bool:
 
 
 def _migrate(wanted: Options, _environ: Mapping[str, str]) -> bool:
-    from flanneld.subnet.etcd.copy import migrate
+    from flanneld.subnet.copy import migrate
 
     return migrate(etcd_options(wanted), print, dry_run=wanted.dry_run)
 

@@ -376,8 +376,8 @@ def _import(chosen: Options, arguments: argparse.Namespace) -> CommandAnswer:
 
 def _move(chosen: Options, arguments: argparse.Namespace, *, into_file: bool) -> CommandAnswer:
     """Copy every network between the file and etcd. Nothing is overwritten."""
+    from flanneld.subnet.copy import move
     from flanneld.subnet.embedded.store import open_file
-    from flanneld.subnet.etcd.copy import move
     from flanneld.subnet.opening import etcd_options
 
     store = open_file(str(_path(chosen)), create=into_file and not arguments.dry_run)

@@ -33,9 +33,9 @@ from flanneld.reconcile.peers import Peers
 from flanneld.reconcile.reconciler import Reconciler
 from flanneld.state.permits import RemovalGuard
 from flanneld.subnet.etcd import v2_messages
-from flanneld.subnet.etcd.http import Answer
 from flanneld.subnet.etcd.keys import KeyReply, Position
 from flanneld.subnet.etcd.leases import LeaseReader
+from flanneld.subnet.etcd.transport import Answer
 from tests.bench.cluster import Peer, open_leases
 from tests.lab import Lab, wait_for
 from tests.lab.etcd import PREFIX

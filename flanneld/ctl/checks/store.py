@@ -22,7 +22,7 @@ from flanneld.errors import LEASES_END
 from flanneld.findings import Advice, Finding, Severity
 from flanneld.model import LEASE_ENDS_SOON, lies_in
 from flanneld.network.host_settings import Topic
-from flanneld.subnet.etcd.http import remedy_for
+from flanneld.subnet.etcd.keys import remedy_for
 
 if TYPE_CHECKING:
     from flanneld.config import Config

@@ -12,10 +12,9 @@ from flanneld.errors import Retryable
 from flanneld.runtime.clock import randrange
 from flanneld.subnet.etcd import v2_messages
 from flanneld.subnet.etcd.endpoints import EtcdOptions, Server, Servers
-from flanneld.subnet.etcd.http import Request
 from flanneld.subnet.etcd.keys import KeyClient, NoConfig, NoSuchApi, NotFound
 from flanneld.subnet.etcd.store import Choose, EtcdStore, config_key, read_config
-from flanneld.subnet.etcd.transport import EtcdTimeouts, Send, Transport
+from flanneld.subnet.etcd.transport import EtcdTimeouts, Request, Send, Transport
 from flanneld.subnet.failover import ServerFailed
 from flanneld.subnet.store import Store
 

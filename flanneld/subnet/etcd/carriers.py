@@ -15,10 +15,16 @@ from flanneld.errors import Cancelled, Fatal, Retryable, install_command
 from flanneld.runtime.sockets.http_connection import LineStream, LiveBody
 from flanneld.subnet.etcd import v3_messages
 from flanneld.subnet.etcd.endpoints import Server, Servers
-from flanneld.subnet.etcd.http import Request
 from flanneld.subnet.etcd.keys import NoSuchApi
-from flanneld.subnet.etcd.transport import EtcdConnection, EtcdTimeouts, Send, Transport, server_failed
-from flanneld.subnet.etcd.v3_messages import CallServer, GatewayMessage, GatewayRefused
+from flanneld.subnet.etcd.transport import (
+    EtcdConnection,
+    EtcdTimeouts,
+    Request,
+    Send,
+    Transport,
+    server_failed,
+)
+from flanneld.subnet.etcd.v3_messages import BATCH, CallServer, GatewayMessage, GatewayRefused
 from flanneld.subnet.failover import ServerFailed
 
 log = logging.getLogger(__name__)
@@ -26,8 +32,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _INSTALL = install_command("grpc", "python3-grpcio")
-#: Messages after which a delivery does not wait for what may come next.
-BATCH = 1000
 
 
 class Stream(Protocol):

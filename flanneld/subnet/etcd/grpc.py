@@ -20,7 +20,6 @@ from flanneld.errors import Cancelled, NoAnswer, Retryable
 from flanneld.runtime.sockets.interruptible import WITHIN
 from flanneld.runtime.waits import StreamReader
 from flanneld.subnet.etcd import v3_messages
-from flanneld.subnet.etcd.carriers import BATCH
 from flanneld.subnet.etcd.endpoints import EtcdOptions, Server, Servers
 from flanneld.subnet.etcd.keys import NoSuchApi
 from flanneld.subnet.etcd.protobuf import METHODS, MalformedProtobuf, decode, encode
@@ -32,7 +31,7 @@ from flanneld.subnet.etcd.transport import (
     EtcdTimeouts,
     server_failed,
 )
-from flanneld.subnet.etcd.v3_messages import CallServer, GatewayMessage
+from flanneld.subnet.etcd.v3_messages import BATCH, CallServer, GatewayMessage
 from flanneld.subnet.failover import Failover, ServerFailed
 
 # Set before the import: grpc would write to our log in its own format, and install fork handlers.

@@ -169,6 +169,24 @@ class Watcher(Protocol):
         ...
 
 
+NO_ACCESS = "check -etcd-username, -etcd-password and the rights of that user"
+#: Words of etcd's errors (api/v3rpc/rpctypes/error.go), and what helps.
+_REMEDIES = {
+    "space exceeded": "its alarm is NOSPACE: etcdctl compact REVISION && etcdctl defrag --cluster && etcdctl"
+    " alarm disarm, with the revision that etcdctl endpoint status -w fields shows",
+    **dict.fromkeys(
+        ("no leader", "leader changed", "leader failure", "request timed out"),
+        "it has no quorum: most of its members have to run and to reach each other, as etcdctl endpoint"
+        " status --cluster shows",
+    ),
+}
+
+
+def remedy_for(text: str) -> str:
+    """Return the remedy for an error of etcd with this text."""
+    return next((remedy for words, remedy in _REMEDIES.items() if words in text), "see the log of etcd")
+
+
 def check_history(after: Position, now: Position) -> None:
     """Raise ``RelistNeeded`` unless a server at ``now`` can deliver the changes after a position.
 

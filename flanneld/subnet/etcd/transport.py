@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from http.client import HTTPException
+from typing import Any
+from urllib.parse import urlsplit
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -24,11 +27,49 @@ from flanneld.runtime.sockets.http_connection import (
 )
 from flanneld.runtime.sockets.interruptible import TooSlow, UnknownName, Unreachable
 from flanneld.subnet.etcd.endpoints import Server, Servers
-from flanneld.subnet.etcd.http import Answer, Request
 from flanneld.subnet.etcd.keys import Position
 from flanneld.subnet.failover import Failover, ServerFailed
 
 log = logging.getLogger(__name__)
+
+
+class Answer(Struct, frozen=True):
+    """An HTTP response; ``body`` is None for a watch that ended without a change.
+
+    ``at`` is taken from the headers, which only v2 sends.
+    """
+
+    server: str
+    status: int
+    at: Position
+    content_type: str = ""
+    location: str = ""
+    body: bytes | None = None
+
+    def __repr__(self) -> str:
+        return f"Answer({self.server}, {self.status})"
+
+
+class Request(Struct, frozen=True):
+    """An HTTP request.
+
+    ``poll_timeout`` is the limit of a watch in seconds, counted from its response headers; None for other
+    requests. ``on_head`` is called with the response once its headers are there; an exception ends the
+    request. With ``is_stream`` the response has no end: its body are the lines that have come. As long as it
+    goes on, the next request with ``is_stream`` is not sent, but answered with the next lines.
+    """
+
+    method: str
+    target: str
+    body: str | None = None
+    headers: Mapping[str, str] = {}
+    poll_timeout: float | None = None
+    is_stream: bool = False
+    on_head: Callable[[Answer], object] = lambda _: None
+
+    def __repr__(self) -> str:
+        return f"Request({self.method} {self.target})"
+
 
 #: Function that makes one request to one server. Raises ``ServerFailed``.
 Send = Callable[[Request], Answer]
@@ -174,3 +215,36 @@ def _head(response: Response, server: Server) -> Answer:
         headers.get("Content-Type", "").partition(";")[0],
         headers.get("Location", ""),
     )
+
+
+def json_object(answer: Answer) -> dict[str, Any] | None:
+    """Return the JSON object of a response, or None if it is something else.
+
+    Raises ``ServerFailed`` on a redirect.
+    """
+    if 300 <= answer.status < 400:
+        raise ServerFailed(f"it redirects to {_host(answer.location)}", "name etcd itself in -etcd-endpoints")
+    return parsed_object(answer.body or b"")
+
+
+def parsed_object(text: bytes) -> dict[str, Any] | None:
+    """Return the JSON object in a text, or None if it is something else."""
+    try:
+        body = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return body if isinstance(body, dict) else None
+
+
+def not_etcd(answer: Answer) -> ServerFailed:
+    """Return the error for a response that is not etcd's."""
+    return ServerFailed(
+        f"HTTP {answer.status} with {answer.content_type or 'something'} that is no JSON object"
+    )
+
+
+def _host(location: str) -> str:
+    try:
+        return urlsplit(location).hostname or "another path"
+    except ValueError:
+        return "nowhere"

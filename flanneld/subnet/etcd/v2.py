@@ -18,9 +18,8 @@ from msgspec.structs import replace
 
 from flanneld.subnet.etcd import v2_messages
 from flanneld.subnet.etcd.endpoints import Server
-from flanneld.subnet.etcd.http import Answer, Request
 from flanneld.subnet.etcd.keys import Conflict, KeyChanges, KeyReply, NoConfig, NotFound, Position
-from flanneld.subnet.etcd.transport import Send, Transport
+from flanneld.subnet.etcd.transport import Answer, Request, Send, Transport
 from flanneld.subnet.list_watch import Contact, PossibleGap, RelistNeeded
 
 #: Changes that etcd queues for a stream.

@@ -14,8 +14,17 @@ from msgspec.structs import replace
 
 from flanneld.errors import Retryable
 from flanneld.subnet.etcd import keys
-from flanneld.subnet.etcd.http import NO_ACCESS, Answer, json_object, not_etcd, remedy_for
-from flanneld.subnet.etcd.keys import Conflict, KeyReply, NoSuchApi, NotFound, Position, StoredKey
+from flanneld.subnet.etcd.keys import (
+    NO_ACCESS,
+    Conflict,
+    KeyReply,
+    NoSuchApi,
+    NotFound,
+    Position,
+    StoredKey,
+    remedy_for,
+)
+from flanneld.subnet.etcd.transport import Answer, json_object, not_etcd
 from flanneld.subnet.failover import ServerFailed
 from flanneld.subnet.list_watch import RelistNeeded
 

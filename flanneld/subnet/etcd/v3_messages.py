@@ -16,15 +16,8 @@ import msgspec
 from msgspec import Meta, Struct
 
 from flanneld.errors import Retryable
-from flanneld.subnet.etcd.http import (
-    NO_ACCESS,
-    Answer,
-    json_object,
-    not_etcd,
-    parsed_object,
-    remedy_for,
-)
-from flanneld.subnet.etcd.keys import Position, StoredKey, check_history
+from flanneld.subnet.etcd.keys import NO_ACCESS, Position, StoredKey, check_history, remedy_for
+from flanneld.subnet.etcd.transport import Answer, json_object, not_etcd, parsed_object
 from flanneld.subnet.failover import ServerFailed
 from flanneld.subnet.list_watch import RelistNeeded
 
@@ -107,6 +100,10 @@ class GatewayMessage(Struct, frozen=True, gc=False):
 CallServer = Callable[[str, Mapping[str, object], str], GatewayMessage]
 
 _DECODER = msgspec.json.Decoder(GatewayMessage, strict=False)  # numbers may be strings
+
+
+#: Messages of a watch that are read at once, at most.
+BATCH = 1000
 
 
 class AccessRefused(Retryable):

@@ -19,9 +19,9 @@ from flanneld.compat import json as gojson
 from flanneld.errors import FlannelError, Refused, Retryable
 from flanneld.subnet import codec
 from flanneld.subnet.etcd import v3_messages
-from flanneld.subnet.etcd.http import Answer
 from flanneld.subnet.etcd.keys import KeyReply, Position
 from flanneld.subnet.etcd.leases import LeaseReader
+from flanneld.subnet.etcd.transport import Answer
 from flanneld.subnet.etcd.v2_messages import read
 from flanneld.subnet.failover import ServerFailed
 from tests.unit.mutations import JSON, tampered_json

@@ -20,11 +20,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from flanneld.errors import Cancelled, Fatal, Retryable
 from flanneld.runtime import clock
+from flanneld.subnet.copy import Migration
 from flanneld.subnet.embedded import store as store_module
 from flanneld.subnet.embedded.database import Database, restore, set_fact
 from flanneld.subnet.embedded.store import PREFIX, EmbeddedClient, KeyStore, Moment, open_file, time_since
 from flanneld.subnet.etcd.api_choice import open_client
-from flanneld.subnet.etcd.copy import Migration
 from flanneld.subnet.etcd.endpoints import EtcdOptions, Servers
 from flanneld.subnet.etcd.keys import Conflict, NotFound, Position
 from flanneld.subnet.etcd.transport import EtcdTimeouts, Transport

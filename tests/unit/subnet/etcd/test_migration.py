@@ -10,7 +10,7 @@ import pytest
 
 from flanneld.errors import Retryable
 from flanneld.main import run
-from flanneld.subnet.etcd.copy import Migration, migrate
+from flanneld.subnet.copy import Migration, migrate
 from flanneld.subnet.etcd.endpoints import EtcdOptions, Servers
 from flanneld.subnet.etcd.keys import KeyReply
 from flanneld.subnet.etcd.transport import EtcdTimeouts, Transport

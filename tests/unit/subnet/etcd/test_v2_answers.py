@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flanneld.errors import Retryable
-from flanneld.subnet.etcd.http import Answer
 from flanneld.subnet.etcd.keys import Conflict, KeyReply, NotFound, Position, StoredKey
+from flanneld.subnet.etcd.transport import Answer
 from flanneld.subnet.etcd.v2_messages import check_history, read
 from flanneld.subnet.failover import ServerFailed
 from flanneld.subnet.list_watch import RelistNeeded

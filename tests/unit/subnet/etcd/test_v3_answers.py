@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from flanneld.errors import Retryable
 from flanneld.subnet.etcd import v3_messages
-from flanneld.subnet.etcd.http import Answer
 from flanneld.subnet.etcd.keys import Position
+from flanneld.subnet.etcd.transport import Answer
 from flanneld.subnet.etcd.v3_messages import GatewayMessage
 from flanneld.subnet.failover import ServerFailed
 from flanneld.subnet.list_watch import RelistNeeded
