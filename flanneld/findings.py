@@ -1,4 +1,4 @@
-"""Findings about a host, and the commands that mend them (pure).
+"""Findings about a host, conditions of a daemon, and the commands that mend them (pure).
 
 A command is a list of arguments, quoted only for a shell or a person.
 """
@@ -50,6 +50,16 @@ class Advice(Struct, frozen=True, gc=False):
     """Remedy that needs a decision, another host, or a program that we cannot run."""
 
     text: str
+
+
+class Condition(Struct, frozen=True, gc=False):
+    """A part of the daemon; ``problem`` is empty if it is healthy, and stable while a condition lasts."""
+
+    part: str
+    problem: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.part}: {self.problem}"
 
 
 class Finding(Struct, frozen=True, gc=False):

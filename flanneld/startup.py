@@ -166,9 +166,10 @@ def elect(loaded: Loaded, waiting: Waiting) -> Elected:
 def claims_to(config: Config, backend: Backend, *, guards: bool = False) -> tuple[str, ...]:
     """Return a name for each thing that a network needs and that only one network of a host can have.
 
-    With ``guards`` it has the guard of the tunnel, too: the peers of a second daemon are not in its set.
+    With ``guards`` it has the guard of its tunnel, too: the peers of a second daemon are not in its set.
     """
     ranges = (f"{_RANGE}{each.network}" for each in config.ranges)
+    guards = guards and bool(registry.clear_ports(config))
     tables = [name for name, has in (("EnableNFTables", config.enable_nftables), (GUARD, guards)) if has]
     return (*ranges, *backend.claims(), *tables)
 
@@ -239,13 +240,18 @@ def desired(member: Member, effects: Effects) -> LocalNode:
     networks = [network for network, _ in member.uplink_manager.ranges]
     # Packets for a container that has gone must not go round between this host and its gateway.
     blackholes = member.lease.key if member.options.ip_blackhole_route else ()
-    beside, once_synced = _guard(member) if member.options.guard_tunnel else (None, ())
+    ports = registry.clear_ports(member.config) if member.options.guard_tunnel else ()
+    beside, once_synced = _guard(member.config, ports) if ports else (None, ())
+    if member.options.guard_tunnel and not ports:
+        kind = member.config.backend_type
+        log.warning("-guard-tunnel has no effect: %s has no port without encryption", kind)
+    options = structs.replace(member.options, guard_tunnel=bool(ports))
     return LocalNode(
         member.kernel,
         member.monitor,
         member.uplink_manager,
         member.lease,
-        lambda stale: effects.kernel_tables(member.kernel, stale, networks, member.options),
+        lambda stale: effects.kernel_tables(member.kernel, stale, networks, options),
         extras=tuple(Blackhole(net) for net in blackholes if net is not None),
         former=member.previous.networks,
         devices=last_run.devices,
@@ -260,21 +266,14 @@ def desired(member: Member, effects: Effects) -> LocalNode:
     )
 
 
-def _guard(member: Member) -> tuple[Callable[[Lease], Iterable[Resource]], tuple[Resource, ...]]:
+def _guard(
+    config: Config, ports: tuple[int, ...]
+) -> tuple[Callable[[Lease], Iterable[Resource]], tuple[Resource, ...]]:
     """Return what lets in each peer, and the rules that keep all others out of the tunnel."""
     from flanneld.network.firewall.guard import Guarded, admits  # rarely needed
 
-    ports: list[int] = []
-    for config in filter(None, (member.config, member.config.also)):
-        backend = registry.described(config.backend_type)
-        flows = () if backend.encrypts else backend.flows
-        ports += [(each.option and config.backend.integer(each.option, 0)) or each.port for each in flows]
-    if not ports:
-        kind = member.config.backend_type
-        log.warning("-guard-tunnel has no effect: %s has no port without encryption", kind)
-        return lambda _: (), ()
-    families = member.config.families
-    return partial(admits, families=families), tuple(Guarded(each, tuple(ports)) for each in families)
+    families = config.families
+    return partial(admits, families=families), tuple(Guarded(each, ports) for each in families)
 
 
 # ---- their attempts -----------------------------------------------------------------------------

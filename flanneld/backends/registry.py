@@ -66,3 +66,13 @@ def described(name: str) -> type[Backend]:
     except Exception:  # another package's module may raise anything
         return Backend
     return factory if isinstance(factory, type) and issubclass(factory, Backend) else Backend
+
+
+def clear_ports(config: Config) -> tuple[int, ...]:
+    """Return the ports at which a config's tunnels take unencrypted packets; 0 is IP protocol 4, ipip."""
+    ports: list[int] = []
+    for each in filter(None, (config, config.also)):
+        backend = described(each.backend_type)
+        flows = () if backend.encrypts else backend.flows
+        ports += [(flow.option and each.backend.integer(flow.option, 0)) or flow.port for flow in flows]
+    return tuple(ports)

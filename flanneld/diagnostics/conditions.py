@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from msgspec import Struct
-
+from flanneld.findings import Condition
 from flanneld.model import LEASE_ENDS_SOON, Lease
 from flanneld.node import Node
 from flanneld.reconcile.local_node import UplinkManager
@@ -22,25 +21,12 @@ LOOK, LASTING = 1.0, 5.0
 _AT_ONCE = frozenset({"leases"})
 
 
-class PartHealth(Struct, frozen=True, gc=False):
-    """A part of the daemon; ``problem`` is empty if it is healthy.
-
-    The text is stable while a condition lasts.
-    """
-
-    name: str
-    problem: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.problem}"
-
-
-def parts(node: Node) -> list[PartHealth]:
+def parts(node: Node) -> list[Condition]:
     """Return all parts. May be called from any thread; costs next to nothing."""
-    return [PartHealth(name, "; ".join(found)) for name, found in _looks(node)]
+    return [Condition(name, "; ".join(found)) for name, found in _looks(node)]
 
 
-def unhealthy_parts(node: Node) -> list[PartHealth]:
+def unhealthy_parts(node: Node) -> list[Condition]:
     """Return the parts with a condition."""
     return [part for part in parts(node) if part.problem]
 
@@ -54,8 +40,8 @@ def watch(node: Node, stop: threading.Event, tell: Callable[[list[str]], None]) 
     since: dict[str, float] = {}
     while not waits.pause(stop, LOOK):
         now, found = clock.now(), unhealthy_parts(node)
-        since = {part.name: since.get(part.name, now) for part in found}
-        lasting = [str(part) for part in found if part.name in _AT_ONCE or now - since[part.name] >= LASTING]
+        since = {each.part: since.get(each.part, now) for each in found}
+        lasting = [str(each) for each in found if each.part in _AT_ONCE or now - since[each.part] >= LASTING]
         if lasting != told:
             told = lasting
             tell(told)

@@ -14,7 +14,6 @@ from flanneld import __version__
 from flanneld.config import Config
 from flanneld.diagnostics.conditions import unhealthy_parts
 from flanneld.diagnostics.status import (
-    ConditionStatus,
     EventStatus,
     FirewallStatus,
     GuardStatus,
@@ -65,7 +64,7 @@ def describe(node: Node) -> Status:
             missing=tuple(missing),
             waiting=tuple(node.waiting()),
             late=tuple(node.overdue()),
-            conditions=tuple(ConditionStatus(each.name, each.problem) for each in unhealthy_parts(node)),
+            conditions=tuple(unhealthy_parts(node)),
         ),
         network=network(node.config),
         lease=_lease(node),

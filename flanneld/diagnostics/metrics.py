@@ -173,7 +173,7 @@ METRICS = (
     _gauge(
         "flannel_condition",
         "1 while this part of the daemon or its host is unhealthy; see `flannelctl status`",
-        lambda node: {part.name: bool(part.problem) for part in parts(node)},
+        lambda node: {each.part: bool(each.problem) for each in parts(node)},
         "part",
     ),
     _gauge(

@@ -49,7 +49,7 @@ def _serve_health(node: Node) -> None:
         node.readiness.is_ready,
         node.readiness.unready,
         lambda: [f"leases: taken from {node.cached}"] if node.cached else [],
-        lambda: [(part.name, part.problem) for part in conditions.parts(node)],
+        lambda: [(each.part, each.problem) for each in conditions.parts(node)],
         partial(_metrics, node),
     )
     server = HealthServer(options.healthz_ip, options.healthz_port, checks)

@@ -29,7 +29,7 @@ from flanneld.node import Node
 from flanneld.options import Options
 from flanneld.reconcile.controller import Controller
 from flanneld.reconcile.counters import counted
-from flanneld.reconcile.firewall import firewall_settings, place_rules
+from flanneld.reconcile.firewall import firewall_settings, old_guards, place_rules
 from flanneld.reconcile.local_node import LocalNode
 from flanneld.reconcile.peers import View
 from flanneld.reconcile.reconciler import desired_by_table
@@ -336,6 +336,7 @@ def _rules(wanted: Options, outcome: Outcome) -> Iterator[str]:
     if any(outcome.own.key) and (settings.purpose or settings.former):
         placed = place_rules(settings, threading.Event(), is_dry_run=True)
         yield from _scripts(placed.tables, placed.desired)
+    yield from _scripts(old_guards(settings), ())
 
 
 def _scripts(tables: Iterable[_Scripted], desired: Iterable[Resource]) -> Iterator[str]:

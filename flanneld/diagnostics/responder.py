@@ -86,7 +86,7 @@ def about(node: Node, asker: tuple[str, int]) -> Facts:
         "uplink_mtu": uplinks.uplink.mtu,
         "store": store_kind(node.manager.name),
         "ready": not node.missing(),
-        "conditions": sorted({part.name for part in conditions.unhealthy_parts(node)}),
+        "conditions": sorted({each.part for each in conditions.unhealthy_parts(node)}),
         "seen": list(asker),
         **_tunnel_end(controller, ip_address(asker[0].partition("%")[0])),
     }

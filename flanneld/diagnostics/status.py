@@ -15,6 +15,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
+from flanneld.findings import Condition
 from flanneld.model import IPAddress, IPNetwork
 from flanneld.network import resource_json
 from flanneld.network.resource_json import parse_address, parse_network
@@ -63,13 +64,6 @@ class StoreStatus(Struct, frozen=True, gc=False):
     resyncs: dict[str, int] | UnsetType = UNSET
 
 
-class ConditionStatus(Struct, frozen=True, gc=False):
-    """An unhealthy part of the daemon."""
-
-    part: str
-    problem: str
-
-
 class HealthStatus(Struct, frozen=True, gc=False):
     """Readiness, and what is wrong."""
 
@@ -77,7 +71,7 @@ class HealthStatus(Struct, frozen=True, gc=False):
     missing: tuple[str, ...] = ()
     waiting: tuple[str, ...] = ()
     late: tuple[str, ...] = ()
-    conditions: tuple[ConditionStatus, ...] | UnsetType = UNSET
+    conditions: tuple[Condition, ...] | UnsetType = UNSET
 
 
 class LeaseStatus(Struct, frozen=True, gc=False):

@@ -11,11 +11,12 @@ import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from ipaddress import ip_network
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from msgspec import Struct
 from msgspec.structs import replace
 
+from flanneld.backends.registry import clear_ports
 from flanneld.config import Config
 from flanneld.errors import Fatal, Retryable
 from flanneld.findings import line
@@ -38,8 +39,11 @@ from flanneld.runtime.supervisor import MakeLoop
 from flanneld.state.desired import Delta
 from flanneld.state.permits import Permits
 from flanneld.state.resources import GUARD, Key, Resource
-from flanneld.state.table import Put, Table
+from flanneld.state.table import Put
 from flanneld.subnet.subnet_file import Previous
+
+if TYPE_CHECKING:
+    from flanneld.network.firewall.guard import GuardTable  # rarely needed
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +105,7 @@ def firewall_settings(
         flavour=cast("FlavourOption", options.iptables_flavour),
         native=config.enable_nftables,
         resync=options.iptables_resync,
-        guards=options.guard_tunnel,
+        guards=options.guard_tunnel and bool(clear_ports(config)),
         spares_nodes=config.spares_nodes and purpose.masquerade,
     )
 
@@ -263,7 +267,7 @@ class Firewall(Worker):
         self._is_prepared = True
         if self._settings.purpose or self._settings.former:
             self._place()
-        self.use((*self.placed.tables, *self._old_guards()), self._desired_rules)
+        self.use((*self.placed.tables, *old_guards(self._settings)), self._desired_rules)
         for table in self.placed.tables if self.placed.place != "legacy" else ():
             if table.is_used:
                 table.listen()
@@ -322,22 +326,6 @@ class Firewall(Worker):
         self.placed = placed
         self._desired_rules = desired_by_table(placed.desired)
 
-    def _old_guards(self) -> list[Table]:
-        """Return the tables of an earlier run that guarded the tunnel, if no daemon on this host does."""
-        there = [] if self._settings.guards else list(filter(has_guard, FAMILIES))
-        if not there or is_claimed(GUARD):
-            return []
-        from flanneld.network.firewall.guard import GuardTable  # rarely needed
-
-        try:
-            return [GuardTable(family) for family in there]
-        except Fatal as missing:
-            log.warning(
-                "An earlier run's guard drops new nodes' packets, and without libnftables it stays; %s",
-                missing.remedy,
-            )
-            return []
-
     def _warn_of_dropping(self) -> None:
         """Warn of chains that drop packets: our rules accept them in one table at most."""
         commands = IptablesRunner(self._stop, ran=self.is_alive, longest_output=_LARGEST_FOREIGN)
@@ -348,6 +336,23 @@ class Firewall(Worker):
                     found,
                     line(found.accept(*of_network(nets.network))),
                 )
+
+
+def old_guards(settings: FirewallSettings) -> list[GuardTable]:
+    """Return the tables of an earlier run that guarded the tunnel, if no daemon on this host does."""
+    there = [] if settings.guards else list(filter(has_guard, FAMILIES))
+    if not there or is_claimed(GUARD):
+        return []
+    from flanneld.network.firewall.guard import GuardTable  # rarely needed
+
+    try:
+        return [GuardTable(family) for family in there]
+    except Fatal as missing:
+        log.warning(
+            "An earlier run's guard drops new nodes' packets, and without libnftables it stays; %s",
+            missing.remedy,
+        )
+        return []
 
 
 def retire(

@@ -119,10 +119,13 @@ def test_guard_goes_with_the_flag_and_with_cleanup(lab: Lab) -> None:
     first, _ = cluster(lab)
     wait_for(lambda: "drop" in guard(first), what="the tunnel to be guarded")
     first.stop()
+    removal = "nft delete table ip flannel-guard"
+    assert removal in plan(lab, first).splitlines()
     first.start()
     first.wait_ready()
     wait_for(lambda: not guard(first), what="the guard to go")
     first.stop()
+    assert removal not in plan(lab, first).splitlines()
     first.start("--guard-tunnel")
     first.wait_ready()
     wait_for(lambda: "drop" in guard(first), what="the guard to be back")
@@ -164,6 +167,7 @@ def test_earlier_guard_without_libnftables_is_warned_of_and_the_rules_are_set(tm
 
 def test_guard_that_others_remove_is_put_back(lab: Lab) -> None:
     first, second = cluster(lab)
+    wait_for(lambda: "drop" in guard(first), what="the tunnel to be guarded")
     first.run("nft", "delete", "table", "ip", "flannel-guard")
     wait_for(lambda: "drop" in guard(first), 60, "the guard to be back")
     assert admitted(first) == {second.address}

@@ -182,10 +182,12 @@ def test_guard_of_the_tunnel_stays_that_of_the_first_daemon(lab: Lab) -> None:
     second = rival(node, "--etcd-prefix=/other", "--guard-tunnel")
     wait_for_line(second, f"another flanneld, process {node.pid}, has flannel-guard; stop it")
     assert second.end(signal.SIGTERM, 5).status == 0
-    second = rival(node, "--etcd-prefix=/other")
-    wait_for_line(second, "In sync with")
-    wait_for_line(second, "Changing default FORWARD chain policy")
-    assert second.end(signal.SIGTERM, 5).status == 0
+    for backend, flags in ((config["Backend"], ()), ({"Type": "host-gw"}, ("--guard-tunnel",))):
+        lab.etcd.set("/other/config", json.dumps({**config, "Backend": backend}))
+        second = rival(node, "--etcd-prefix=/other", *flags)
+        wait_for_line(second, "In sync with")
+        wait_for_line(second, "Changing default FORWARD chain policy")
+        assert second.end(signal.SIGTERM, 5).status == 0
     assert "flannel-guard" in node.run("nft", "list", "tables").stdout
 
 

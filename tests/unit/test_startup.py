@@ -9,10 +9,15 @@ from collections.abc import Iterator
 from http.client import HTTPConnection
 from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from flanneld import effects, startup
+from flanneld.backends import registry
+from flanneld.backends.contract import Backend
+from flanneld.config import parse
 from flanneld.diagnostics.observation import Observation
 from flanneld.errors import Fatal, Retryable
 from flanneld.model import Lease, LeaseAttrs
@@ -20,7 +25,7 @@ from flanneld.network.firewall.rules import Purpose
 from flanneld.node import Node
 from flanneld.options import Options, read
 from flanneld.reconcile.counters import counted
-from flanneld.reconcile.firewall import Firewall, FirewallSettings
+from flanneld.reconcile.firewall import Firewall, FirewallSettings, firewall_settings
 from flanneld.reconcile.last_run import LastRun, Machine
 from flanneld.reconcile.local_node import Member
 from flanneld.runtime.process import Notifier
@@ -29,6 +34,7 @@ from flanneld.startup import Readiness, SingleAttempts
 from flanneld.subnet.embedded.store import open_file, store_of
 from flanneld.subnet.opening import open_store
 from flanneld.subnet.store import Store
+from flanneld.subnet.subnet_file import Previous
 from tests.lab.etcd_v3 import V3Keys
 from tests.lab.wait import wait_for
 from tests.local_etcd import LocalEtcd, free_port
@@ -204,3 +210,24 @@ def test_start_that_fails_behind_the_packet_filter_leaves_none_of_its_sockets_op
     with pytest.raises(Fatal):
         node.serve()
     assert rules.closed == [False]
+
+
+@pytest.mark.parametrize(
+    ("backend", "guards"),
+    [
+        ({"Type": "vxlan", "Port": 4789}, (4789,)),
+        ({"Type": "ipip"}, (0,)),
+        ({"Type": "host-gw"}, ()),
+        ({"Type": "wireguard"}, ()),
+        ({"Type": "wireguard", "Also": {"Type": "vxlan"}}, (8472,)),
+    ],
+)
+def test_guard_is_claimed_where_there_is_a_tunnel_to_guard(
+    backend: dict[str, object], guards: tuple[int, ...]
+) -> None:
+    config = parse(json.dumps({"Network": "10.5.0.0/16", "Backend": backend}))
+    assert registry.clear_ports(config) == guards
+    made = cast("Backend", SimpleNamespace(claims=tuple))
+    assert ("flannel-guard" in startup.claims_to(config, made, guards=True)) is bool(guards)
+    wanted = read(["-guard-tunnel"], {})
+    assert firewall_settings(wanted, config, (None, None), Previous()).guards is bool(guards)

@@ -130,6 +130,11 @@ class GuardTable(Table):
             run(f"delete element {place} {_SET} {{ {nodes} }}")
         return Report(removed=list(found))
 
+    def script(self, scope: Scope) -> Iterator[str]:
+        """Yield the command that removes the guard of an earlier run."""
+        if not scope.desired and has_guard(self._family):
+            yield f"nft delete table {NFT_FAMILY[self._family]} {GUARD}"
+
     def explain(self, put: Put) -> str:
         """Return the command that does what ``put`` would do."""
         return f"nft '{'; '.join(self._made([put.want]))}'"

@@ -17,7 +17,7 @@ from flanneld.network.firewall.driver import IptablesRunner
 from flanneld.network.firewall.rules import Nets, Purpose
 from flanneld.options import Options, read
 from flanneld.reconcile import firewall
-from flanneld.reconcile.firewall import Firewall, FirewallSettings, firewall_settings, pairs
+from flanneld.reconcile.firewall import Firewall, FirewallSettings, firewall_settings, old_guards, pairs
 from flanneld.runtime.command import TooMuchOutput
 from flanneld.runtime.process import HostClaims
 from flanneld.runtime.supervisor import Loop
@@ -116,6 +116,6 @@ def test_guard_of_the_tunnel_is_left_while_another_daemon_has_it(monkeypatch: py
     monkeypatch.setattr(guard, "load", lambda: None)
     other = HostClaims()
     other.take([name], str.__eq__)
-    assert worker()._old_guards() == []
+    assert old_guards(wishes()) == []
     other.close()
-    assert [table.name for table in worker()._old_guards()] == [GUARDS[4]]
+    assert [table.name for table in old_guards(wishes())] == [GUARDS[4]]
