@@ -37,6 +37,7 @@ def open_etcd(
         name: str,
         is_elsewhere: Callable[[str], bool] = lambda _: False,
         choose: Choose | None = None,
+        chosen: Callable[[KeyClient], None] = lambda _: None,
         transport: Transport = transport,
     ) -> EtcdStore:
         return EtcdStore(
@@ -47,6 +48,7 @@ def open_etcd(
             randrange=randrange,
             is_elsewhere=is_elsewhere,
             choose=choose,
+            chosen=chosen,
             addresses=transport.servers.addresses.known,
         )
 
@@ -57,7 +59,8 @@ def open_etcd(
         other = Transport(transport.servers.apart(), transport.timeouts)
         return BothStores(open_api("v3"), open_api("v2", transport=other))
     if api == "auto":
-        return open_api("v3", choose=partial(_choose, transport, options.prefix))
+        args = transport, options.prefix
+        return open_api("v3", choose=partial(_choose, *args), chosen=partial(_warn_of_v2, *args))
     return open_api(api, partial(_is_in_v2 if api == "v3" else _is_in_v3, transport))
 
 
@@ -103,18 +106,21 @@ def _is_in_v3(transport: Transport, key: str) -> bool:
 
 def _choose(transport: Transport, prefix: str, client: KeyClient) -> tuple[KeyClient, Config]:
     """Return v3's client if there is a network config, else one of v2, and the config."""
-    key = config_key(client, prefix)
     try:
-        config = read_config(client, prefix)
+        return client, read_config(client, prefix)
     except (NoConfig, NoSuchApi) as nothing:
         return _choose_v2(open_client("v2", transport), prefix, nothing)
-    if _is_in_v2(transport, key):
+
+
+def _warn_of_v2(transport: Transport, prefix: str, client: KeyClient) -> None:
+    """Warn of a network config in v2 beside that in v3. A start has no time for it."""
+    key = config_key(client, prefix)
+    if client.api == "v3" and _is_in_v2(transport, key):
         log.warning(
             "Ignoring the network config at %s in etcd's v2 API: v3 has one, too;"
             " remove it, or set -etcd-api=v2 to use it",
             key,
         )
-    return client, config
 
 
 def _choose_v2(client: KeyClient, prefix: str, nothing_in_v3: Retryable) -> tuple[KeyClient, Config]:

@@ -84,7 +84,7 @@ class EtcdStore:
     ``store`` and ``name`` are for the log; a watch that failed goes on after ``pause_time``, in seconds;
     ``randrange`` chooses among free subnets, see ``allocation.choose``; ``is_elsewhere`` looks for a key in
     the other API, for a better complaint; ``addresses`` returns those of all servers. With ``choose`` the
-    API is a result of ``network_config``.
+    API is a result of ``network_config``; ``chosen`` gets its client when the first watch begins.
     """
 
     def __init__(
@@ -97,6 +97,7 @@ class EtcdStore:
         randrange: Callable[[int], int] = randrange,
         is_elsewhere: Callable[[str], bool] = lambda _: False,
         choose: Choose | None = None,
+        chosen: Callable[[KeyClient], None] = lambda _: None,
         name: str = "",
         addresses: Callable[[], frozenset[IPAddress]] = frozenset,
     ) -> None:
@@ -105,6 +106,7 @@ class EtcdStore:
         self._use(client, name or (f"etcd at {store} under {prefix}" if choose else ""))
         #: None once the API is known.
         self._choose = choose
+        self._chosen_api: Callable[[KeyClient], None] | None = chosen
         self._pause_time = pause_time
         self._randrange = randrange
         self._is_elsewhere = is_elsewhere
@@ -249,6 +251,9 @@ class EtcdStore:
             self._reader.complain()
             alive()
 
+        if self._chosen_api:
+            self._chosen_api(self._requests)
+            self._chosen_api = None
         self._watches.run(self.lease_watch(), deliver, beat)
 
     def lease_watch(self) -> ListWatch[Position]:

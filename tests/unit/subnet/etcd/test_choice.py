@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+from contextlib import suppress
 from ipaddress import IPv4Address, ip_address
 
 import pytest
@@ -44,6 +45,12 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
+def watch(store: Store) -> None:
+    """Watch until the first list."""
+    with suppress(Cancelled):
+        store.watch(lambda _events: store.close(), lambda: None)
+
+
 @pytest.mark.parametrize(("api", "config"), [("v2", V2_CONFIG), ("v3", V3_CONFIG)])
 def test_the_api_that_has_a_config_is_used_for_everything(
     etcd: LocalEtcd, prefix: str, api: str, config: str, caplog: pytest.LogCaptureFixture
@@ -75,6 +82,8 @@ def test_if_both_have_one_that_of_v3_counts_and_the_log_says_so(
     chosen = manager(etcd.url, prefix)
     for _ in range(2):
         assert chosen.network_config() == parse(V3_CONFIG)
+    assert warnings(caplog) == []
+    watch(chosen)
     (warning,) = warnings(caplog)
     assert "-etcd-api=v2" in warning
     assert f"{prefix}/config" in warning
@@ -131,7 +140,9 @@ def test_a_start_on_v3_keeps_its_connection_where_v2_is_switched_off(prefix: str
             chosen = manager(url, prefix)
             chosen.network_config()
             chosen.stored(None)
-        assert [request.split()[0] for request in relay.requests] == ["POST", "GET", "POST"]
+            assert [request.split()[0] for request in relay.requests] == ["POST", "POST"]
+            watch(chosen)
+        assert relay.requests[2].startswith("GET /v2/keys")
         assert relay.connections == 1
 
 
