@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from contextlib import suppress
@@ -134,12 +135,6 @@ def patterns(texts: tuple[str, ...], source: str) -> tuple[str, ...]:
     return texts
 
 
-def margin(minutes: int, source: str) -> int:
-    if not 1 <= minutes <= 1439:
-        raise Fatal(f"{source} is {minutes} minutes", "a lease lasts a day: give 1 to 1439")
-    return minutes
-
-
 def one_of(*choices: str) -> ParseValue:
     def read(text: str, source: str) -> str:
         if text not in choices:
@@ -155,12 +150,6 @@ def resync(seconds: int, source: str) -> int:
     return max(1, seconds)
 
 
-def port(number: int, source: str) -> int:
-    if number > 65535:
-        raise Fatal(f"{source}: there is no port {number}", "give 1 to 65535, or 0 for no health server")
-    return number
-
-
 def is_host_name(text: str) -> bool:
     """Return True for a DNS name (RFC 1123). Its last label has a letter: no address is one."""
     labels = text.split(".")
@@ -174,25 +163,21 @@ def host_name(text: str, source: str) -> str:
     return text
 
 
-def own_port(number: int, source: str) -> int:
-    if not 0 <= number <= 65535:
-        raise Fatal(f"{source}: there is no port {number}", "give 1 to 65535, or 0 for ListenPort")
-    return number
+def _number(lowest: float, highest: float, problem: str, remedy: str) -> ParseValue:
+    """Return a reader of numbers within bounds. In a message ``problem`` follows the flag's name."""
+
+    def read(number: int, source: str) -> int:
+        if not lowest <= number <= highest:
+            raise Fatal(f"{source}{problem.format(number)}", remedy)
+        return number
+
+    return read
 
 
-def answer_port(number: int, source: str) -> int:
-    if not 0 <= number <= 65535:
-        raise Fatal(f"{source}: there is no port {number}", "give 1 to 65535, or 0 for no answers")
-    return number
-
-
-def probes(number: int, source: str) -> int:
-    if not 0 <= number <= 600:
-        raise Fatal(f"{source} is {number} a minute", "give 0 to 600")
-    return number
-
-
-def wait(seconds: int, source: str) -> int:
-    if seconds < 0:
-        raise Fatal(f"{source} is {seconds} seconds", "give 0 or more")
-    return seconds
+_NO_PORT = ": there is no port {}"
+margin = _number(1, 1439, " is {} minutes", "a lease lasts a day: give 1 to 1439")
+wait = _number(0, math.inf, " is {} seconds", "give 0 or more")
+probes = _number(0, 600, " is {} a minute", "give 0 to 600")
+port = _number(-math.inf, 65535, _NO_PORT, "give 1 to 65535, or 0 for no health server")
+own_port = _number(0, 65535, _NO_PORT, "give 1 to 65535, or 0 for ListenPort")
+answer_port = _number(0, 65535, _NO_PORT, "give 1 to 65535, or 0 for no answers")
