@@ -228,7 +228,8 @@ def run(wanted: Options, environ: Mapping[str, str]) -> int:
         wanted, environ, supervisor, notifier, file, service.server.metrics_text if service else str
     )
     with suppress(Unavailable):
-        nftables.load()  # while descriptors are low
+        # While descriptors are low: 2 ms and 1 MiB, also where no network's config turns out to need it.
+        nftables.load()
     fleet.start()
     ticks: list[tuple[Callable[[], None], float]] = [(fleet.claims.drain, DRAIN), (notifier.try_again, 1.0)]
     interval = process.watchdog_interval(environ)
