@@ -132,7 +132,8 @@ class Lease(Struct, frozen=True, gc=False):
 
     ``expires`` is in seconds on the boot-time clock (``clock.now``), None for a reservation: a lease
     that an operator made permanent. ``asof`` is the store's index at which this was true. ``created`` orders
-    leases by their creation in the store, which no renewal changes; 0 if the order is unknown.
+    leases by their creation in the store, which no renewal changes; 0 if the order is unknown. ``node`` is
+    the name in Kubernetes.
     """
 
     attrs: LeaseAttrs
@@ -141,6 +142,7 @@ class Lease(Struct, frozen=True, gc=False):
     expires: float | None = None
     asof: int = 0
     created: int = 0
+    node: str = ""
     #: The subnets. Made once: it is asked for ten times, and several tables keep it.
     key: LeaseKey = (None, None)
 

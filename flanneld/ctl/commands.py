@@ -19,7 +19,7 @@ from msgspec.structs import asdict
 from flanneld import __version__
 from flanneld.compat.glog import counted
 from flanneld.ctl import output, store_commands
-from flanneld.ctl.output import TextTable, when
+from flanneld.ctl.output import State, TextTable, when
 from flanneld.ctl.source import DataSource, history, last_words
 from flanneld.diagnostics.status import (
     FirewallStatus,
@@ -116,7 +116,7 @@ def naming(status: Status, name: str) -> Callable[[str], bool]:
     names = {name}
     with suppress(FlannelError):
         peer = peer_named(name, status)
-        names = {name, *peer.subnets, *peer.public_ips, *peer.macs}
+        names = {name, *peer.subnets, *peer.public_ips, *peer.macs, known(peer.node) or name}
     # 10.5.1.2 is neither in 10.5.1.20 nor in 10.5.1.2.9, but in 10.5.1.2:8472; fd00::1 is not in fd00::1:2.
     either = "|".join(re.escape(each) + (r"(?!:\w)" if ":" in each else "") for each in names)
     return lambda text: bool(re.search(rf"(?<![\w.:])(?:{either})(?!\w|\.\w)", text, re.IGNORECASE))
@@ -129,7 +129,7 @@ def _trace(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
     rows = [(hop.hop, hop.state, hop.found, hop.note) for hop in hops]
     table = TextTable(("hop", "state", "found", "note"), rows)
     plain = {"hops": [asdict(hop) for hop in hops]}
-    return _noted(source, [table], lambda: plain, wrong=any(hop.state == "PROBLEM" for hop in hops))
+    return _noted(source, [table], lambda: plain, wrong=any(hop.state == State.PROBLEM for hop in hops))
 
 
 def _doctor(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
@@ -167,7 +167,7 @@ def _nodes(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
 
     cluster, found = nodes.examine(source)
     plain = nodes.plain(cluster, found)
-    wrong = any(each["state"] == "PROBLEM" for each in plain)
+    wrong = any(each["state"] == State.PROBLEM for each in plain)
     unanswered = nodes.unanswered(cluster, source)
     return _noted(
         source,
@@ -192,7 +192,7 @@ def _graph(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
     else:
         lines = {"text": graph.text, "dot": graph.dot}[arguments.format](made)
     shown = [TextTable((), [(part,) for line in lines for part in line.split("\n")])]
-    return shown, lambda: plain, any(each.state == "PROBLEM" for each in made)
+    return shown, lambda: plain, any(each.state == State.PROBLEM for each in made)
 
 
 def _netcheck(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:

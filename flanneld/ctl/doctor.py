@@ -22,7 +22,7 @@ from flanneld.ctl.checks import (
     others,
     store,
 )
-from flanneld.ctl.output import TextTable
+from flanneld.ctl.output import State, TextTable
 from flanneld.ctl.source import DataSource
 from flanneld.errors import Retryable
 from flanneld.findings import Command, Finding, Fix, Severity
@@ -171,7 +171,7 @@ class Report(Struct, frozen=True):
 
 
 def _rows(check: Check, finding: Finding) -> Iterator[tuple[str, str]]:
-    yield "hint" if finding.severity is Severity.HINT else "PROBLEM", finding.problem
+    yield State.HINT if finding.severity is Severity.HINT else State.PROBLEM, finding.problem
     yield "check", f"{check.theme} {check.name}: {THEMES[check.theme]}"
     yield "evidence", finding.evidence
     yield "why", finding.why

@@ -11,16 +11,16 @@ import hashlib
 import html
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from msgspec import Struct
 
 from flanneld.compat.glog import counted
-from flanneld.ctl.nodes import WORST_FIRST
+from flanneld.ctl.output import State
 
-_COLOURS = {"ok": "#2e7d32", "hint": "#b26a00", "PROBLEM": "#c62828"}
-_SHAPES = {"ok": "ellipse", "hint": "diamond", "PROBLEM": "box"}
+_COLOURS: Mapping[str, str] = {State.OK: "#2e7d32", State.HINT: "#b26a00", State.PROBLEM: "#c62828"}
+_SHAPES: Mapping[str, str] = {State.OK: "ellipse", State.HINT: "diamond", State.PROBLEM: "box"}
 
 
 class Vertex(Struct, frozen=True, gc=False):
@@ -53,7 +53,7 @@ def vertices(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[Vert
                 is_own,
             )
         )
-    return sorted(found, key=lambda each: (not each.is_own, WORST_FIRST.index(each.state)))
+    return sorted(found, key=lambda each: (not each.is_own, [*State].index(each.state)))
 
 
 def edges(found: list[Vertex]) -> list[dict[str, Any]]:
@@ -67,9 +67,7 @@ def text(found: list[Vertex]) -> Iterator[str]:
     """Yield the lines of a tree, with the nodes by state."""
     own = next((each for each in found if each.is_own), None)
     yield f"{own.name}  {own.public_ip}  this node" if own else "this node has no lease"
-    groups = [
-        (state, [each for each in found if each.state == state and not each.is_own]) for state in WORST_FIRST
-    ]
+    groups = [(state, [each for each in found if each.state == state and not each.is_own]) for state in State]
     groups = [(state, some) for state, some in groups if some]
     for number, (state, some) in enumerate(groups):
         is_last = number == len(groups) - 1
@@ -195,7 +193,7 @@ filter();
 def page(found: list[Vertex], columns: tuple[str, ...], made: str) -> Iterator[str]:
     """Yield the lines of the page. ``columns`` are the names of facts, ``made`` is its date."""
     states = Counter(each.state for each in found)
-    summary = ", ".join(f"{states[state]} {state}" for state in WORST_FIRST if states[state])
+    summary = ", ".join(f"{states[state]} {state}" for state in State if states[state])
     policy = f"default-src 'none'; style-src '{_hash(_STYLE)}'; script-src '{_hash(_SCRIPT)}'"
     yield "<!DOCTYPE html>"
     yield '<html lang="en"><head><meta charset="utf-8">'
@@ -206,7 +204,7 @@ def page(found: list[Vertex], columns: tuple[str, ...], made: str) -> Iterator[s
     yield f"<header><h1>flannel: {counted(len(found), 'node')}</h1>"
     yield f"<p>{html.escape(summary)}. As seen from one node, {html.escape(made)}.</p>"
     yield '<div id="controls" hidden><label>Search <input type="search" id="search"></label>'
-    for state in WORST_FIRST:
+    for state in State:
         yield f'<label><input type="checkbox" value="{state}" checked> {state}</label>'
     yield '<span id="count" role="status"></span>'
     yield "<p>Keys: / searches, Esc clears; arrows, Page Up, Page Down, Home and End move in the list.</p>"
@@ -245,9 +243,9 @@ def _shape(number: int, each: Vertex, x: float, y: float) -> str:
     attributes = f'id="s{number}" class="shape {each.state}{" own" if each.is_own else ""}"'
     title = f"<title>{html.escape(each.name)} {each.state}</title>"
     r = _RADIUS * (1.4 if each.is_own else 1)
-    if each.state == "ok":
+    if each.state == State.OK:
         return f'<circle {attributes} cx="{x:.1f}" cy="{y:.1f}" r="{r}">{title}</circle>'
-    turned = f' transform="rotate(45 {x:.1f} {y:.1f})"' if each.state == "hint" else ""
+    turned = f' transform="rotate(45 {x:.1f} {y:.1f})"' if each.state == State.HINT else ""
     corner = f'x="{x - r:.1f}" y="{y - r:.1f}" width="{2 * r}" height="{2 * r}"'
     return f"<rect {attributes} {corner}{turned}>{title}</rect>"
 

@@ -16,6 +16,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from flanneld.ctl.compare import NOWHERE, RouteTaken, follows, wanted_route
+from flanneld.ctl.output import State
 from flanneld.ctl.paths import (
     FROM_CONTAINERS,
     FROM_NODES,
@@ -68,8 +69,8 @@ class Drop(Struct, frozen=True, gc=False):
     families: frozenset[Family] = frozenset({4})
 
     @property
-    def state(self) -> str:
-        return "unknown" if self.doubt else "PROBLEM"
+    def state(self) -> State:
+        return State.UNKNOWN if self.doubt else State.PROBLEM
 
     @property
     def note(self) -> str:

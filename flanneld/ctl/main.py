@@ -25,7 +25,7 @@ from flanneld.compat.flags import quoted
 from flanneld.ctl import output, store_commands
 from flanneld.ctl.commands import ALIASES, COMMANDS
 from flanneld.ctl.output import TextTable
-from flanneld.ctl.source import find_source
+from flanneld.ctl.source import NoAnswer, find_source
 from flanneld.diagnostics.status import NotUnderstood
 from flanneld.errors import FlannelError, cause_of
 from flanneld.runtime import clock
@@ -91,7 +91,7 @@ def _problem_of(error: Exception) -> tuple[str, int]:
         case options.UsageError():
             return error.reason, USAGE
         case FlannelError():
-            return str(error), USAGE
+            return str(error), NO_DAEMON if isinstance(error, NoAnswer) else USAGE
         case OSError():
             return f"cannot read the kernel: {cause_of(error)}; run as root", PROBLEMS
         case NotUnderstood():
@@ -240,7 +240,7 @@ def command_line() -> argparse.ArgumentParser:
             )
         if name == "logs":
             command.add_argument(
-                "peer", nargs="?", metavar="PEER", help="its subnet, public IP or a container's address"
+                "peer", nargs="?", metavar="PEER", help="its name, subnet, public IP or a container's address"
             )
             command.add_argument("-f", "--follow", action="store_true", help="go on with each new line")
         if name == "bundle":
@@ -270,7 +270,10 @@ def command_line() -> argparse.ArgumentParser:
 
 def _add_netcheck(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "peer", nargs="?", metavar="PEER", help="its subnet, public IP, or a container's address; else a few"
+        "peer",
+        nargs="?",
+        metavar="PEER",
+        help="name, subnet, public IP, or a container's address; else a few",
     )
     command.add_argument("--container", metavar="IP", help="reach this container, too")
     command.add_argument(

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from flanneld.ctl.checks.containers import container_devices
 from flanneld.ctl.losses import drops_towards, host_addresses, lost_packets
 from flanneld.ctl.nodes import answer_remedy, our_addresses, port_of, target_of, told, vxlan_of
-from flanneld.ctl.output import TextTable
+from flanneld.ctl.output import State, TextTable
 from flanneld.ctl.paths import carriers, parsed, passing, paths, peer_named
 from flanneld.ctl.source import DataSource
 from flanneld.ctl.verdicts import (
@@ -63,7 +63,7 @@ class Answer(Struct, frozen=True, gc=False):
     @property
     def is_wrong(self) -> bool:
         has_stop = self.worst is not None and self.worst.at is not None
-        return has_stop or any(each.state == "PROBLEM" for each in self.results)
+        return has_stop or any(each.state == State.PROBLEM for each in self.results)
 
     def tables(self) -> list[TextTable]:
         rows = [(each.check, each.about, each.state, each.found, each.note) for each in self.results]
@@ -110,10 +110,10 @@ def examine(source: DataSource, wanted: Wanted, tell: Callable[[str], None]) -> 
         found = list(Walk(peer, status, port, wanted.count, tell).stages(container))
         through = [each for each in sizes if each.peer == peer.subnets[0]]
         here = [
-            Result("filter", peer.name, each.state, f"{each.chain} of this node", each.note)
+            Result("filter", peer.place, each.state, f"{each.chain} of this node", each.note)
             for each in drops(peer.networks[0].network_address)
         ] + [
-            Result("lookup", peer.name, "PROBLEM", each.packets, each.note)
+            Result("lookup", peer.place, State.PROBLEM, each.packets, each.note)
             for each in lost_packets(status, names(), devices, [parsed(peer)])
             if each.cause != "uplink"  # which may be meant so
         ]
@@ -121,7 +121,7 @@ def examine(source: DataSource, wanted: Wanted, tell: Callable[[str], None]) -> 
         passes_on = is_silent and any(name == peer.subnets[0] for name, _ in passing(status, through))
         spoils = list(spoilt(peer, found, port, status))
         results += [*judge(peer, found, through, status, passes_on=passes_on), *here, *spoils]
-        verdicts.append((peer.name, verdict(found, through, [*here, *spoils], passes_on=passes_on)))
+        verdicts.append((peer.place, verdict(found, through, [*here, *spoils], passes_on=passes_on)))
         is_mute = is_mute or any(each.stage is Stage.UDP and each.is_refused for each in found)
     mute = [f"which direction loses large packets (there, back); {answer_remedy(port)}"] if is_mute else []
     return Answer(results, verdicts, mute)
@@ -141,7 +141,7 @@ def _chosen(wanted: Wanted, status: Status) -> tuple[list[PeerStatus], IPAddress
         return [each for each in status.each_peer if each.state == "in the kernel"][:_FEW], None
     peer = peer_named(name, status)
     if wanted.peer and peer_named(wanted.peer, status) is not peer:
-        raise FlannelError(f"{name} is no container of {wanted.peer}", f"it is of {peer.name}")
+        raise FlannelError(f"{name} is no container of {wanted.peer}", f"it is of {peer.place}")
     return [peer], _container(name, peer, target_of(peer, our_addresses(status)))
 
 
@@ -181,7 +181,7 @@ class Walk(Struct, frozen=True, gc=False):
         """Yield a datagram to each UDP port of the backend, which an open one drops without an answer."""
         for each in carriers(self.status, self.peer):
             if each.peer_port and each.family == public.version:
-                self.tell(f"{self.peer.name}: {Stage.PORT}")
+                self.tell(f"{self.peer.place}: {Stage.PORT}")
                 channel = QueryChannel(each.family, each.peer_port)
                 yield replace(series(Stage.PORT, channel, public, ORDINARY, 1), port=each.peer_port)
 
@@ -200,11 +200,11 @@ class Walk(Struct, frozen=True, gc=False):
                 yield self._query(Stage.BACK, target, size, size)
 
     def _echo(self, stage: Stage, to: IPAddress) -> Series:
-        self.tell(f"{self.peer.name}: {stage}")
+        self.tell(f"{self.peer.place}: {stage}")
         return series(stage, EchoChannel(family_of(to), SMALL), to, SMALL, self.count)
 
     def _query(self, stage: Stage, to: IPAddress, size: int, answer_size: int) -> Series:
-        self.tell(f"{self.peer.name}: {stage}")
+        self.tell(f"{self.peer.place}: {stage}")
         channel = QueryChannel(family_of(to), self.port, size, answer_size)
         return series(stage, channel, to, size, self.count)
 
@@ -243,10 +243,10 @@ def spoilt(peer: PeerStatus, found: Sequence[Series], port: int, status: Status)
         neither, answer_only = (_ask_unsummed(target, port, which) for which in ((True, True), (True, False)))
     answers_icmp = any(each.rtts for each in found if each.to == udp.to and each.stage is not Stage.UDP)
     replies = Sums(both, neither, answer_only)
-    yield checksums(peer.name, replies, answers_icmp=answers_icmp, device=vxlan_of(status))
+    yield checksums(peer.place, replies, answers_icmp=answers_icmp, device=vxlan_of(status))
     seen = told(udp.facts).seen
     if seen and in_overlay:
-        yield masqueraded(peer.name, seen, frozenset(map(str, our_addresses(status))))
+        yield masqueraded(peer.place, seen, frozenset(map(str, our_addresses(status))))
 
 
 def _ask_unsummed(target: IPAddress, port: int, which: tuple[bool, bool]) -> Reply:

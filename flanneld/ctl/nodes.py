@@ -14,7 +14,7 @@ from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import replace
 
 from flanneld.compat.glog import counted
-from flanneld.ctl.output import TextTable, when
+from flanneld.ctl.output import State, TextTable, when
 from flanneld.ctl.source import DataSource
 from flanneld.diagnostics.status import (
     PeerStatus,
@@ -287,8 +287,6 @@ def _with_replies(
 #: Seconds until a host counts as silent; each is asked twice.
 _WITHIN = 0.6
 _MUTE = "does not answer queries"
-#: States in the order of urgency.
-WORST_FIRST = ("PROBLEM", "hint", "ok")
 
 
 def read(source: DataSource) -> Cluster:
@@ -407,7 +405,7 @@ def table(cluster: Cluster, found: list[Remark], *, is_wide: bool = False) -> Te
         columns["conditions"] = lambda node: ", ".join(node.told.conditions) if node.told else ""
     columns["note"] = lambda node: "; ".join([*(each.text for each in by_node[node.name]), *_more(node)])
     order = sorted(
-        cluster.nodes, key=lambda each: (not each.is_own, WORST_FIRST.index(state(by_node[each.name])))
+        cluster.nodes, key=lambda each: (not each.is_own, [*State].index(state(by_node[each.name])))
     )
     return _table(columns, order)
 
@@ -416,11 +414,11 @@ def _text(value: object) -> str:
     return "" if value is None else str(value)
 
 
-def state(found: list[Remark]) -> str:
+def state(found: list[Remark]) -> State:
     """Return the state of a node with these remarks."""
     if any(each.rule.severity is Severity.PROBLEM for each in found):
-        return "PROBLEM"
-    return "hint" if found else "ok"
+        return State.PROBLEM
+    return State.HINT if found else State.OK
 
 
 def _more(node: ClusterNode) -> list[str]:

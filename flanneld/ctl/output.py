@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from enum import StrEnum
 from typing import TextIO, TypeVar
 
 from msgspec import Struct
@@ -14,8 +15,23 @@ from msgspec import Struct
 from flanneld.errors import printable
 from flanneld.runtime import waits
 
+
+class State(StrEnum):
+    """Verdict on one thing, in all commands: a problem sets the exit status, a hint may be intended."""
+
+    PROBLEM = "PROBLEM"
+    HINT = "hint"
+    UNKNOWN = "unknown"
+    OK = "ok"
+
+
 #: Colours of words, for rich.
-_COLOURS = {"ok": "green", "yes": "green", "PROBLEM": "bold red", "no": "bold red", "missing": "bold red"}
+_COLOURS: Mapping[str, str] = {
+    State.OK: "green",
+    State.HINT: "yellow",
+    **dict.fromkeys((State.PROBLEM, "no", "missing"), "bold red"),
+    "yes": "green",
+}
 
 
 class TextTable(Struct, frozen=True, gc=False):

@@ -14,6 +14,8 @@ from flanneld.backends.registry import described
 from flanneld.compat.flags import quoted
 from flanneld.ctl.compare import follows, route_lookup, wanted_route
 from flanneld.ctl.nodes import our_addresses
+from flanneld.ctl.output import State
+from flanneld.ctl.source import NoAnswer
 from flanneld.diagnostics.status import PeerStatus, Status, addresses, known
 from flanneld.errors import FlannelError
 from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork, family_of
@@ -238,10 +240,10 @@ class PathToPeer(Struct, frozen=True, gc=False):
     headers: int = 0
 
     @property
-    def state(self) -> str:
+    def state(self) -> State:
         if self.carried is None:
-            return "unknown"
-        return "ok" if self.carried == self.required else "PROBLEM"
+            return State.UNKNOWN
+        return State.OK if self.carried == self.required else State.PROBLEM
 
     @property
     def note(self) -> str:
@@ -266,18 +268,20 @@ Find = Callable[[Sequence[tuple[IPAddress, int]]], Sequence[int | None]]
 
 
 def peer_named(name: str, told: Status) -> PeerStatus:
-    """Return the peer with this subnet, public IP or container's address. Raises ``FlannelError``."""
+    """Return the peer with this node's name, subnet, public IP or container. Raises ``FlannelError``."""
+    if named := next((each for each in told.each_peer if each.node == name), None):
+        return named
     try:
         net = ip_network(name, strict=False)
     except ValueError:
-        raise FlannelError(f"{quoted(name)} is no address and no subnet", "give one of a peer") from None
+        raise FlannelError(f"{quoted(name)} is no peer, address or subnet", "give one of a peer") from None
     for peer in told.each_peer:
         if str(net.network_address) in peer.public_ips or any(
             each.version == net.version and net.network_address in each for each in peer.networks
         ):
             return peer
     if told.peers is UNSET:
-        raise FlannelError("no peers are known here", "start flanneld, or give -etcd-endpoints")
+        raise NoAnswer("no peers are known here", "start flanneld, or give -etcd-endpoints")
     raise FlannelError(f"no peer is known at {name}", "flannelctl peers lists them")
 
 

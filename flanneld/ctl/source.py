@@ -36,6 +36,10 @@ from flanneld.subnet import subnet_file
 DAEMON_TIME = 5.0
 
 
+class NoAnswer(FlannelError):
+    """A command cannot answer, because no daemon and no store does."""
+
+
 class SourcePart(StrEnum):
     """A source of answers that did not answer."""
 

@@ -27,6 +27,7 @@ from flanneld.ctl.losses import (
     masquerading_rules,
 )
 from flanneld.ctl.nodes import handshake
+from flanneld.ctl.output import State
 from flanneld.ctl.paths import parsed, reached_peers
 from flanneld.diagnostics.status import PeerStatus, Status, known, networks, resources
 from flanneld.errors import FlannelError
@@ -44,11 +45,11 @@ MasqueradeOf = Callable[[Family], Sequence[Rule] | None]
 
 
 class Hop(Struct, frozen=True, gc=False):
-    """One hop. ``state`` is ``ok``, ``PROBLEM`` or ``unknown``; ``note`` gives the reason."""
+    """One hop; ``note`` gives the reason."""
 
     hop: str
     found: str
-    state: str
+    state: State
     note: str = ""
 
 
@@ -80,7 +81,7 @@ def examine(target: IPAddress, told: Status, sender: IPAddress | None) -> list[H
     drops = drops_towards(told, devices)(target)
     hops = trace(target, told, found, route_lookup(), drops, masquerading_rules(told), lost)
     if peers and does_not_forward(target):
-        first.append(Hop("forwarding", "off", "PROBLEM", "this node passes no packet of a container on"))
+        first.append(Hop("forwarding", "off", State.PROBLEM, "this node passes no packet of a container on"))
     return [*first, *hops]
 
 
@@ -118,23 +119,31 @@ def trace(
     if peer is not None:
         hops = list(_to_a_peer(target, peer, told, found, look_up_route))
         # A route that is wrong has a hop already, and so has an uplink.
-        is_wrong = any(each.state == "PROBLEM" for each in hops)
+        is_wrong = any(each.state == State.PROBLEM for each in hops)
         causes = {"filter", "forwarding", "rule", *(() if is_wrong else ("route",))}
-        hops += (Hop("lookup", each.packets, "PROBLEM", each.note) for each in lost if each.cause in causes)
+        hops += (
+            Hop("lookup", each.packets, State.PROBLEM, each.note) for each in lost if each.cause in causes
+        )
         return [*hops, *(Hop("filter", each.chain, each.state, each.note) for each in drops)]
     way = look_up_route(target)
     if not told.ranges:
-        state = "ok" if way.is_here else "unknown" if way.device else "PROBLEM"
-        return [Hop("lease", "", "unknown", "the network is not known"), Hop("route", str(way), state)]
+        state = State.OK if way.is_here else State.UNKNOWN if way.device else State.PROBLEM
+        return [Hop("lease", "", State.UNKNOWN, "the network is not known"), Hop("route", str(way), state)]
     if not any(target in network for network, _ in told.ranges):
-        hops = [Hop("lease", "outside the network", "ok"), Hop("route", str(way), _verdict(bool(way.device)))]
+        hops = [
+            Hop("lease", "outside the network", State.OK),
+            Hop("route", str(way), _verdict(bool(way.device))),
+        ]
         return [*hops, *(() if way.is_here else _seen_source(target, told, way, rules_of))]
     if not told.knows_peers:
         return [
-            Hop("lease", "", "unknown", "the leases are not known"),
-            Hop("route", str(way), "unknown" if way.device else "PROBLEM"),
+            Hop("lease", "", State.UNKNOWN, "the leases are not known"),
+            Hop("route", str(way), State.UNKNOWN if way.device else State.PROBLEM),
         ]
-    return [Hop("lease", "none", "PROBLEM", "no node has a lease for it"), Hop("route", str(way), "unknown")]
+    return [
+        Hop("lease", "none", State.PROBLEM, "no node has a lease for it"),
+        Hop("route", str(way), State.UNKNOWN),
+    ]
 
 
 def _seen_source(target: IPAddress, told: Status, way: RouteTaken, rules_of: MasqueradeOf) -> Iterator[Hop]:
@@ -145,7 +154,7 @@ def _seen_source(target: IPAddress, told: Status, way: RouteTaken, rules_of: Mas
         return
     rules = rules_of(own.version) if firewall and firewall.masquerade else ()
     if rules is None:
-        yield Hop("source", "", "unknown", "the rules cannot be read: run as root")
+        yield Hop("source", "", State.UNKNOWN, "the rules cannot be read: run as root")
         return
     packet = Packet(None, way.device, own[2 % own.num_addresses], target)
     rule = next((each for each in rules if each.matches(packet)), None)
@@ -153,13 +162,15 @@ def _seen_source(target: IPAddress, told: Status, way: RouteTaken, rules_of: Mas
         seen = f"this node's address on {way.device}"
     else:
         seen = f"the container's address in {own}"
-    yield Hop("source", seen, "ok", f"by {rule_text(rule)}" if rule else "no rule of flannel's is about it")
+    yield Hop(
+        "source", seen, State.OK, f"by {rule_text(rule)}" if rule else "no rule of flannel's is about it"
+    )
 
 
 def _to_a_container(target: IPAddress, own: str, told: Status, look_up_route: WayTo) -> Iterator[Hop]:
     way = look_up_route(target)
     outwards = {*(known(told.devices) or ()), told.uplink_name}
-    yield Hop("lease", f"{own}, ours", "ok")
+    yield Hop("lease", f"{own}, ours", State.OK)
     stays = way.is_here or (bool(way.device) and way.device not in outwards)
     note = "" if stays else "no bridge of this node has this subnet: is the container runtime up?"
     yield Hop("route", str(way), _verdict(stays), note)
@@ -195,24 +206,24 @@ def _resolves(resource: Resource, route: Route | None) -> bool:
 
 def _route_hop(route: Route | None, way: RouteTaken, found: ActualState) -> Hop:
     if route is None:
-        return Hop("route", str(way), "PROBLEM", "no route is desired for this peer")
+        return Hop("route", str(way), State.PROBLEM, "no route is desired for this peer")
     if route not in found.objects:
-        return Hop("route", str(way), "PROBLEM", f"missing: {route}")
+        return Hop("route", str(way), State.PROBLEM, f"missing: {route}")
     if not follows(way, route):
-        return Hop("route", str(way), "PROBLEM", f"{way} overrides flannel's {route}")
-    return Hop("route", str(way), "ok")
+        return Hop("route", str(way), State.PROBLEM, f"{way} overrides flannel's {route}")
+    return Hop("route", str(way), State.OK)
 
 
 def _present(hop: str, desired: Resource | None, found: ActualState) -> Hop:
     if desired is not None and desired in found.objects:
-        return Hop(hop, str(desired), "ok")
-    return Hop(hop, "", "PROBLEM", f"missing: {desired or 'the entry'}")
+        return Hop(hop, str(desired), State.OK)
+    return Hop(hop, "", State.PROBLEM, f"missing: {desired or 'the entry'}")
 
 
 def _device(name: str, told: Status, found: ActualState) -> Iterator[Hop]:
     link = found.link(name)
     if link is None:
-        yield Hop("device", "", "PROBLEM", f"there is no {name}" if name else "no device")
+        yield Hop("device", "", State.PROBLEM, f"there is no {name}" if name else "no device")
         return
     shown = f"{name}, MTU {link.mtu}, {'up' if link.up else 'down'}"
     desired = [each for each in resources(told.local) if each.key == link.make.key]
@@ -226,9 +237,9 @@ def _session(target: IPAddress, peer: PeerStatus, told: Status) -> Iterator[Hop]
     """Yield the encrypted session that carries the packet; one that is idle begins with it."""
     for session in known(peer.sessions) or ():
         if _subnet_with(target, networks([session.subnet])):
-            state = {"established": "ok", "silent": "PROBLEM"}.get(session.state, "unknown")
+            state = {"established": State.OK, "silent": State.PROBLEM}.get(session.state, State.UNKNOWN)
             age = handshake(session, known(told.time) or 0.0)
-            note = "packets are sent there and no handshake succeeds" if state == "PROBLEM" else ""
+            note = "packets are sent there and no handshake succeeds" if state == State.PROBLEM else ""
             yield Hop("session", f"{session.endpoint or 'no endpoint'}, handshake: {age}", state, note)
 
 
@@ -238,16 +249,14 @@ def _underlay(target: IPAddress, peer: PeerStatus, told: Status, look_up_route: 
         if public.version != target.version:
             continue
         way = look_up_route(public)
-        right = way.device == uplink
-        note = "" if right else f"the uplink is {uplink}"
-        yield Hop(
-            "uplink", f"{public} {way}", "ok" if right else "PROBLEM" if not way.device else "unknown", note
-        )
+        state = State.OK if way.device == uplink else State.UNKNOWN if way.device else State.PROBLEM
+        note = "" if state == State.OK else f"the uplink is {uplink}"
+        yield Hop("uplink", f"{public} {way}", state, note)
 
 
 def _subnet_with(target: IPAddress, subnets: Iterable[IPNetwork]) -> str:
     return next((str(net) for net in subnets if target in net), "")
 
 
-def _verdict(good: bool) -> str:
-    return "ok" if good else "PROBLEM"
+def _verdict(good: bool) -> State:
+    return State.OK if good else State.PROBLEM

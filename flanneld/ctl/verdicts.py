@@ -12,6 +12,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from flanneld.ctl.compare import wanted_route
+from flanneld.ctl.output import State
 from flanneld.ctl.paths import PathToPeer
 from flanneld.diagnostics.status import PeerStatus, Status, UplinkStatus, known
 from flanneld.network.survey import Reply
@@ -79,14 +80,11 @@ class Verdict(Struct, frozen=True, gc=False):
 
 
 class Result(Struct, frozen=True, gc=False):
-    """Result of one check. ``state`` is ``ok``, ``hint``, ``PROBLEM`` or ``unknown``.
-
-    ``more`` are its numbers for programs.
-    """
+    """Result of one check; ``more`` are its numbers for programs."""
 
     check: str
     about: str
-    state: str
+    state: State
     found: str
     note: str = ""
     more: Mapping[str, Any] = field(default_factory=dict)
@@ -116,7 +114,7 @@ def verdict(
 
     A known cause is better than any guess. A node that ``passes_on`` packets need not answer itself.
     """
-    known_causes = [f"{each.found}: {each.note}" for each in causes if each.state == "PROBLEM"]
+    known_causes = [f"{each.found}: {each.note}" for each in causes if each.state == State.PROBLEM]
     said = _of_stages(found, sizes, passes_on=passes_on, is_known=bool(known_causes))
     return replace(said, reason=known_causes[0]) if said.at and known_causes else said
 
@@ -198,7 +196,7 @@ def judge(
     passes_on: bool = False,
 ) -> Iterator[Result]:
     """Yield a result for each stage and each size."""
-    about, devices = peer.name, known(told.devices) or ()
+    about, devices = peer.place, known(told.devices) or ()
     is_open = any(
         each.rtts
         and each.stage is Stage.TUNNEL
@@ -223,12 +221,12 @@ def _of_stage(about: str, each: Series, *, is_reached: bool) -> Result:
     more = {"to": each.to, "bytes": each.size, "sent": each.sent, "lost": each.lost, "rtts": each.rtts}
     if each.is_refused and each.stage is Stage.UDP:
         note = "UDP arrives; the daemon does not answer queries"
-        return Result(each.stage.value, about, "ok", f"{each.to}: port closed", note, more)
+        return Result(each.stage.value, about, State.OK, f"{each.to}: port closed", note, more)
     if each.rtts:
-        state = "hint" if each.lost else "ok"
+        state = State.HINT if each.lost else State.OK
     else:
         is_told = each.stage is not Stage.UNDERLAY and not (is_reached and each.stage in AT_THE_NODE)
-        state = "PROBLEM" if is_told else "unknown"
+        state = State.PROBLEM if is_told else State.UNKNOWN
     found = f"{each.to}, {each.size} bytes: {len(each.rtts)} of {each.sent}{_rtt(each)}"
     return Result(each.stage.value, about, state, found, "" if each.rtts else "no answer", more)
 
@@ -244,23 +242,23 @@ def translated(uplink: UplinkStatus | None) -> Iterator[Result]:
     """Yield a result for each of our addresses that other nodes know under another one."""
     for local, public in zip(uplink.addresses, uplink.public_ips, strict=False) if uplink else ():
         if local == public:
-            yield Result("NAT, underlay", "this node", "ok", f"{local}, announced as it is")
+            yield Result("NAT, underlay", "this node", State.OK, f"{local}, announced as it is")
         else:
             note = "other nodes reach this one only if that address leads here for the backend's port"
-            yield Result("NAT, underlay", "this node", "hint", f"{local}, announced as {public}", note)
+            yield Result("NAT, underlay", "this node", State.HINT, f"{local}, announced as {public}", note)
 
 
 def port_state(about: str, found: str, reply: Reply, *, is_open: bool) -> Result:
     """Judge the reply to a datagram at a peer's port; an open one is known by answers through it."""
     if reply.is_refusal:
-        state, what, note = "PROBLEM", "is closed", "no device listens: is flanneld started there?"
+        state, what, note = State.PROBLEM, "is closed", "no device listens: is flanneld started there?"
     elif reply.error:
         reason = errno.errorcode.get(reply.error, str(reply.error))
-        state, what, note = "PROBLEM", f"is rejected ({reason})", "let it pass in the firewall"
+        state, what, note = State.PROBLEM, f"is rejected ({reason})", "let it pass in the firewall"
     elif is_open:
-        state, what, note = "ok", "is open", ""
+        state, what, note = State.OK, "is open", ""
     else:
-        state, what, note = "unknown", "gives no answer", "open, or a firewall drops what is sent there"
+        state, what, note = State.UNKNOWN, "gives no answer", "open, or a firewall drops what is sent there"
     return Result("port", about, state, f"{found} {what}", note)
 
 
@@ -270,24 +268,24 @@ def checksums(about: str, replies: Sums, *, answers_icmp: bool, device: Vxlan | 
     The CPU computes those of ICMP, which passes where offloaded ones are wrong: flannel's issue 1279.
     """
     if replies.both.arrived:
-        return Result("checksums", about, "ok", "UDP with checksums arrives")
+        return Result("checksums", about, State.OK, "UDP with checksums arrives")
     if not answers_icmp:
-        return Result("checksums", about, "unknown", "the node does not answer at all")
+        return Result("checksums", about, State.UNKNOWN, "the node does not answer at all")
     if not replies.neither.arrived:
         note = "a firewall there drops UDP from the overlay, or checksums are wrong and it answers no queries"
-        return Result("checksums", about, "hint", "ICMP arrives, UDP does not", note)
+        return Result("checksums", about, State.HINT, "ICMP arrives, UDP does not", note)
     here = replies.answer_only.arrived or replies.neither.is_refusal
     where = "this node" if here else about
     name = device.name if device else "the tunnel's device"
     note = f"on {where}: ethtool -K {name} tx-checksum-ip-generic off, for good -disable-tx-checksum-offload"
     return Result(
-        "checksums", about, "PROBLEM", f"UDP arrives without checksums only; {where} spoils them", note
+        "checksums", about, State.PROBLEM, f"UDP arrives without checksums only; {where} spoils them", note
     )
 
 
 def masqueraded(about: str, seen: str, own: frozenset[str]) -> Result:
     """Judge the address under which a peer sees our packets from the overlay."""
     if seen in own:
-        return Result("NAT, overlay", about, "ok", f"sees this node as {seen}")
+        return Result("NAT, overlay", about, State.OK, f"sees this node as {seen}")
     note = "a rule masquerades packets inside the network: let it spare the network"
-    return Result("NAT, overlay", about, "hint", f"sees this node as {seen}", note)
+    return Result("NAT, overlay", about, State.HINT, f"sees this node as {seen}", note)

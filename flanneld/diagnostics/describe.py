@@ -224,6 +224,7 @@ def _peer(peer: Lease, view: View, pending: Mapping[Key, Failure]) -> PeerStatus
         reason=refusal.text if refusal else refused,
         code=refusal.code if refusal else "",
         conflicts=tuple(_rivals(peer, view)),
+        node=peer.node or UNSET,
         objects=tuple(described(resource, pending) for resource in resources),
     )
 

@@ -214,13 +214,21 @@ class PeerStatus(Struct, frozen=True, gc=False):
     reason: str = ""
     code: str = ""
     conflicts: tuple[str, ...] = ()
+    #: The node's name, if the store tells it.
+    node: str | UnsetType = UNSET
     objects: tuple[ObjectStatus, ...] = ()
     sessions: tuple[SessionStatus, ...] | UnsetType = UNSET
     probe: ProbeStatus | UnsetType | None = UNSET
 
     @property
     def name(self) -> str:
-        return ",".join(self.subnets)
+        """The subnets, and the node's name if it is known."""
+        return ",".join(self.subnets) + (f" ({self.node})" if self.node else "")
+
+    @property
+    def place(self) -> str:
+        """The subnets, and the name or else the public IP of the node."""
+        return self.name if self.node or not self.public_ips else f"{self.name} ({self.public_ips[0]})"
 
     @property
     def segments(self) -> set[int]:

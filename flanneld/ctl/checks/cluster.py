@@ -82,7 +82,7 @@ def _finding(rule: ClusterRule, found: list[Remark]) -> Finding:
         few(
             list(
                 dict.fromkeys(
-                    each.text if rule.names_nodes else f"{each.node.name}: {each.text}" for each in found
+                    each.text if rule.names_nodes else f"{each.node.place}: {each.text}" for each in found
                 )
             ),
             "; ",
@@ -422,7 +422,7 @@ def tunnel(facts: Facts) -> Iterator[Finding]:
         ways = ", neither from the node nor through the tunnel" if gone[0].name == "tunnel" else ""
         yield Finding(
             f"no answer from {counted(len(names), 'peer')}{ways}",
-            few([str(each.target) for each in gone]),
+            few([*dict.fromkeys(peers[name].place if name in peers else name for name in names)]),
             "neither ICMP nor TCP comes back: the nodes are off, or a firewall drops all packets",
             Advice(f"run flannelctl doctor there; {_if_it_has_left(*left)}"),
         )

@@ -9,6 +9,7 @@ from flanneld.backends.registry import described
 from flanneld.compat.glog import counted
 from flanneld.ctl.checks import check, few
 from flanneld.ctl.checks.containers import former_subnets
+from flanneld.ctl.output import State
 from flanneld.ctl.paths import MADE_ANEW, between_nodes, listed, takes_mtu
 from flanneld.diagnostics.status import known
 from flanneld.findings import Advice, Finding, Fix, Severity, command, line
@@ -245,7 +246,7 @@ def path(facts: Facts) -> Iterator[Finding]:
     # A queue that drops large packets is the cause then.
     is_shaped = any(kind not in ORDINARY | WITH_FILTERS for _, kind in facts.queued)
     for each in facts.paths if not is_shaped else ():
-        if each.state == "PROBLEM":
+        if each.state == State.PROBLEM:
             yield Finding(
                 f"the {each.name} to {each.target} does not carry {each.required} bytes",
                 f"an ICMP echo of {each.required} bytes in one piece is lost, one of {each.carried} is not",
@@ -275,7 +276,7 @@ def checksums(facts: Facts) -> Iterator[Finding]:
 def probes(facts: Facts) -> Iterator[Finding]:
     passing = {name for name, _ in facts.passing}
     silent = [
-        probe.target
+        peer.place
         for peer in facts.peers
         if (probe := known(peer.probe)) and probe.rtt is None and peer.subnets[0] not in passing
     ]

@@ -252,7 +252,7 @@ def lease_of(node: KubeNode, config: Config) -> Lease:
     subnet, ipv6_subnet = key[0] if attrs.public_ip else None, key[1] if attrs.public_ipv6 else None
     if subnet is None and ipv6_subnet is None:
         raise _wrong(node, "has no podCIDR with a public IP of its family", "restart flanneld on it")
-    return Lease(attrs, subnet, ipv6_subnet, created=node.created)
+    return Lease(attrs, subnet, ipv6_subnet, created=node.created, node=node.name)
 
 
 def announced(node: KubeNode, config: Config) -> LeaseAttrs:

@@ -274,7 +274,7 @@ def test_doctor_names_a_silent_node_once_and_never_this_one() -> None:
     ]
     (first, cause), (last, rest) = with_cluster(of_host, found)
     assert (first.name, cause.about) == ("tunnel", "10.5.2.0/24")
-    assert (last.name, rest.evidence) == ("silent nodes", "10.5.3.0/24: no answer")
+    assert (last.name, rest.evidence) == ("silent nodes", "10.5.3.0/24 (198.18.0.3): no answer")
     assert with_cluster(of_host, []) == of_host
 
 

@@ -159,6 +159,16 @@ def test_the_format_may_be_given_before_or_behind_the_command(
     assert told(capsys)["events"] == []
 
 
+@pytest.mark.parametrize(
+    "words", [["netcheck", "10.5.2.0/24"], ["trace", "10.5.2.2"], ["peers"]], ids=" ".join
+)
+def test_what_only_a_daemon_knows_is_no_wrong_usage(
+    words: list[str], where: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([*words, *where, "--output=json"], {}) == NO_DAEMON
+    assert told(capsys)
+
+
 GARBAGE = [b"", b"{", b"[1, 2]", b"null", b'"text"', b"\xff\xfe", b"HTTP/1.1 200 OK"]
 
 
@@ -339,14 +349,15 @@ def test_last_words_are_the_last_error_of_the_last_run_or_the_end_of_its_log(
         ("Restored route 10.5.3.0/24", False),
         ("No answer from 2001:db8::2: timeout", True),
         ("No answer from 2001:db8::2:1", False),
+        ("Node worker-2 has no podCIDR", True),
+        ("Node worker-20 has no podCIDR", False),
     ],
 )
 def test_lines_of_the_log_about_a_peer_have_one_of_its_names(text: str, is_about: bool) -> None:
     peer = {"subnets": ["10.5.2.0/24"], "public_ips": ["198.18.0.2", "2001:db8::2"]}
-    status = status_of({"peers": [peer | {"macs": ["02:00:00:00:00:0a"]}]})
-    assert [naming(status, name)(text) for name in ("10.5.2.0/24", "198.18.0.2", "10.5.2.9")] == 3 * [
-        is_about
-    ]
+    status = status_of({"peers": [peer | {"macs": ["02:00:00:00:00:0a"], "node": "worker-2"}]})
+    names = ("10.5.2.0/24", "198.18.0.2", "10.5.2.9", "worker-2")
+    assert [naming(status, name)(text) for name in names] == 4 * [is_about]
 
 
 def test_lines_about_a_node_that_has_left_are_found_by_the_name_that_is_given() -> None:

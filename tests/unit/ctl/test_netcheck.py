@@ -182,7 +182,10 @@ PEERS = [
     ("wanted", "text"),
     [
         (Wanted(size=1451), "packets of 1451 bytes do not fit the network's MTU; give at most 1450"),
-        (Wanted("10.5.2.0/24", "10.5.3.7"), "10.5.3.7 is no container of 10.5.2.0/24; it is of 10.5.3.0/24"),
+        (
+            Wanted("10.5.2.0/24", "10.5.3.7"),
+            "10.5.3.7 is no container of 10.5.2.0/24; it is of 10.5.3.0/24 (192.0.2.3)",
+        ),
         (Wanted("10.5.9.0"), "no peer is known at 10.5.9.0; flannelctl peers lists them"),
     ],
 )

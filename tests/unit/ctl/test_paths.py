@@ -154,3 +154,11 @@ def test_another_name_is_refused(name: str) -> None:
 def test_without_a_daemon_and_a_store_no_name_is_blamed() -> None:
     with pytest.raises(FlannelError, match="no peers are known here; start flanneld"):
         peer_named("10.5.2.0/24", status_of({}))
+
+
+def test_peer_is_named_and_shown_by_its_node_where_the_store_tells_that() -> None:
+    named, other = peer_of(PEER | {"node": "worker-2"}), peer_of(PEER)
+    assert peer_named("worker-2", status_of({"peers": [PEER | {"node": "worker-2"}]})) == named
+    assert named.place == named.name == f"{other.name} (worker-2)"
+    assert other.place == f"{other.name} ({other.public_ips[0]})"
+    assert other.name == ",".join(PEER["subnets"])

@@ -245,7 +245,7 @@ def test_text_that_no_go_program_writes_is_decoded_all_the_same() -> None:
 
 
 def test_a_node_with_both_families_is_a_lease_of_both() -> None:
-    assert lease_of(NODE, DUAL) == Lease(ATTRS, *KEY)
+    assert lease_of(NODE, DUAL) == Lease(ATTRS, *KEY, node="n1")
 
 
 @pytest.mark.parametrize(
