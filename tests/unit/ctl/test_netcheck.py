@@ -8,6 +8,7 @@ from ipaddress import ip_address
 import pytest
 
 from flanneld.ctl.netcheck import Wanted, examine
+from flanneld.ctl.output import State
 from flanneld.ctl.paths import PathToPeer
 from flanneld.ctl.source import DataSource
 from flanneld.ctl.verdicts import (
@@ -111,7 +112,7 @@ def test_node_that_answers_echoes_or_udp_is_reached(silent: Stage) -> None:
 
 
 def test_spoilt_checksums_stop_packets() -> None:
-    cause = Result("checksums", "10.5.2.0/24", "PROBLEM", "UDP arrives without checksums only", "ethtool")
+    cause = Result("checksums", "10.5.2.0/24", State.PROBLEM, "UDP arrives without checksums only", "ethtool")
     said = verdict([good(Stage.TUNNEL), lost(Stage.UDP)], causes=[cause])
     assert str(said) == "stops at udp; UDP arrives without checksums only: ethtool"
 

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from flanneld.ctl.compare import ActualState, RouteTaken
 from flanneld.ctl.losses import Drop
+from flanneld.ctl.output import State
 from flanneld.ctl.trace import Hop, trace
 from flanneld.model import IPAddress
 from flanneld.network.firewall.fate import Rule
@@ -160,7 +161,7 @@ def test_our_own_subnet_without_a_bridge_is_a_problem() -> None:
 
 
 def test_an_address_of_nobody_is_a_problem() -> None:
-    assert hops("10.5.99.7")["lease"] == Hop("lease", "none", "PROBLEM", "no node has a lease for it")
+    assert hops("10.5.99.7")["lease"] == Hop("lease", "none", State.PROBLEM, "no node has a lease for it")
 
 
 def test_an_address_outside_the_network_goes_the_hosts_way() -> None:
@@ -227,7 +228,7 @@ def test_what_drops_the_packets_here_is_a_hop_with_its_rule() -> None:
     assert sure == Hop(
         "filter",
         "chain INPUT of table ip filter",
-        "PROBLEM",
+        State.PROBLEM,
         "drops UDP 8472 from its peers: -A INPUT -j DROP",
     )
     assert (unsure.hop, unsure.state) == ("filter", "unknown")
