@@ -305,10 +305,10 @@ def shadowing_routes(
         for key, index, kind in routes
         if (key[1], key[3]) not in shortest and (destination := destination_of(key)) is not None
     )
-    doubtful = _doubtful(kernel, [key for key, _, _ in routes], subnets.keys(), lengths)
+    doubtful = _doubtful(kernel, [key for key, _, _ in routes], subnets, lengths)
     return [
-        *by_lookup(told, found, look_up_route, {key: subnets[key] for key in doubtful}),
-        *by_length(subnets.keys(), longer),
+        *by_lookup(told, found, look_up_route, doubtful),
+        *by_length(subnets, longer),
     ]
 
 
@@ -344,12 +344,13 @@ def by_lookup(
     told: Status,
     found: ActualState,
     look_up_route: Callable[[IPAddress], RouteTaken],
-    subnets: Mapping[Key, PeerStatus],
+    subnets: AbstractSet[Key],
 ) -> Iterator[ShadowingRoute]:
     """Yield those ``subnets`` diverted by a route of the same length, a rule or another table (pure)."""
-    for key, peer in subnets.items():
-        subnet = destination_of(key)
-        assert subnet is not None
+    each_subnet = ((peer, net) for peer in (told.each_peer if subnets else ()) for net in peer.networks)
+    for peer, subnet in each_subnet:
+        if route_key(subnet) not in subnets:
+            continue
         target = subnet[1 % subnet.num_addresses]
         route = wanted_route(target, peer, told)
         if route is not None and route in found.objects:
@@ -376,9 +377,9 @@ def by_length(
                     yield ShadowingRoute(str(around), f"route {text}", removal)
 
 
-def subnets_of(told: Status) -> dict[Key, PeerStatus]:
-    """Return the peers by their subnets, as keys of the routes to them."""
-    return {route_key(subnet): peer for peer in told.each_peer for subnet in peer.networks}
+def subnets_of(told: Status) -> AbstractSet[Key]:
+    """Return the subnets of the peers, as keys of the routes to them."""
+    return {route_key(subnet) for peer in told.each_peer for subnet in peer.networks}
 
 
 def _lengths(subnets: Iterable[Key]) -> AbstractSet[tuple[int, int]]:

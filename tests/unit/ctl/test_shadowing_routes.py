@@ -38,6 +38,16 @@ def test_a_packet_that_goes_elsewhere_makes_a_detour(way: RouteTaken) -> None:
     assert found_by_lookup(document(ROUTE), way) == [ShadowingRoute("10.5.2.0/24", f"10.5.2.1 {way}")]
 
 
+def test_each_of_two_peers_with_one_subnet_is_looked_up() -> None:
+    told = document(ROUTE)
+    other = replace(told.each_peer[0], objects=())
+    elsewhere = RouteTaken("eth0")
+    for peers in ((*told.each_peer, other), (other, *told.each_peer)):
+        assert found_by_lookup(replace(told, peers=peers), elsewhere) == [
+            ShadowingRoute("10.5.2.0/24", f"10.5.2.1 {elsewhere}")
+        ]
+
+
 def test_a_packet_on_the_wanted_route_makes_none() -> None:
     assert found_by_lookup(document(ROUTE), OURS) == []
     assert found_by_lookup(document(local=(ROUTE_TO_ALL,)), RouteTaken("flannel0")) == []
@@ -56,7 +66,7 @@ def test_a_more_specific_route_makes_a_detour() -> None:
     routes.append((ip_network("10.5.2.64/26"), "", "blackhole"))
     ipv4, ipv6 = "10.5.2.128/25 dev eth0", "fc00:2::5/128 dev eth0"
     nowhere = "blackhole 10.5.2.64/26"
-    assert list(by_length(subnets_of(document(ROUTE)).keys(), routes)) == [
+    assert list(by_length(subnets_of(document(ROUTE)), routes)) == [
         ShadowingRoute("10.5.2.0/24", f"route {ipv4}", f"ip route del {ipv4}"),
         ShadowingRoute("fc00:2::/64", f"route {ipv6}", f"ip -6 route del {ipv6}"),
         ShadowingRoute("10.5.2.0/24", f"route {nowhere}", f"ip route del {nowhere}"),
