@@ -18,7 +18,13 @@ from flanneld.backends.registry import described
 from flanneld.ctl import compare, losses, nodes
 from flanneld.ctl.checks import Facts, LackingFeature
 from flanneld.ctl.checks.containers import Container, container_devices
-from flanneld.ctl.checks.encryption import KERNEL_TABLES, CharonState, sessions_of, with_associations
+from flanneld.ctl.checks.encryption import (
+    KERNEL_TABLES,
+    CharonState,
+    sessions_of,
+    standing,
+    with_associations,
+)
 from flanneld.ctl.checks.others import CniFile, LeftRules
 from flanneld.ctl.checks.store import EtcdHealth
 from flanneld.ctl.compare import ActualState, Comparison
@@ -53,6 +59,8 @@ _GC_THRESH = Path("/proc/sys/net/ipv4/neigh/default/gc_thresh3")
 _TIME_LIMIT = 2.0
 #: Namespaces looked at, at most: a node has 110 pods, if Kubernetes is not told otherwise.
 _MANY = 256
+#: States of a bridge's port that passes nothing on (linux/if_bridge.h): disabled, blocking.
+_BR_BLOCKED = frozenset({"0", "4"})
 #: Directory and suffixes of CNI configs; runtimes use the first by name (libcni, ConfFiles).
 _CNI_DIRECTORY = "/etc/cni/net.d"
 _CNI_SUFFIXES = (".conf", ".conflist", ".json")
@@ -77,7 +85,8 @@ def gather(source: DataSource) -> Facts:
     before = traffic_control.queue_drops(queues)
     paths, now = tuple(_paths(told)), clock.wall()
     queued = traffic_control.queue_drops(queues) - before
-    told = _with_sessions(told, paths, now)
+    former, told = told, _with_sessions(told, paths, now)
+    lacks_segmentation, queues_used = _speed(told.uplink_name)
     return Facts(
         status=told,
         origin=source.origin,
@@ -99,6 +108,9 @@ def gather(source: DataSource) -> Facts:
         traffic={link.name: _traffic(link.name) for link in ours},
         port_owners=dict(_port_owners(told, found.links)),
         offload=dict(_offload(ours)),
+        uplink_lacks_segmentation=lacks_segmentation,
+        queues=queues_used,
+        standing=tuple(standing(former, told)) if any(map(_is_threaded, devices)) else (),
         kernel=_kernel(),
         lacking=tuple(lacking_features(told, found)),
         charon=_charon_of(told),
@@ -114,6 +126,9 @@ def gather(source: DataSource) -> Facts:
         lost=tuple(losses.lost_packets(told, names, ways)),
         containers=tuple(read_containers(told, found.links, {address for _, address in addresses})),
         pinned=tuple(losses.pinned(told, {link.name: link.index for link in found.links})),
+        unresolved=dict(
+            losses.unresolved(each.target for each in paths if each.name == "underlay" and not each.carried)
+        ),
         refusing=frozenset(_refusing(told, paths)),
         passing=frozenset(passing(told, paths)),
     )
@@ -192,6 +207,20 @@ def _offload(ours: list[SeenLink]) -> Iterator[tuple[str, bool]]:
     for link in ours:
         with suppress(OSError):
             yield link.name, interfaces.offloads_checksums(link.name)
+
+
+def _speed(uplink: str) -> tuple[bool, tuple[int, int]]:
+    """Return if the uplink leaves segmentation of VXLAN to the CPU, and its queues; nothing if unreadable."""
+    lacks, queues = False, (0, 0)
+    with suppress(OSError):
+        lacks = interfaces.lacks_feature(uplink, "tx-udp_tnl-segmentation")
+    with suppress(OSError):
+        queues = interfaces.channels(uplink)
+    return lacks, queues
+
+
+def _is_threaded(name: str) -> bool:
+    return files.text(Path(f"/sys/class/net/{name}/threaded")).strip() == "1"
 
 
 def _paths(told: Status) -> Iterator[PathToPeer]:
@@ -342,12 +371,12 @@ def read_containers(
     networks = [network for network, _ in told.ranges]
     subnets = {net.version: net for peer in told.each_peer for net in peer.networks}
     targets = {family: container_of(subnet) for family, subnet in subnets.items()}
-    ends: dict[int, dict[int, str]] = {}
+    ends: dict[int, dict[int, SeenLink]] = {}
     names = {link.index: link.name for link in host_links}
     for link in host_links:
         if link.make.make == "veth" and link.namespace >= 0:
-            ends.setdefault(link.namespace, {})[link.link] = names.get(link.master, link.name)
-    found: list[Container] = []
+            ends.setdefault(link.namespace, {})[link.link] = link
+    found: list[tuple[Container, SeenLink]] = []
     host = HostView()
     for path in islice(named_namespaces() if networks and targets and ends else (), _MANY):
         with suppress(OSError):
@@ -355,7 +384,19 @@ def read_containers(
             if indexes:
                 with entered(path):
                     found += _inside(path, HostView(), networks, targets, indexes, host_addresses)
-    return [replace(each, reached_by=_device_to(host, each.address, names)) for each in found]
+    return [_of_this_host(each, host, names) for each in found]
+
+
+def _of_this_host(seen: tuple[Container, SeenLink], host: HostView, names: Mapping[int, str]) -> Container:
+    """Return a container with what this host tells of it: the way to it, and its end of the veth pair."""
+    each, end = seen
+    state = files.text(Path(f"/sys/class/net/{end.name}/brport/state")).strip()
+    return replace(
+        each,
+        reached_by=_device_to(host, each.address, names),
+        attached_to=names.get(end.master, end.name),
+        blocked_port=end.name if state in _BR_BLOCKED else "",
+    )
 
 
 def _device_to(host: HostView, address: IPAddress, names: Mapping[int, str]) -> str:
@@ -368,9 +409,9 @@ def _inside(
     view: HostView,
     networks: Collection[IPNetwork],
     targets: Mapping[Family, IPAddress],
-    ends: Mapping[int, str],
+    ends: Mapping[int, SeenLink],
     host_addresses: Collection[IPAddress],
-) -> Iterator[Container]:
+) -> Iterator[tuple[Container, SeenLink]]:
     links = {link.index: link for link in view.links() if link.index in ends}
     for family in FAMILIES:
         for seen in view.addresses(family) if family in targets else ():
@@ -380,8 +421,9 @@ def _inside(
                 is_routed = way is not None and way.kind == RTN_UNICAST
                 if way is not None and way.gateway is not None and not way.gateway.is_link_local:
                     is_routed = is_routed and way.gateway in host_addresses
-                attached = ends[link.index]
-                yield Container(str(path), link.name, seen.address, is_routed, link.mtu, attached_to=attached)
+                is_routed = is_routed and link.up
+                one = Container(str(path), link.name, seen.address, is_routed, link.mtu, is_up=link.up)
+                yield one, ends[link.index]
 
 
 def _left_rules(told: Status) -> Iterator[LeftRules]:

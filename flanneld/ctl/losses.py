@@ -35,7 +35,7 @@ from flanneld.ctl.paths import (
 from flanneld.diagnostics.status import Status, addresses, known
 from flanneld.errors import Retryable
 from flanneld.findings import Command, command, line
-from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork
+from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork, family_of
 from flanneld.network.firewall import foreign
 from flanneld.network.firewall.driver import IptablesRunner
 from flanneld.network.firewall.fate import DROP, MASQUERADE, Fate, Rule
@@ -44,8 +44,13 @@ from flanneld.network.firewall.placing import PLACES, driver
 from flanneld.network.firewall.rules import FLANNEL_POSTRTG, NATIVE_POSTRTG, NATIVE_TABLE, POSTROUTING
 from flanneld.network.host import HostView
 from flanneld.network.host_settings import FORWARDING, sysctl
-from flanneld.network.routing import RTN_LOCAL, PolicyRule
-from flanneld.network.rtnetlink.messages import RTM_GETNEIGH, decode_neighbor, neighbors_request
+from flanneld.network.routing import MAIN_RULE, RTN_LOCAL, PolicyRule
+from flanneld.network.rtnetlink.messages import (
+    RTM_GETNEIGH,
+    decode_neighbor,
+    decode_unresolved,
+    neighbors_request,
+)
 from flanneld.state.resources import Neighbor
 
 #: Networks named by rules for which a peer is looked up, at most.
@@ -240,8 +245,8 @@ class Lost(Struct, frozen=True, gc=False):
     """Packets that the kernel drops or misroutes. ``commands`` correct that; none if it takes a decision.
 
     ``cause`` is ``filter`` (reverse path), ``forwarding`` of an interface, ``uplink`` (another interface than
-    the daemon's), ``rule`` or ``route``; ``about`` is its interface or text. ``number`` of the ``asked``
-    packets of this kind are lost so, in these ``families``.
+    the daemon's), ``rule``, ``no rule`` (none leads to the main table) or ``route``; ``about`` is its
+    interface or text. ``number`` of the ``asked`` packets of this kind are lost so, in these ``families``.
     """
 
     packets: str
@@ -344,7 +349,7 @@ class _Host:
         self._view = view
         self._names = names
         self._indexes = {name: index for index, name in names.items()}
-        self._rules: list[PolicyRule] | None = None
+        self._known_rules: Sequence[PolicyRule] | None = None
 
     def ask(self, question: Question) -> RouteTaken | OSError | None:
         """Return the wrong route, or the kernel's refusal; None if the route is right."""
@@ -373,6 +378,10 @@ class _Host:
         if strict:
             fix = sysctl((_RP_FILTER.format(question.iif), _LOOSE))
             return Lost(question.packets, "filter", question.iif, f"{evidence}; {strict}", (fix,))
+        if isinstance(wrong, OSError) and not self._has_main_rule(question.target.version):
+            family = ("-6",) if question.target.version == 6 else ()
+            add = command("ip", *family, "rule", "add", "lookup", "main", "priority", MAIN_RULE)
+            return Lost(question.packets, "no rule", "the main table", evidence, (add,))
         rule = self._rule(question)
         if rule is not None:
             return Lost(
@@ -416,9 +425,16 @@ class _Host:
             return "rp_filter is strict, and there is no route back to the sender"
         return "" if back.device == question.iif else f"rp_filter is strict, and the route back is {back}"
 
+    @property
+    def _rules(self) -> Sequence[PolicyRule]:
+        if self._known_rules is None:
+            self._known_rules = [rule for family in FAMILIES for rule in self._view.rules(family)]
+        return self._known_rules
+
+    def _has_main_rule(self, family: Family) -> bool:
+        return any((each.family, each.priority) == (family, MAIN_RULE) for each in self._rules)
+
     def _rule(self, question: Question) -> PolicyRule | None:
-        if self._rules is None:
-            self._rules = [rule for family in FAMILIES for rule in self._view.rules(family)]
         matching = (
             rule
             for rule in self._rules
@@ -439,6 +455,18 @@ def _before(rule: PolicyRule, question: Question, told: Status) -> Iterator[Comm
             family = ("-6",) if rule.family == 6 else ()
             add = ("rule", "add", "to", str(network), "lookup", "main")
             yield command("ip", *family, *add, "priority", rule.priority - 1)
+
+
+def unresolved(nodes: Iterable[IPAddress]) -> Iterator[tuple[str, str]]:
+    """Yield those nodes whose next hop answered neither ARP nor NDP for a packet just sent, with that hop."""
+    view = HostView()
+    for node in nodes:
+        way = view.look_up_route(node)
+        hop = (way.gateway or node) if way is not None else None
+        if way is not None and hop is not None:
+            seen = view.dump(RTM_GETNEIGH, neighbors_request(family_of(hop), way.index))
+            if any(decode_unresolved(*item) == hop for item in seen):
+                yield str(node), str(hop)
 
 
 def pinned(told: Status, indexes: Mapping[str, int]) -> Iterator[tuple[str, str, str]]:

@@ -38,6 +38,8 @@ def names() -> dict[int, str]:
 
 _SIOCETHTOOL = 0x8946
 _ETHTOOL_GTXCSUM, _ETHTOOL_STXCSUM = 0x16, 0x17
+_ETHTOOL_GSTRINGS, _ETHTOOL_GSSET_INFO, _ETHTOOL_GFEATURES, _ETHTOOL_GCHANNELS = 0x1B, 0x37, 0x3A, 0x3C
+_FEATURES, _STRING = 4, 32  # ETH_SS_FEATURES, ETH_GSTRING_LEN
 
 
 def offloads_checksums(name: str) -> bool:
@@ -50,13 +52,38 @@ def compute_checksums(name: str) -> None:
     _call(name, _ETHTOOL_STXCSUM)
 
 
+def lacks_feature(name: str, feature: str) -> bool:
+    """Return True if an offload is off that the device could do. Raises ``OSError``."""
+    number = _words(name, [_ETHTOOL_GSSET_INFO, 0, 1 << _FEATURES, 0, 0])[4]
+    strings = _words(name, [_ETHTOOL_GSTRINGS, _FEATURES, number, *[0] * (number * _STRING // 4)])
+    names = [strings.tobytes()[12 + at * _STRING :][:_STRING].rstrip(b"\0").decode() for at in range(number)]
+    if feature not in names:
+        return False
+    block, bit = divmod(names.index(feature), 32)
+    blocks = (number + 31) // 32
+    # Of each block: what can be changed, is requested, is active, and never changes.
+    found = _words(name, [_ETHTOOL_GFEATURES, blocks, *[0] * (4 * blocks)])[2 + 4 * block :]
+    return bool(found[0] & ~found[2] & 1 << bit)
+
+
+def channels(name: str) -> tuple[int, int]:
+    """Return the number of queues that the device uses for both ways, and can use. Raises ``OSError``."""
+    found = _words(name, [_ETHTOOL_GCHANNELS, *[0] * 8])
+    return found[8], found[4]
+
+
 def _call(name: str, command: int, value: int = 0) -> int:
     """Send a command with a struct ethtool_value, and return the value afterwards."""
-    words = array.array("I", [command, value])
+    return _words(name, [command, value])[1]
+
+
+def _words(name: str, sent: list[int]) -> array.array[int]:
+    """Send a command in a structure of 32-bit words, and return the structure afterwards."""
+    words = array.array("I", sent)
     request = struct.pack("16sP16x", name.encode(), words.buffer_info()[0])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
         fcntl.ioctl(asker, _SIOCETHTOOL, request)
-    return words[1]
+    return words
 
 
 _DEVICE = "/dev/net/tun"

@@ -36,7 +36,8 @@ _DST, _SRC, _IIF, _PRIORITY, _MARK, _TABLE, _OIF = 1, 2, 3, 6, 10, 15, 17
 _ACTIONS = {2: "goto", 6: "blackhole", 7: "unreachable", 8: "prohibit"}
 _INVERT = 2
 #: Priorities of the rules that every host has.
-_DEFAULT = frozenset({0, 32766, 32767})
+MAIN_RULE = 32766
+_DEFAULT = frozenset({0, MAIN_RULE, 32767})
 _TABLES = {253: "default", 254: "main", 255: "local"}
 
 

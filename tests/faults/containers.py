@@ -29,6 +29,15 @@ IN_CONTAINERS = {
         "1 container without a route",
         (INSIDE + "ip route replace blackhole default",),
     ),
+    "interface of a container down": Fault(
+        "container routes", "1 container without a route", (INSIDE + "ip link set eth0 down",)
+    ),
+    "port of the bridge disabled": Fault(
+        "bridge port",
+        "the bridge passes no packets to veth1",
+        ("bridge link set dev veth1 state 0",),
+    ),
+    "port of the bridge down": Fault("bridge port", "veth1 is down", ("ip link set veth1 down",)),
     "bridge without address": Fault(
         "bridge address",
         "no interface leads to the containers on cni0",

@@ -201,6 +201,11 @@ FAULTS = {
         after=("ip rule del to 10.5.0.0/16; ip rule del from {own}; ip route flush table 100",),
         peer_blind=BEHIND,
     ),
+    "rule to the main table removed": Fault(
+        "lookups",
+        "no policy rule leads packets to other nodes to the main table",
+        ("ip rule del lookup main",),
+    ),
     "rule against a node": Fault(
         "lookups",
         "to {peer}/32 blackhole",
@@ -253,6 +258,22 @@ FAULTS = {
         ("ip route add blackhole {own_base}/25",),
         heal=("ip route del blackhole {own_base}/25",),
         peer_blind=BEHIND,
+    ),
+    "route to a node by a router that is not there": Fault(
+        "tunnel",
+        "no answer to ARP or NDP from 198.18.0.77",
+        ("ip route add {peer} via 198.18.0.77 dev eth0 onlink",),
+        heal=("ip route del {peer}",),
+        advice="ip route get {peer}",
+        within=3,
+    ),
+    "segmentation of VXLAN's packets left to the CPU": Fault(
+        "speed",
+        "eth0 leaves the segmentation of VXLAN's packets to the CPU",
+        ("ethtool -K eth0 tx-udp_tnl-segmentation off",),
+        cuts=False,
+        severity=HINT,
+        heal=("ethtool -K eth0 tx-udp_tnl-segmentation on",),
     ),
     "wrong permanent neighbour for a node": Fault(
         "pinned neighbours",

@@ -87,6 +87,11 @@ class Facts(Struct, frozen=True, gc=False):
     port_owners: Mapping[str, str] = field(default_factory=dict)
     #: By VXLAN device: True if checksums are offloaded to it.
     offload: Mapping[str, bool] = field(default_factory=dict)
+    #: True if the uplink could cut VXLAN's packets into segments and does not; its queues, used and possible.
+    uplink_lacks_segmentation: bool = False
+    queues: tuple[int, int] = (0, 0)
+    #: First subnets of peers of WireGuard whose received bytes stand, while sent ones grow, in threaded NAPI.
+    standing: tuple[str, ...] = ()
     kernel: tuple[int, int] = (0, 0)
     #: Features that the backend needs and this kernel lacks.
     lacking: tuple[LackingFeature, ...] = ()
@@ -113,6 +118,8 @@ class Facts(Struct, frozen=True, gc=False):
     containers: tuple[Container, ...] = ()
     #: Permanent neighbours on the uplink that are peers: address, MAC, device.
     pinned: tuple[tuple[str, str, str], ...] = ()
+    #: Public IPs of silent nodes whose next hop answers neither ARP nor NDP, with that hop.
+    unresolved: Mapping[str, str] = field(default_factory=dict)
     #: Public IPs of nodes that refuse the tunnel's UDP port.
     refusing: frozenset[str] = frozenset()
     #: Peers, each with a family, that answer no echo and pass packets on to their containers or refuse TCP.

@@ -420,11 +420,21 @@ def tunnel(facts: Facts) -> Iterator[Finding]:
         names = list(dict.fromkeys(each.peer for each in gone))
         left = names if len(names) == 1 else ()
         ways = ", neither from the node nor through the tunnel" if gone[0].name == "tunnel" else ""
+        nodes = [ip for name in names if name in peers for ip in peers[name].public_ips]
+        hops = {ip: hop for ip in nodes if (hop := facts.unresolved.get(ip))}
+        routed = {ip: hop for ip, hop in hops.items() if ip != hop}
+        unanswered = (
+            f"; no answer to ARP or NDP from {few(list(dict.fromkeys(hops.values())))}" if hops else ""
+        )
         yield Finding(
             f"no answer from {counted(len(names), 'peer')}{ways}",
-            few([*dict.fromkeys(peers[name].place if name in peers else name for name in names)]),
+            few([peers[name].place if name in peers else name for name in names]) + unanswered,
             "neither ICMP nor TCP comes back: the nodes are off, or a firewall drops all packets",
-            Advice(f"run flannelctl doctor there; {_if_it_has_left(*left)}"),
+            Advice(
+                f"correct the route, or bring the router up: ip route get {min(routed)}"
+                if routed
+                else f"run flannelctl doctor there; {_if_it_has_left(*left)}"
+            ),
         )
 
 

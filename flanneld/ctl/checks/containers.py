@@ -34,6 +34,9 @@ class Container(Struct, frozen=True, gc=False):
     #: if there is one; the first is empty if it has no route.
     reached_by: str = ""
     attached_to: str = ""
+    is_up: bool = True
+    #: Port of the bridge, if it passes no packets on.
+    blocked_port: str = ""
 
 
 def container_devices(
@@ -105,9 +108,13 @@ def container_routes(facts: Facts) -> Iterator[Finding]:
             "its packets do not even leave the container",
             Fix(
                 tuple(
-                    (*entering(each.path), "ip", *_route(gateways[each.address.version], each.device))
+                    step
                     for each in lost
                     if gateways[each.address.version]
+                    for step in (
+                        *(() if each.is_up else (set_link(each.device, "up", inside=each.path),)),
+                        (*entering(each.path), "ip", *_route(gateways[each.address.version], each.device)),
+                    )
                 )
             )
             if all(gateways.values())
@@ -193,8 +200,25 @@ def attachment(facts: Facts) -> Iterator[Finding]:
         )
 
 
+@check("G", "bridge port", "the bridge passes packets to each container")
+def bridge_port(facts: Facts) -> Iterator[Finding]:
+    for port in sorted({each.blocked_port for each in facts.containers if each.blocked_port and each.is_up}):
+        link = facts.link(port)
+        is_up = link is not None and link.up
+        forward = command("bridge", "link", "set", "dev", port, "state", 3)
+        yield Finding(
+            f"the bridge passes no packets to {port}, a container's port",
+            "its state is disabled or blocking" if is_up else f"{port} is down",
+            "no packet gets to the container behind it or from it",
+            Fix((forward if is_up else set_link(port, "up"),)),
+            about=port,
+        )
+
+
 def _is_cut_off(facts: Facts, container: Container) -> bool:
     """Return True if packets of this host for a container of our subnet leave for another host."""
+    if any(each.cause == "no rule" for each in facts.lost):
+        return False
     away = {facts.status.uplink_name, "", *facts.devices}
     return container.reached_by in away and _net_of(facts, container) is not None
 

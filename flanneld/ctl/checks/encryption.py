@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from flanneld.backends.registry import described
-from flanneld.ctl.checks import check
+from flanneld.compat.glog import counted
+from flanneld.ctl.checks import check, few
 from flanneld.ctl.paths import listed
 from flanneld.diagnostics.status import PeerStatus, SessionStatus, Status, known
 from flanneld.findings import Advice, Finding, Severity
@@ -49,6 +50,30 @@ def with_associations(told: Status, associations: Mapping[str, ConnectionSas]) -
             encapsulated=is_encapsulated(found),
         )
         yield replace(each, sessions=(session,))
+
+
+def standing(before: Status, after: Status) -> Iterator[str]:
+    """Yield peers with keys, by first subnet, whose received bytes stand while sent ones grow (pure)."""
+    former = {each.subnet: each for peer in before.each_peer for each in known(peer.sessions) or ()}
+    for peer in after.each_peer if "wireguard" in after.backends else ():
+        for each in known(peer.sessions) or ():
+            last = former.get(each.subnet)
+            grows = last is not None and each.rx_bytes == last.rx_bytes and each.tx_bytes > last.tx_bytes
+            if grows and each.state == "established":
+                yield peer.subnets[0]
+
+
+@check("M", "receiving", "WireGuard's devices take in what arrives")
+def receiving(facts: Facts) -> Iterator[Finding]:
+    if facts.standing:
+        commands = (f"echo 0 >/sys/class/net/{name}/threaded" for name in facts.devices)
+        yield Finding(
+            f"nothing comes in from {counted(len(facts.standing), 'peer')} with valid keys",
+            f"{few(facts.standing)}: received bytes stand, sent ones grow; the device uses threaded NAPI",
+            "on some kernels its thread stops, and received packets wait for ever",
+            Advice(f"if the peers do send: {'; '.join(commands)}"),
+            severity=Severity.HINT,
+        )
 
 
 def sessions_of(

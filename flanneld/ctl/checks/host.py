@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 #: First kernel with correct checksums for VXLAN packets after NAT (fixed by ea64d8d6c675).
 _GOOD_CHECKSUMS = (5, 7)
+#: Bytes of the uplink's MTU that the network may leave unused: the difference to Ethernet's jumbo frames.
+_LARGE = 4000
 #: Packets sent on a device without any received, from which on replies count as lost.
 _TALKS = 20
 #: Kinds of devices that container runtimes attach containers to (IFLA_INFO_KIND).
@@ -245,6 +247,8 @@ def device_mtu(facts: Facts) -> Iterator[Finding]:
 def path(facts: Facts) -> Iterator[Finding]:
     # A queue that drops large packets is the cause then.
     is_shaped = any(kind not in ORDINARY | WITH_FILTERS for _, kind in facts.queued)
+    doubtful = dict.fromkeys(drop.doubt for drop in facts.filtered if drop.doubt)
+    first = f"see first whether this rule drops them: {few(list(doubtful), '; ')}; else " if doubtful else ""
     for each in facts.paths if not is_shaped else ():
         if each.state == State.PROBLEM:
             yield Finding(
@@ -252,12 +256,45 @@ def path(facts: Facts) -> Iterator[Finding]:
                 f"an ICMP echo of {each.required} bytes in one piece is lost, one of {each.carried} is not",
                 "small packets pass and large ones are lost or taken apart: connections hang",
                 Advice(
-                    f"flannelctl netcheck {each.target} finds the size: set {each.setting} to it, then"
+                    f"{first}flannelctl netcheck {each.target} finds the size: set {each.setting} to it, then"
                     f" {MADE_ANEW}"
                 ),
                 about=str(each.target),
                 severity=Severity.HINT if each.name == "underlay" else Severity.PROBLEM,
             )
+
+
+@check("K", "speed", "nothing that could be switched makes vxlan slow")
+def speed(facts: Facts) -> Iterator[Finding]:
+    uplink, mtu, name = known(facts.status.uplink), known(facts.status.mtu), facts.status.uplink_name
+    if "vxlan" not in facts.status.backends or not uplink:
+        return
+    used, possible = facts.queues
+    unused = uplink.mtu - (mtu or uplink.mtu) - max(described("vxlan").overhead.values())
+    is_lowered = known(facts.status.mtu_lowered_from)
+    for is_slow, problem, evidence, remedy in (
+        (
+            facts.uplink_lacks_segmentation,
+            f"{name} leaves the segmentation of VXLAN's packets to the CPU",
+            "tx-udp_tnl-segmentation is off, and the device can do it",
+            f"ethtool -K {name} tx-udp_tnl-segmentation on",
+        ),
+        (
+            used == 1 < possible,
+            f"{name} uses one of its {possible} queues",
+            "one CPU takes in all packets of the tunnel",
+            f"ethtool -L {name} combined {possible}",
+        ),
+        (
+            unused >= _LARGE and not is_lowered,
+            f"the network's MTU is {mtu}, {name} has {uplink.mtu}",
+            f"each packet could have {unused} bytes more",
+            f"if all uplinks have that MTU: set Backend.MTU to {(mtu or 0) + unused}; then {MADE_ANEW}",
+        ),
+    ):
+        if is_slow:
+            why = "the CPU limits what containers on different nodes send"
+            yield Finding(problem, evidence, why, Advice(remedy), about=name, severity=Severity.HINT)
 
 
 @check("K", "checksums", "the kernel computes the checksums of VXLAN packets right")

@@ -41,9 +41,9 @@ class CniFile(Struct, frozen=True, gc=False):
 
 @check("E", "filters", "no rule drops packets between the nodes or between containers")
 def filters(facts: Facts) -> Iterator[Finding]:
-    is_silent = any(path.carried is None for path in facts.paths)
+    is_lossy = any(path.carried != path.required for path in facts.paths)
     for each in (drop for drop in facts.filtered if not drop.drops_the_rest):
-        if each.doubt and not is_silent:
+        if each.doubt and not is_lossy:
             continue  # what accepts the packets is a rule that cannot be evaluated
         evidence = each.rule or "no rule accepts them, and the chain's policy is to drop"
         doubt = f"; whether this rule is about them cannot be told: {each.doubt}" if each.doubt else ""
@@ -101,6 +101,8 @@ def misrouted(facts: Facts) -> Iterator[Finding]:
     for each in facts.lost:
         if each.cause == "rule":
             problem = f"the policy rule {each.about} diverts {each.packets}"
+        elif each.cause == "no rule":
+            problem = f"no policy rule leads {each.packets} to {each.about}"
         elif each.cause == "forwarding":
             problem = f"{each.about} does not forward {each.packets}"
         elif each.cause == "route" and not _is_missing(facts, each):

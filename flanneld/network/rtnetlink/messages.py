@@ -55,6 +55,7 @@ AF: dict[Family, int] = {4: 2, 6: 10}
 FAMILY: dict[int, Family] = {2: 4, 10: 6}
 
 NUD_PERMANENT, NTF_SELF = 0x80, 0x02
+_NUD_UNRESOLVED = 0x01 | 0x20  # incomplete or failed
 RTN_UNICAST, RTN_BLACKHOLE, RTN_UNREACHABLE = 1, 6, 7
 RT_TABLE_MAIN, RTNH_F_ONLINK = 254, 4
 RT_SCOPE_UNIVERSE, RT_SCOPE_NOWHERE = 0, 255
@@ -398,6 +399,13 @@ def decode_plain_neighbor(
         if (family, a, b) == _NEIGHBOR_FORM and state & NUD_PERMANENT:
             return (NEIGHBORS, name_of(index) or "", 4, socket.ntohl(target)), mac_text(mac)
     return (), None
+
+
+def decode_unresolved(data: bytes, offset: int, end: int) -> IPAddress | None:
+    """Return the address of a neighbour that answered no ARP or NDP, else None."""
+    state = unpack(_NDMSG, data, offset, end)[2]
+    target = attributes(data, offset + _NDMSG.size, end).get(_NDA_DST, b"")
+    return address_of(target) if state & _NUD_UNRESOLVED and len(target) in (4, 16) else None
 
 
 def decode_gone_neighbor(data: bytes, offset: int, end: int, name_of: NameOf) -> Key | None:

@@ -20,7 +20,7 @@ import flanneld
 from flanneld.config import parse
 from flanneld.ctl.checks import THEMES, Facts, LackingFeature, cluster
 from flanneld.ctl.checks.containers import Container
-from flanneld.ctl.checks.encryption import CharonState
+from flanneld.ctl.checks.encryption import CharonState, standing
 from flanneld.ctl.checks.kernel import NEW_MAC
 from flanneld.ctl.checks.others import CniFile, LeftRules
 from flanneld.ctl.checks.store import EtcdHealth
@@ -312,6 +312,16 @@ CASES: dict[str, list[Facts]] = {
         replace(WELL, paths=(PathToPeer("tunnel", ip_address("10.5.2.0"), 1450, 576),)),
     ],
     "handshakes": [peer(sessions=[SILENT])],
+    "speed": [
+        replace(WELL, uplink_lacks_segmentation=True),
+        replace(WELL, queues=(1, 4)),
+        told(lambda d: d["uplink"].update(mtu=9000)),
+    ],
+    "receiving": [replace(WELL, standing=("10.5.2.0/24",))],
+    "bridge port": [
+        replace(container(blocked_port="veth1"), links=(*WELL.links, link("veth1", up=up)))
+        for up in (True, False)
+    ],
     "kernel support": [replace(WELL, lacking=(NO_WIREGUARD,))],
     "charon": [
         replace(WELL, charon=CharonState.NOT_RUNNING, origin="host"),
@@ -357,6 +367,7 @@ CASES: dict[str, list[Facts]] = {
     "lookups": [
         lost("rule", "100: from all blackhole", ACCEPT),
         lost("rule", "100: from all blackhole"),
+        lost("no rule", "the main table", ACCEPT),
         lost("forwarding", "cni0", ACCEPT),
         lost("route", "192.0.2.2"),
         replace(WELL, lost=(Lost(TO_CONTAINERS, "route", "", "no route", removal="blackhole 10.5.1.0/25"),)),
@@ -367,6 +378,7 @@ CASES: dict[str, list[Facts]] = {
     "pinned neighbours": [replace(WELL, pinned=(("192.0.2.2", MAC, "eth0"),))],
     "container routes": [
         container(is_routed=False),
+        container(is_routed=False, is_up=False),
         replace(container(is_routed=False), addresses=()),
     ],
     "container addresses": [replace(WELL, containers=(replace(CONTAINER, address=ip_address("10.5.7.2")),))],
@@ -846,3 +858,69 @@ def test_open_tunnel_on_a_public_address_is_a_hint() -> None:
     assert found.problem == "whoever reaches 8.8.4.4 by UDP port 8472 sends packets to containers"
     assert (found.severity, found.about) == (Severity.HINT, "eth0")
     assert examine(replace(OUTSIDE, is_guarded=True)) == []
+
+
+def session(**changes: Any) -> Any:
+    """The status of a node with one session of WireGuard."""
+    told_of_it = {**SILENT, "state": "established", "rx_bytes": 5, "tx_bytes": 5, **changes}
+    return told(
+        lambda d: (d["network"].update(backend="wireguard"), d["peers"][0].update(sessions=[told_of_it]))
+    ).status
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"tx_bytes": 9}, ["10.5.2.0/24"]),
+        ({"tx_bytes": 9, "rx_bytes": 6}, []),
+        ({}, []),
+        ({"tx_bytes": 9, "state": "silent"}, []),
+    ],
+)
+def test_received_bytes_that_stand_while_sent_ones_grow_are_seen(
+    changes: dict[str, Any], found: list[str]
+) -> None:
+    assert list(standing(session(), session(**changes))) == found
+    assert list(standing(WELL.status, session(**changes))) == []
+
+
+def test_what_makes_vxlan_slow_is_a_hint_with_its_command_and_of_no_other_backend() -> None:
+    slow = replace(WELL, uplink_lacks_segmentation=True, queues=(1, 4))
+    assert {finding.severity for _, finding in examine(slow)} == {Severity.HINT}
+    assert [each.text for each in remedies("speed", slow)] == [
+        "ethtool -K eth0 tx-udp_tnl-segmentation on",
+        "ethtool -L eth0 combined 4",
+    ]
+    assert remedies("speed", told(lambda d: d["uplink"].update(mtu=9000)))[0].text.startswith(
+        "if all uplinks have that MTU: set Backend.MTU to 8930; then"
+    )
+    lowered = told(lambda d: (d["uplink"].update(mtu=9000), d.update(mtu_lowered_from=8950)))
+    assert remedies("speed", lowered) == []
+    host_gw = told(lambda d: (d["network"].update(backend="host-gw"), d["uplink"].update(mtu=9000)))
+    assert remedies("speed", replace(host_gw, queues=(1, 4))) == []
+
+
+def test_rule_that_may_drop_packets_is_named_before_the_mtu() -> None:
+    doubt = "udp dport 8472 limit rate over 1/second drop"
+    drop = Drop("chain c of table inet x", "UDP 8472", doubt, ACCEPT, doubt=doubt)
+    facts = replace(WELL, filtered=(drop,), paths=(PathToPeer("tunnel", ip_address("10.5.2.0"), 1450, 576),))
+    (advice,) = remedies("path", facts)
+    assert advice.text.startswith(
+        f"see first whether this rule drops them: {doubt}; else flannelctl netcheck"
+    )
+    assert "filters" in [check.name for check, _ in examine(facts)]
+    assert examine(replace(WELL, filtered=(drop,))) == []
+
+
+@pytest.mark.parametrize(
+    ("hop", "advice"),
+    [
+        ("192.0.2.77", "correct the route, or bring the router up: ip route get 192.0.2.2"),
+        ("192.0.2.2", "run flannelctl doctor there"),
+    ],
+)
+def test_silent_peer_whose_next_hop_has_no_mac_is_told_with_that_hop(hop: str, advice: str) -> None:
+    facts = replace(CASES["tunnel"][2], unresolved={"192.0.2.2": hop})
+    (found,) = [finding for check, finding in examine(facts) if check.name == "tunnel"]
+    assert found.evidence == f"10.5.2.0/24 (192.0.2.2); no answer to ARP or NDP from {hop}"
+    assert found.remedy.text.startswith(advice)
