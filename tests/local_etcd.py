@@ -77,7 +77,7 @@ class LocalEtcd:
                     f"--initial-advertise-peer-urls={peer}",
                     f"--initial-cluster=default={peer}",
                     f"--initial-cluster-token={token}",
-                    "--heartbeat-interval=10",
+                    "--heartbeat-interval=20",
                     "--election-timeout=100",
                     *flags,
                 ],

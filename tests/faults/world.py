@@ -179,8 +179,7 @@ class World:
         node = node or self.node
         words = ("doctor", "--output=json", *self.kind.flags)
         command = ctl_command(node, *words, store=self.lab.etcd.endpoint)
-        variables = [f"{name}={value}" for name, value in _key_file(node).items()]
-        done = node.run("env", *variables, *self._at_home(node, command), check=False)
+        done = node.run(*self._at_home(node, command), check=False, variables=_key_file(node))
         assert done.stdout, done.stderr
         self.last = Diagnosis(done.returncode, json.loads(done.stdout)["findings"])
         return self.last

@@ -76,7 +76,7 @@ class Etcd:
                 "--enable-v2=true",
                 f"--listen-client-urls={self.endpoint}",
                 f"--advertise-client-urls={self.endpoint}",
-                "--heartbeat-interval=10",
+                "--heartbeat-interval=20",
                 "--election-timeout=100",
                 *flags,
                 output=output,

@@ -24,8 +24,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from tests.vm.machine import INSIDE
-
 ROOT = Path(__file__).resolve().parents[2]
 #: The command of the lab's API server.
 KUBE_API = (sys.executable, "-m", "tests.lab.kube_api")
@@ -72,10 +70,8 @@ def can_fork(command: Sequence[str], environment: Mapping[str, str]) -> bool:
     own, _ = _parsed(command)
     differ = environment.items() ^ os.environ.items()
     of_interpreter = any(name.startswith(("PYTHON", "LD_")) for name, _ in differ)
-    # There it costs more to copy the memory of all modules than to load the few of flannelctl.
-    is_cheaper = INSIDE not in os.environ or not own[0].endswith("flannelctl")
     can = os.environ.get(FORKS) != "0" and os.uname().machine in _SYS_CLONE
-    return can and bool(_program(own)) and is_cheaper and not of_interpreter
+    return can and bool(_program(own)) and not of_interpreter
 
 
 def _program(command: Sequence[str]) -> tuple[str, ...]:

@@ -83,9 +83,16 @@ class Node:
         directory.mkdir()
         self.service_manager = ServiceManager(directory / "notify", namespace)
 
-    def run(self, *command: str, check: bool = True, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    def run(
+        self,
+        *command: str,
+        check: bool = True,
+        timeout: float = 60,
+        variables: Mapping[str, str] | None = None,
+    ) -> subprocess.CompletedProcess[str]:
         """Run a command on this node to its end; raises ``CommandError`` unless ``check`` is off."""
-        return self.namespace.run(*command, check=check, timeout=timeout, variables=self._files)
+        own = {**self._files, **(variables or {})}
+        return self.namespace.run(*command, check=check, timeout=timeout, variables=own)
 
     def start(
         self,

@@ -95,5 +95,4 @@ def test_plan_routes_doctor_and_cleanup_know_the_cloud(cloud: CloudLab) -> None:
 def once(cloud: CloudLab, node: Node, flag: str) -> str:
     """Run the daemon's program for one errand; return what it says."""
     own = (f"--etcd-endpoints={node.endpoints}", f"--subnet-file={node.subnet_file}", flag)
-    environment = [f"{name}={value}" for name, value in cloud.environment().items()]
-    return node.run("env", *environment, *own_command(), *own).stdout
+    return node.run(*own_command(), *own, variables=cloud.environment()).stdout

@@ -406,7 +406,7 @@ def plan_without_server(lab: Lab, node: Node, directory: Path) -> str:
         f"--state-dir={directory}",
         *flags,
     ]
-    return node.run("env", f"NODE_NAME={node.name}", *command).stdout
+    return node.run(*command, variables={"NODE_NAME": node.name}).stdout
 
 
 def check_that_it_says_so(node: Node, directory: Path) -> None:

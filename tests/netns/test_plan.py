@@ -180,7 +180,7 @@ def test_with_kubernetes_too_a_plan_announces_nothing(lab: Lab) -> None:
 
     def planned() -> str:
         command = [*own_command(), f"--subnet-file={node.subnet_file}", "--plan", *with_kube]
-        return node.run("env", f"NODE_NAME={node.name}", *command).stdout
+        return node.run(*command, variables={"NODE_NAME": node.name}).stdout
 
     assert planned() == ""
     node.stop()

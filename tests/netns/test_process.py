@@ -35,8 +35,7 @@ def host() -> Iterator[Node]:
 
 def run(node: Node, *flags: str, **variables: str) -> CompletedProcess[str]:
     """Run a daemon that is to end by itself."""
-    environment = [f"{name}={value}" for name, value in variables.items()]
-    return node.run("env", *environment, *own_command(), *flags, check=False)
+    return node.run(*own_command(), *flags, check=False, variables=variables)
 
 
 def complaints(log: str) -> list[str]:

@@ -479,7 +479,7 @@ def peers_of(node: Node) -> set[tuple[str, str]]:
 
 def tool(lab: Lab, node: Node, *flags: str) -> str:
     command = [*own_command(), f"--etcd-endpoints={lab.etcd.endpoint}", f"--subnet-file={node.subnet_file}"]
-    return node.run("env", f"WIREGUARD_KEY_FILE={node.directory / 'wgkey'}", *command, *flags).stdout
+    return node.run(*command, *flags, variables={"WIREGUARD_KEY_FILE": f"{node.directory / 'wgkey'}"}).stdout
 
 
 def test_plan_and_cleanup_know_what_there_is(lab: Lab) -> None:
