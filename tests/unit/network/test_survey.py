@@ -5,14 +5,19 @@ from __future__ import annotations
 import errno
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from ipaddress import IPv4Address, ip_address
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from flanneld.model import IPAddress
 from flanneld.network.query import answer, decode
-from flanneld.network.survey import QueryChannel, ask, queries, refused
+from flanneld.network.survey import QueryChannel, ask, queries, refused, survey
+from flanneld.runtime.clock import replaced
+from tests.clock import Clock
 
 SOON = 5.0
 MANY = [IPv4Address("127.0.1.0") + number for number in range(1000)]
@@ -62,6 +67,35 @@ def test_a_thousand_nodes_answer_one_survey() -> None:
         found = queries(MANY, port, 0.3, tries=30)
     assert len(found) == len(MANY)
     assert all(reply.facts == {"version": "1"} and reply.arrived for reply in found.values())
+
+
+class SmallBuffer:
+    """A channel whose socket keeps 40 answers; a file is always readable."""
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+        self._answers: list[bytes] = []
+
+    def fileno(self) -> int:
+        return self._file
+
+    def send(self, _target: IPAddress, token: bytes) -> None:
+        self._answers += [token][: 40 - len(self._answers)]
+
+    def receive(self) -> Iterator[tuple[bytes, Mapping[str, Any], int]]:
+        answers, self._answers = self._answers, []
+        for each in answers:
+            yield each, {}, 0
+
+    def close(self) -> None:
+        pass
+
+
+def test_answers_are_read_before_the_buffer_is_full(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with (tmp_path / "file").open() as file, replaced(Clock()):
+        replies = survey(SmallBuffer(file.fileno()), MANY, 0.0, 1)
+    assert sum(reply.rtt is not None for reply in replies.values()) == len(MANY) // 32 * 32
 
 
 def test_closed_port_is_a_refusal_of_the_host_that_has_it() -> None:
