@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from ipaddress import IPv4Address, IPv6Address
+from ipaddress import IPv4Address, IPv4Network, IPv6Address
 from typing import cast
 
 import pytest
 
 from flanneld import config
 from flanneld.backends.contract import Backend, Host
+from flanneld.backends.host_gw import HostGw
 from flanneld.config import Config
 from flanneld.model import IPAddress, LeaseAttrs, Uplink, network_around
 from flanneld.network.host import HostKernel
 from flanneld.network.uplink_election import InterfaceChoice
-from flanneld.reconcile.local_node import UplinkManager
+from flanneld.reconcile.local_node import UplinkManager, find_uplink
 from flanneld.state.resources import Route
 from tests.unit.simulation.kernel import Kernel
 
@@ -88,3 +89,31 @@ def test_only_a_host_on_a_link_of_ours_is_directly_reachable(
     assert link_to(here) is None
     assert link_to(type(here)(0x01020304)) is None
     assert uplinks.asks_routes
+
+
+def test_backend_is_replaced_where_the_uplink_moves_and_kept_while_no_interface_is_usable(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    here, there = IPv4Address("198.18.0.1"), IPv4Address("198.18.0.7")
+    default = Route(IPv4Network("0.0.0.0/0"), "eth0", IPv4Address("198.18.0.254"))
+    kernel = Kernel("eth0", (here, 24))
+    kernel.add_route(default, 3)
+    uplink = find_uplink(kernel, CONFIG, InterfaceChoice())
+    uplinks = UplinkManager(kernel, CONFIG, InterfaceChoice(), HostGw, uplink, None)
+    first = uplinks.backend
+    assert uplinks.follow() is False
+    kernel.delete_address("eth0", here)
+    for _ in range(2):
+        assert uplinks.follow() is False
+        assert uplinks.is_adrift
+        assert (uplinks.uplink, uplinks.backend) == (uplink, first)
+    kernel.add_address("eth0", there, 24)
+    kernel.add_route(default, 3)
+    assert uplinks.follow() is True
+    assert not uplinks.is_adrift
+    assert uplinks.uplink.local(4) == there
+    assert uplinks.backend.attributes().public_ip == there
+    assert [record.getMessage().split(":")[0].split(" to ")[0] for record in caplog.records] == [
+        "The uplink eth0 is unusable",
+        "The uplink moved",
+    ]
