@@ -27,7 +27,8 @@ from flanneld.subnet.embedded.tokens import Tokens
 from flanneld.subnet.kube.node_table import NodeCache, Saved
 from flanneld.subnet.kube.nodes import KubeNode
 
-#: Last commit before the files got addresses of the store, the order of leases, and their owners.
+#: Last commit before the files got addresses of the store, the order of leases, and their owners, and later
+#: the attributes of before and the path's MTU.
 BEFORE = "c8706ccbdb21642dadcf317d1c9f7708caf1b189"
 ROOT = Path(__file__).parents[2]
 FILES = Path(__file__).parent / "golden" / "release-before"
@@ -120,7 +121,13 @@ def test_files_of_the_version_before_are_read(tmp_path: Path, caplog: pytest.Log
 
 def test_files_of_today_are_read_by_the_version_before_and_then_again(tmp_path: Path, before: Path) -> None:
     address = StoreAddress(IPv4Address("10.5.77.9"), 472_222, is_outside=True)
-    record = replace(RECORD, store_addresses=(address,), store_tried=1_700_000_000)
+    record = replace(
+        RECORD,
+        store_addresses=(address,),
+        store_tried=1_700_000_000,
+        earlier=(replace(ATTRS, public_ip=IPv4Address("192.0.2.10")),),
+        path_mtu=(1450, 1350),
+    )
     fields = {name: getattr(record, name) for name in RunRecord.__struct_fields__}
     StateFile(tmp_path / "flanneld.state").update(**fields)
     NodeCache(str(tmp_path), "n1").save(Saved(node(1, 1_700_000_000), (node(2, 1_700_000_001),)))
