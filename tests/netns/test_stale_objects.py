@@ -431,6 +431,18 @@ def test_a_device_that_is_not_the_recorded_one_stays(lab: Lab, change: str) -> N
     assert node.link(name)
 
 
+def test_address_in_the_former_network_goes_and_an_operators_stays(lab: Lab) -> None:
+    """Go's daemon refuses a device with two addresses."""
+    (node,) = lab.cluster({"Type": "vxlan"}, nodes=1)
+    node.stop()
+    node.run("ip", "address", "add", "192.0.2.1/32", "dev", "flannel.1")
+    lab.etcd.put_config({"Network": "10.6.0.0/16", "Backend": {"Type": "vxlan"}})
+    start(node)
+    own = node.subnet().replace("/24", "/32")
+    assert own.startswith("10.6.")
+    wait_for(lambda: set(node.addresses("flannel.1")) == {own, "192.0.2.1/32"}, SOON, "the old one to go")
+
+
 def test_devices_are_kept_on_record_until_they_were_swept(lab: Lab) -> None:
     """A daemon that ends before it knows the peers leaves the sweep to the next one."""
     (node,) = lab.cluster({"Type": "vxlan"}, nodes=1)

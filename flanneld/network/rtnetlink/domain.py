@@ -142,8 +142,8 @@ class Domain(Struct, frozen=True, gc=False):
     - ``unmarked`` is True if another flanneld ran here, whose routes have no protocol number.
     - ``by_name`` is False if commands of an operator make devices and routes, under whatever names.
 
-    Adoption at startup also claims marked routes to ``former``, the routes on flannel's devices, and unmarked
-    routes to ``adopted`` destinations, or to any if ``unmarked``.
+    Adoption at startup also claims addresses in ``former`` on our devices, marked routes to it, the routes on
+    flannel's devices, and unmarked routes to ``adopted`` destinations, or to any if ``unmarked``.
     """
 
     uplink: str
@@ -164,8 +164,7 @@ class Domain(Struct, frozen=True, gc=False):
             return seen.protocol != RTPROT_KERNEL
         if seen.protocol == PROTO_FLANNEL:
             # Another flanneld on this host has another network.
-            networks = [network for network, _ in self.ranges]
-            return _within(seen.route.destination, networks + list(self.former if adopt else ()))
+            return _within(seen.route.destination, self._networks(adopt=adopt))
         route = seen.route
         if not adopt or not self._is_peer_route(route):
             return False
@@ -177,9 +176,12 @@ class Domain(Struct, frozen=True, gc=False):
         """Return True for the kernel's connected route on a device of others."""
         return seen.protocol == RTPROT_KERNEL and seen.route.device not in self.links
 
-    def owns_address(self, address: IPAddress) -> bool:
+    def owns_address(self, address: IPAddress, *, adopt: bool) -> bool:
         """Return True for addresses inside the cluster networks: others may be an operator's."""
-        return any(address in network for network, _ in self.ranges)
+        return any(address in network for network in self._networks(adopt=adopt))
+
+    def _networks(self, *, adopt: bool) -> list[IPNetwork]:
+        return [*(network for network, _ in self.ranges), *(self.former if adopt else ())]
 
     def _is_peer_route(self, route: Route) -> bool:
         """Return True for a route to a node's subnet, or by a device of flannel to a whole network, as udp's.
@@ -194,7 +196,7 @@ class Domain(Struct, frozen=True, gc=False):
         )
 
     def owns_blackhole(self, blackhole: Blackhole) -> bool:
-        return _within(blackhole.destination, [network for network, _ in self.ranges])
+        return _within(blackhole.destination, self._networks(adopt=False))
 
 
 #: Domain of a host without flanneld.

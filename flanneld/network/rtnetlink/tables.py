@@ -198,14 +198,13 @@ class AddressTable(_KernelTable):
     what = "the addresses"
 
     def read(self, scope: Scope) -> Iterator[Seen]:
-        del scope
         domain = self._kernel.domain
         for index, name in self._devices().items():
             for family in domain.families:
                 for each in self._kernel.addresses(family, index):
                     if each.length == each.address.max_prefixlen:
-                        claim = Claim.OURS if domain.owns_address(each.address) else Claim.FOREIGN
-                        yield Seen(Address(name, each.address), claim)
+                        is_ours = domain.owns_address(each.address, adopt=scope.adopt)
+                        yield Seen(Address(name, each.address), _claim(is_ours))
 
 
 class NeighborTable(_KernelTable):

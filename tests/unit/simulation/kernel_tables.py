@@ -151,12 +151,11 @@ class Addresses(KernelTable):
     name = "addresses"
 
     def _seen(self, scope: Scope) -> Iterator[Seen]:
-        del scope
         domain = self._kernel.domain
         for device, address, length in self._kernel.addresses_held.values():
             if device in domain.links and length == address.max_prefixlen:
-                claim = Claim.OURS if domain.owns_address(address) else Claim.FOREIGN
-                yield Seen(Address(device, address), claim)
+                is_ours = domain.owns_address(address, adopt=scope.adopt)
+                yield Seen(Address(device, address), Claim.OURS if is_ours else Claim.FOREIGN)
 
     def _put(self, put: Put) -> None:
         assert isinstance(put.want, Address)

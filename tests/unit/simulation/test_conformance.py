@@ -69,7 +69,7 @@ class OfModel(Subject):
             *(
                 each
                 for each in kernel.addresses_held.values()
-                if each[0] not in ours or not kernel.domain.owns_address(each[1]) or each[2] < 32
+                if each[0] not in ours or not kernel.domain.owns_address(each[1], adopt=False) or each[2] < 32
             ),
             *(each for each in kernel.neighbors.values() if each.device not in ours),
             *(each for each in kernel.fdb.values() if each.device not in ours),
