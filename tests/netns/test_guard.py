@@ -176,6 +176,7 @@ def test_guard_that_others_remove_is_put_back(lab: Lab) -> None:
 def test_planned_guard_is_that_of_the_daemon(lab: Lab) -> None:
     first, second = cluster(lab)
     wait_for(lambda: admitted(first) == {second.address}, what="the peer to be let in")
+    wait_for(lambda: "drop" in guard(first), what="the tunnel to be guarded")
     assert plan(lab, first, "--guard-tunnel") == ""
     before = guard(first)
     first.stop()
