@@ -140,7 +140,7 @@ def test_dead_nodes_and_nodes_that_answer_no_queries_are_told_apart(lab: Lab) ->
     assert remedy in nodes.stdout.splitlines()[-1]
     assert remedy in doctor.stdout
     assert "-answer-port=8470" in ping.stdout.splitlines()[-1]
-    assert "10.5.240.0/24: no answer" in findings.result()["silent nodes"]
+    assert "10.5.240.0/24 (198.18.0.240): no answer" in findings.result()["silent nodes"]
     assert nodes.returncode == 1
     assert (
         "PROBLEM: 1 node\n|   `-- 10.5.240.0/24  198.18.0.240  -  no answer\n`-- ok: 2 nodes" in tree.stdout
