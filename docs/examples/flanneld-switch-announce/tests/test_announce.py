@@ -251,6 +251,7 @@ def test_a_port_where_nobody_speaks_http_is_reported() -> None:
             caller.sendall(b"What do you want?\n")
 
     with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(30)
         thread = threading.Thread(target=babble, args=(server,))
         thread.start()
         failed = Node(f"http://127.0.0.1:{server.getsockname()[1]}").audit()[2]
