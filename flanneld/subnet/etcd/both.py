@@ -31,7 +31,7 @@ from flanneld.model import (
 from flanneld.runtime import clock, supervisor, waits
 from flanneld.runtime.logs import Once
 from flanneld.subnet.allocation import fits
-from flanneld.subnet.etcd.keys import NoConfig, NoSuchApi, Position
+from flanneld.subnet.etcd.keys import Conflict, NoConfig, NoSuchApi, Position
 from flanneld.subnet.etcd.leases import Listing, node_address, say_kept
 from flanneld.subnet.etcd.store import SUBNET_TTL, TRIES, EtcdStore, LeaseTaken, say_allocated, say_found
 from flanneld.subnet.etcd.union import LeaseUnion, OwnInBoth
@@ -137,10 +137,10 @@ class BothStores:
                 key = self._sides[0].pick(config, previous, union, local.connected)
             try:
                 lease = self._take(key, attrs, listings)
-            except LeaseTaken as lost:
+                self._tidy_up(listings, lease)
+            except (Conflict, LeaseTaken) as lost:
                 log.log(V(1), "Another node was quicker, trying again: %s", lost)
                 continue
-            self._tidy_up(listings, lease)
             if found is None:
                 say_allocated(lease)
             return lease

@@ -20,6 +20,7 @@ from flanneld.runtime.supervisor import Supervisor
 from flanneld.subnet.codec import format_key
 from flanneld.subnet.etcd.api_choice import open_etcd
 from flanneld.subnet.etcd.endpoints import EtcdOptions
+from flanneld.subnet.etcd.store import EtcdStore
 from flanneld.subnet.etcd.transport import EtcdTimeouts
 from flanneld.subnet.lease_keeper import LeaseKeeper
 from flanneld.subnet.store import LocalFacts, Store
@@ -303,6 +304,27 @@ def test_of_two_subnets_the_previous_one_is_kept_and_the_other_given_back(node: 
     previous = (IPv4Network("10.5.77.0/24"), None)
     lease = node.manager.acquire(node.manager.network_config(), attrs(1), previous)
     assert lease.subnet == previous[0]
+    assert node.owners("v2") == node.owners("v3") == {"10.5.77.0-24": "192.0.2.1"}
+
+
+def test_other_lease_that_changes_before_it_is_given_back_is_listed_again(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node.put("v2", 77, 1)
+    node.put("v3", 88, 1)
+    given_back: list[Lease] = []
+
+    def give_back(store: EtcdStore, lease: Lease) -> None:
+        given_back.append(lease)
+        if len(given_back) == 1:
+            node.put("v3", 88, 1)
+        actually(store, lease)
+
+    actually = EtcdStore.give_back
+    monkeypatch.setattr(EtcdStore, "give_back", give_back)
+    previous = (IPv4Network("10.5.77.0/24"), None)
+    assert node.manager.acquire(node.manager.network_config(), attrs(1), previous).key == previous
+    assert len(given_back) == 2
     assert node.owners("v2") == node.owners("v3") == {"10.5.77.0-24": "192.0.2.1"}
 
 
