@@ -176,7 +176,7 @@ class StreamReader(Generic[T]):
         threading.Thread(target=self._run, args=(items,), name=name, daemon=True).start()
 
     def read(self, timeout: float, most: int) -> list[T]:
-        """Return the items that have come or come next, at most so many; none after ``timeout`` seconds.
+        """Return the items that have come or come next, at most ``most``; none after ``timeout`` seconds.
 
         Raises what reading raised, after the items before it.
         """

@@ -42,7 +42,7 @@ class Stream(Protocol):
         ...
 
     def read(self, timeout: float, most: int = BATCH) -> list[GatewayMessage]:
-        """Return the messages that have come or come next, at most so many; none after ``timeout`` seconds.
+        """Return the messages that have come or come next, at most ``most``; none after ``timeout`` seconds.
 
         Raises the error that ended the stream, after the messages before it.
         """

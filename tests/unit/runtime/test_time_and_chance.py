@@ -6,6 +6,7 @@ import os
 import random
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -131,3 +132,27 @@ def test_descriptor_of_a_queue_is_closed_with_it(kind: type[EventQueue[int] | Wa
     """A network that fails is served again and again, each time with a queue of its own."""
     number = kind().fileno()
     assert not Path(f"/proc/self/fd/{number}").exists()
+
+
+def test_stream_reader_returns_what_came_before_a_failure_and_raises_it_each_time_then() -> None:
+    def items() -> Iterator[int]:
+        yield from (1, 2, 3)
+        raise OSError("gone")
+
+    reader = waits.StreamReader("three items", items())
+    for thread in threading.enumerate():
+        if thread.name == "three items":
+            thread.join(60)
+    assert reader.read(60, 2) == [1, 2]
+    assert reader.read(60, 2) == [3]
+    for _ in range(2):
+        with pytest.raises(OSError, match="gone"):
+            reader.read(60, 2)
+
+
+def test_stream_reader_returns_nothing_in_a_silence() -> None:
+    silence = threading.Event()
+    reader = waits.StreamReader("silence", (silence.wait() for _ in range(1)))
+    assert reader.read(0.01, 2) == []
+    silence.set()
+    assert reader.read(60, 2) == [True]
