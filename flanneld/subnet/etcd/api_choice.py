@@ -12,8 +12,8 @@ from flanneld.errors import Retryable
 from flanneld.runtime.clock import randrange
 from flanneld.subnet.etcd import v2_messages
 from flanneld.subnet.etcd.endpoints import EtcdOptions, Server, Servers
-from flanneld.subnet.etcd.keys import KeyClient, NoConfig, NoSuchApi, NotFound
-from flanneld.subnet.etcd.store import Choose, EtcdStore, config_key, read_config
+from flanneld.subnet.etcd.keys import KeyClient, NoConfig, NoSuchApi, NotFound, config_key, read_config
+from flanneld.subnet.etcd.store import Choose, EtcdStore
 from flanneld.subnet.etcd.transport import EtcdTimeouts, Request, Send, Transport
 from flanneld.subnet.failover import ServerFailed
 from flanneld.subnet.store import Store
@@ -37,7 +37,7 @@ def open_etcd(
         name: str,
         is_elsewhere: Callable[[str], bool] = lambda _: False,
         choose: Choose | None = None,
-        chosen: Callable[[KeyClient], None] = lambda _: None,
+        on_first_list: Callable[[KeyClient], None] = lambda _: None,
         transport: Transport = transport,
     ) -> EtcdStore:
         return EtcdStore(
@@ -48,7 +48,7 @@ def open_etcd(
             randrange=randrange,
             is_elsewhere=is_elsewhere,
             choose=choose,
-            chosen=chosen,
+            on_first_list=on_first_list,
             addresses=transport.servers.addresses.known,
         )
 
@@ -59,8 +59,8 @@ def open_etcd(
         other = Transport(transport.servers.apart(), transport.timeouts)
         return BothStores(open_api("v3"), open_api("v2", transport=other))
     if api == "auto":
-        args = transport, options.prefix
-        return open_api("v3", choose=partial(_choose, *args), chosen=partial(_warn_of_v2, *args))
+        choose = partial(_choose, transport, options.prefix)
+        return open_api("v3", choose=choose, on_first_list=partial(_warn_of_v2, transport, options.prefix))
     return open_api(api, partial(_is_in_v2 if api == "v3" else _is_in_v3, transport))
 
 
@@ -113,7 +113,7 @@ def _choose(transport: Transport, prefix: str, client: KeyClient) -> tuple[KeyCl
 
 
 def _warn_of_v2(transport: Transport, prefix: str, client: KeyClient) -> None:
-    """Warn of a network config in v2 beside that in v3. A start has no time for it."""
+    """Warn of a network config in v2 beside that in v3. Peers come first: v2 may not answer for long."""
     key = config_key(client, prefix)
     if client.api == "v3" and _is_in_v2(transport, key):
         log.warning(

@@ -32,8 +32,8 @@ from flanneld.runtime import clock, supervisor, waits
 from flanneld.runtime.logs import Once
 from flanneld.subnet.allocation import fits
 from flanneld.subnet.etcd.keys import Conflict, NoConfig, NoSuchApi, Position
-from flanneld.subnet.etcd.leases import Listing, node_address, say_kept
-from flanneld.subnet.etcd.store import SUBNET_TTL, TRIES, EtcdStore, LeaseTaken, say_allocated, say_found
+from flanneld.subnet.etcd.leases import Listing, node_address, say_allocated, say_found, say_kept
+from flanneld.subnet.etcd.store import SUBNET_TTL, TRIES, EtcdStore, LeaseTaken
 from flanneld.subnet.etcd.union import LeaseUnion, OwnInBoth
 from flanneld.subnet.store import LONGEST_SILENCE, NO_FACTS, Deliver, LocalFacts
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from msgspec import Struct
 
+from flanneld.config import Config, parse
 from flanneld.errors import Retryable
 from flanneld.model import Event
 from flanneld.subnet.list_watch import Contact, ListWatch, RelistNeeded
@@ -167,6 +169,25 @@ class Watcher(Protocol):
     def close(self) -> None:
         """Close the connection. Only for the thread that reads."""
         ...
+
+
+_EXAMPLE = '{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"}}'
+
+
+def read_config(
+    client: KeyClient, prefix: str, is_elsewhere: Callable[[str], bool] = lambda _: False
+) -> Config:
+    """Return the network config. Raises ``NoConfig`` without one, or other ``Retryable``."""
+    key = config_key(client, prefix)
+    try:
+        reply = client.fetch(key)
+    except NotFound:
+        raise client.missing(key, _EXAMPLE, elsewhere=is_elsewhere(key)) from None
+    return parse(reply.node.value if reply.node else "")
+
+
+def config_key(client: KeyClient, prefix: str) -> str:
+    return posixpath.join(client.root(prefix), "config")
 
 
 NO_ACCESS = "check -etcd-username, -etcd-password and the rights of that user"

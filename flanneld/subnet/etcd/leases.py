@@ -86,6 +86,16 @@ def node_address(attrs: LeaseAttrs) -> IPAddress | None:
     return attrs.public_ip or attrs.public_ipv6
 
 
+def say_found(lease: Lease) -> None:
+    """Log that a lease with our public IP is taken again."""
+    log.info("Found lease (%s) for current IP (%s), reusing", lease, node_address(lease.attrs))
+
+
+def say_allocated(lease: Lease) -> None:
+    """Log that a new lease was written."""
+    log.info("Allocated lease (%s) to current node (%s)", lease, node_address(lease.attrs))
+
+
 def say_kept(lease: Lease) -> None:
     """Log that a lease with another public IP than ours was recognised as ours."""
     log.info(

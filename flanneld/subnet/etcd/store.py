@@ -17,7 +17,7 @@ from ipaddress import IPv4Network, IPv6Network
 from msgspec.structs import replace
 
 from flanneld.compat.glog import V
-from flanneld.config import Config, SubnetRange, parse
+from flanneld.config import Config, SubnetRange
 from flanneld.errors import LEASES_END, Cancelled, Retryable
 from flanneld.model import (
     FAMILIES,
@@ -37,8 +37,26 @@ from flanneld.runtime.clock import randrange
 from flanneld.runtime.logs import Once
 from flanneld.subnet.allocation import choose, fits, public_ips_in, unfollowed
 from flanneld.subnet.codec import format_attrs
-from flanneld.subnet.etcd.keys import Conflict, KeyClient, KeyReply, NotFound, Position, StoredKey, watch_keys
-from flanneld.subnet.etcd.leases import LeaseReader, Listing, OwnLeaseNews, node_address, say_kept
+from flanneld.subnet.etcd.keys import (
+    Conflict,
+    KeyClient,
+    KeyReply,
+    NotFound,
+    Position,
+    StoredKey,
+    config_key,
+    read_config,
+    watch_keys,
+)
+from flanneld.subnet.etcd.leases import (
+    LeaseReader,
+    Listing,
+    OwnLeaseNews,
+    node_address,
+    say_allocated,
+    say_found,
+    say_kept,
+)
 from flanneld.subnet.list_watch import ListWatch, Watches
 from flanneld.subnet.store import NO_FACTS, Deliver, LocalFacts
 
@@ -51,8 +69,6 @@ TRIES = 10
 #: Keys that a line of the log names, at most.
 _NAMED = 5
 
-_EXAMPLE = '{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"}}'
-
 
 class LeaseTaken(Retryable):
     """Error for our lease if another node has it now. It is not overwritten."""
@@ -62,29 +78,14 @@ class LeaseTaken(Retryable):
 Choose = Callable[[KeyClient], tuple[KeyClient, Config]]
 
 
-def read_config(
-    client: KeyClient, prefix: str, is_elsewhere: Callable[[str], bool] = lambda _: False
-) -> Config:
-    """Return the network config. Raises ``NoConfig`` without one, or other ``Retryable``."""
-    key = config_key(client, prefix)
-    try:
-        reply = client.fetch(key)
-    except NotFound:
-        raise client.missing(key, _EXAMPLE, elsewhere=is_elsewhere(key)) from None
-    return parse(reply.node.value if reply.node else "")
-
-
-def config_key(client: KeyClient, prefix: str) -> str:
-    return posixpath.join(client.root(prefix), "config")
-
-
 class EtcdStore:
     """``Store`` on one API of etcd. The constructor connects to nothing.
 
     ``store`` and ``name`` are for the log; a watch that failed goes on after ``pause_time``, in seconds;
     ``randrange`` chooses among free subnets, see ``allocation.choose``; ``is_elsewhere`` looks for a key in
     the other API, for a better complaint; ``addresses`` returns those of all servers. With ``choose`` the
-    API is a result of ``network_config``; ``chosen`` gets its client when the first watch begins.
+    API is a result of ``network_config``; ``on_first_list`` is called with its client once a watch
+    has delivered the leases.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class EtcdStore:
         randrange: Callable[[int], int] = randrange,
         is_elsewhere: Callable[[str], bool] = lambda _: False,
         choose: Choose | None = None,
-        chosen: Callable[[KeyClient], None] = lambda _: None,
+        on_first_list: Callable[[KeyClient], None] = lambda _: None,
         name: str = "",
         addresses: Callable[[], frozenset[IPAddress]] = frozenset,
     ) -> None:
@@ -106,7 +107,7 @@ class EtcdStore:
         self._use(client, name or (f"etcd at {store} under {prefix}" if choose else ""))
         #: None once the API is known.
         self._choose = choose
-        self._chosen_api: Callable[[KeyClient], None] | None = chosen
+        self._on_first_list: Callable[[KeyClient], None] | None = on_first_list
         self._pause_time = pause_time
         self._randrange = randrange
         self._is_elsewhere = is_elsewhere
@@ -251,10 +252,13 @@ class EtcdStore:
             self._reader.complain()
             alive()
 
-        if self._chosen_api:
-            self._chosen_api(self._requests)
-            self._chosen_api = None
-        self._watches.run(self.lease_watch(), deliver, beat)
+        def tell(events: list[Event]) -> None:
+            deliver(events)
+            on_first_list, self._on_first_list = self._on_first_list, None
+            if on_first_list:
+                on_first_list(self._requests)
+
+        self._watches.run(self.lease_watch(), tell, beat)
 
     def lease_watch(self) -> ListWatch[Position]:
         """Return the state machine of ``watch``."""
@@ -487,16 +491,6 @@ class EtcdStore:
         if lease is None:
             raise Retryable(f"etcd stored something else for the lease {name_of(key)}", "is that etcd?")
         return lease
-
-
-def say_found(lease: Lease) -> None:
-    """Log that a lease with our public IP is taken again."""
-    log.info("Found lease (%s) for current IP (%s), reusing", lease, node_address(lease.attrs))
-
-
-def say_allocated(lease: Lease) -> None:
-    """Log that a new lease was written."""
-    log.info("Allocated lease (%s) to current node (%s)", lease, node_address(lease.attrs))
 
 
 def _differ(stored: object, ours: object) -> bool:

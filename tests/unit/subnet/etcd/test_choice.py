@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from ipaddress import IPv4Address, ip_address
 
@@ -12,7 +13,7 @@ import pytest
 
 from flanneld.config import parse
 from flanneld.errors import Cancelled, Retryable
-from flanneld.model import LeaseAttrs
+from flanneld.model import Event, LeaseAttrs
 from flanneld.subnet.etcd.api_choice import open_etcd
 from flanneld.subnet.etcd.endpoints import EtcdOptions
 from flanneld.subnet.etcd.transport import EtcdTimeouts
@@ -45,10 +46,11 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def watch(store: Store) -> None:
-    """Watch until the first list."""
+def watch(store: Store, deliver: Callable[[list[Event]], None] = lambda _: None) -> None:
+    """Watch until the first list was delivered."""
+    steps = itertools.count()
     with suppress(Cancelled):
-        store.watch(lambda _events: store.close(), lambda: None)
+        store.watch(deliver, lambda: store.close() if next(steps) else None)
 
 
 @pytest.mark.parametrize(("api", "config"), [("v2", V2_CONFIG), ("v3", V3_CONFIG)])
@@ -141,7 +143,9 @@ def test_a_start_on_v3_keeps_its_connection_where_v2_is_switched_off(prefix: str
             chosen.network_config()
             chosen.stored(None)
             assert [request.split()[0] for request in relay.requests] == ["POST", "POST"]
-            watch(chosen)
+            asked_before: list[int] = []
+            watch(chosen, lambda _: asked_before.append(len(relay.requests)))
+        assert asked_before == [2]
         assert relay.requests[2].startswith("GET /v2/keys")
         assert relay.connections == 1
 
