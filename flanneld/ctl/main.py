@@ -25,7 +25,7 @@ from flanneld.compat.flags import quoted
 from flanneld.ctl import output, store_commands
 from flanneld.ctl.commands import ALIASES, COMMANDS
 from flanneld.ctl.output import TextTable
-from flanneld.ctl.source import NoAnswer, find_source
+from flanneld.ctl.source import NothingKnown, find_source
 from flanneld.diagnostics.status import NotUnderstood
 from flanneld.errors import FlannelError, cause_of
 from flanneld.runtime import clock
@@ -91,7 +91,7 @@ def _problem_of(error: Exception) -> tuple[str, int]:
         case options.UsageError():
             return error.reason, USAGE
         case FlannelError():
-            return str(error), NO_DAEMON if isinstance(error, NoAnswer) else USAGE
+            return str(error), NO_DAEMON if isinstance(error, NothingKnown) else USAGE
         case OSError():
             return f"cannot read the kernel: {cause_of(error)}; run as root", PROBLEMS
         case NotUnderstood():

@@ -15,7 +15,7 @@ from flanneld.compat.flags import quoted
 from flanneld.ctl.compare import follows, route_lookup, wanted_route
 from flanneld.ctl.nodes import our_addresses
 from flanneld.ctl.output import State
-from flanneld.ctl.source import NoAnswer
+from flanneld.ctl.source import NothingKnown
 from flanneld.diagnostics.status import PeerStatus, Status, addresses, known
 from flanneld.errors import FlannelError
 from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork, family_of
@@ -281,7 +281,7 @@ def peer_named(name: str, told: Status) -> PeerStatus:
         ):
             return peer
     if told.peers is UNSET:
-        raise NoAnswer("no peers are known here", "start flanneld, or give -etcd-endpoints")
+        raise NothingKnown("no peers are known here", "start flanneld, or give -etcd-endpoints")
     raise FlannelError(f"no peer is known at {name}", "flannelctl peers lists them")
 
 

@@ -36,7 +36,7 @@ from flanneld.subnet import subnet_file
 DAEMON_TIME = 5.0
 
 
-class NoAnswer(FlannelError):
+class NothingKnown(FlannelError):
     """A command cannot answer, because no daemon and no store does."""
 
 
