@@ -19,7 +19,8 @@ from msgspec import Struct
 from flanneld.compat.glog import counted
 from flanneld.ctl.output import State
 
-_COLOURS: Mapping[str, str] = {State.OK: "#2e7d32", State.HINT: "#b26a00", State.PROBLEM: "#c62828"}
+#: States of nodes, the worst first.
+_COLOURS: Mapping[str, str] = {State.PROBLEM: "#c62828", State.HINT: "#b26a00", State.OK: "#2e7d32"}
 _SHAPES: Mapping[str, str] = {State.OK: "ellipse", State.HINT: "diamond", State.PROBLEM: "box"}
 
 
@@ -204,7 +205,7 @@ def page(found: list[Vertex], columns: tuple[str, ...], made: str) -> Iterator[s
     yield f"<header><h1>flannel: {counted(len(found), 'node')}</h1>"
     yield f"<p>{html.escape(summary)}. As seen from one node, {html.escape(made)}.</p>"
     yield '<div id="controls" hidden><label>Search <input type="search" id="search"></label>'
-    for state in State:
+    for state in _COLOURS:
         yield f'<label><input type="checkbox" value="{state}" checked> {state}</label>'
     yield '<span id="count" role="status"></span>'
     yield "<p>Keys: / searches, Esc clears; arrows, Page Up, Page Down, Home and End move in the list.</p>"

@@ -90,6 +90,11 @@ def test_problems_come_first_and_are_not_told_by_colour_alone(read: Reader) -> N
     assert all("PROBLEM" not in str(each["class"]) for each in read.of("circle"))
 
 
+def test_page_has_a_box_for_each_state_of_a_node(read: Reader) -> None:
+    boxes = [each["value"] for each in read.of("input") if each.get("type") == "checkbox"]
+    assert boxes == ["PROBLEM", "hint", "ok"]
+
+
 def test_text_has_a_line_for_each_node_and_counts_states() -> None:
     lines = list(text(vertices(COLUMNS, [row(2), row(3, "PROBLEM", "no answer"), OWN])))
     assert lines == [
