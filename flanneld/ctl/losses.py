@@ -53,6 +53,8 @@ from flanneld.network.rtnetlink.messages import (
 )
 from flanneld.state.resources import Neighbor
 
+#: End of a policy rule's text that leads to the main table.
+_TO_MAIN = " lookup main"
 #: Networks named by rules for which a peer is looked up, at most.
 _MENTIONED = 64
 
@@ -349,7 +351,8 @@ class _Host:
         self._view = view
         self._names = names
         self._indexes = {name: index for index, name in names.items()}
-        self._known_rules: Sequence[PolicyRule] | None = None
+        #: By family: a kernel without IPv6 refuses to list its rules.
+        self._rules: Callable[[Family], Sequence[PolicyRule]] = cache(lambda family: [*view.rules(family)])
 
     def ask(self, question: Question) -> RouteTaken | OSError | None:
         """Return the wrong route, or the kernel's refusal; None if the route is right."""
@@ -425,20 +428,16 @@ class _Host:
             return "rp_filter is strict, and there is no route back to the sender"
         return "" if back.device == question.iif else f"rp_filter is strict, and the route back is {back}"
 
-    @property
-    def _rules(self) -> Sequence[PolicyRule]:
-        if self._known_rules is None:
-            self._known_rules = [rule for family in FAMILIES for rule in self._view.rules(family)]
-        return self._known_rules
-
     def _has_main_rule(self, family: Family) -> bool:
-        return any((each.family, each.priority) == (family, MAIN_RULE) for each in self._rules)
+        """Return True if a rule of any priority leads all packets to the main table."""
+        return any(each.text == f"from all{_TO_MAIN}" for each in self._rules(family))
 
     def _rule(self, question: Question) -> PolicyRule | None:
         matching = (
             rule
-            for rule in self._rules
+            for rule in self._rules(question.target.version)
             if not rule.is_default
+            and not rule.text.endswith(_TO_MAIN)  # that is where flannel's routes are
             and (
                 rule.may_match(question.target, question.source, question.iif or "lo")
                 # The reverse path filter asks for the way back.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from ipaddress import ip_address, ip_network
 from typing import Any
@@ -13,7 +14,7 @@ from flanneld.ctl import paths
 from flanneld.ctl.checks.encryption import sessions_of, with_associations
 from flanneld.ctl.compare import ActualState, RouteTaken
 from flanneld.ctl.facts import lacking_features
-from flanneld.ctl.losses import Lost, Question, _before, by_cause, dropped, questions
+from flanneld.ctl.losses import Lost, Question, _before, _Host, by_cause, dropped, questions
 from flanneld.ctl.paths import chosen_of, sample
 from flanneld.diagnostics.status import PeerStatus, Status, known
 from flanneld.model import FAMILIES
@@ -277,6 +278,30 @@ def test_a_silent_peer_that_the_device_lacks_is_named() -> None:
     (one,) = known(found.sessions) or ()
     assert one.problem.startswith("flannel-wg has no peer with this subnet")
     assert list(sessions_of(told, [], ["10.6.0.0/24"], 1000.0)) == list(told.each_peer)
+
+
+@pytest.mark.parametrize(
+    ("rules", "cause"),
+    [
+        ([PolicyRule(4, 32766, "from all lookup main")], "route"),
+        ([PolicyRule(4, 5000, "from all lookup main")], "route"),
+        ([PolicyRule(4, 32766, "from 192.0.2.0/24 lookup main", ip_network("192.0.2.0/24"))], "no rule"),
+        ([], "no rule"),
+    ],
+)
+def test_main_table_may_be_led_to_by_a_rule_of_any_priority(rules: list[PolicyRule], cause: str) -> None:
+    class View:
+        def rules(self, family: int) -> list[PolicyRule]:
+            if family == 6:
+                raise OSError(errno.EAFNOSUPPORT, "the kernel has no IPv6")
+            return rules
+
+        def routes(self, _family: int) -> list[Any]:
+            return []
+
+    question = Question(paths.TO_NODES, ip_address("192.0.2.2"), None, "", lambda _: True)
+    found = _Host(View(), {}).explain(question, OSError(errno.ENETUNREACH, "unreachable"), status_of({}))  # type: ignore[arg-type]
+    assert found.cause == cause
 
 
 @pytest.mark.parametrize(
