@@ -210,12 +210,16 @@ def _offload(ours: list[SeenLink]) -> Iterator[tuple[str, bool]]:
 
 
 def _speed(uplink: str) -> tuple[bool, tuple[int, int]]:
-    """Return if the uplink leaves segmentation of VXLAN to the CPU, and its queues; nothing if unreadable."""
+    """Return if the uplink leaves segmentation of VXLAN to the CPU, and its queues; nothing if unreadable.
+
+    More queues than CPUs are of no use.
+    """
     lacks, queues = False, (0, 0)
     with suppress(OSError):
         lacks = interfaces.lacks_feature(uplink, "tx-udp_tnl-segmentation")
     with suppress(OSError):
-        queues = interfaces.channels(uplink)
+        used, possible = interfaces.channels(uplink)
+        queues = used, min(possible, os.cpu_count() or 1)
     return lacks, queues
 
 

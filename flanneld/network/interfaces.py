@@ -53,7 +53,10 @@ def compute_checksums(name: str) -> None:
 
 
 def lacks_feature(name: str, feature: str) -> bool:
-    """Return True if an offload is off that the device could do. Raises ``OSError``."""
+    """Return True if an offload was switched off that the device could do. Raises ``OSError``.
+
+    One that is requested and not active is not done by the device below, as of a VLAN.
+    """
     number = _words(name, [_ETHTOOL_GSSET_INFO, 0, 1 << _FEATURES, 0, 0])[4]
     strings = _words(name, [_ETHTOOL_GSTRINGS, _FEATURES, number, *[0] * (number * _STRING // 4)])
     names = [strings.tobytes()[12 + at * _STRING :][:_STRING].rstrip(b"\0").decode() for at in range(number)]
@@ -63,7 +66,7 @@ def lacks_feature(name: str, feature: str) -> bool:
     blocks = (number + 31) // 32
     # Of each block: what can be changed, is requested, is active, and never changes.
     found = _words(name, [_ETHTOOL_GFEATURES, blocks, *[0] * (4 * blocks)])[2 + 4 * block :]
-    return bool(found[0] & ~found[2] & 1 << bit)
+    return bool(found[0] & ~(found[1] | found[2]) & 1 << bit)
 
 
 def channels(name: str) -> tuple[int, int]:

@@ -202,9 +202,10 @@ def attachment(facts: Facts) -> Iterator[Finding]:
 
 @check("G", "bridge port", "the bridge passes packets to each container")
 def bridge_port(facts: Facts) -> Iterator[Finding]:
-    for port in sorted({each.blocked_port for each in facts.containers if each.blocked_port and each.is_up}):
-        link = facts.link(port)
-        is_up = link is not None and link.up
+    # A bridge that is down disables all its ports, and enables them when it is up.
+    blocked = (each for each in facts.containers if each.blocked_port and each.is_up)
+    for port in sorted({each.blocked_port for each in blocked if _is_up(facts, each.attached_to)}):
+        is_up = _is_up(facts, port)
         forward = command("bridge", "link", "set", "dev", port, "state", 3)
         yield Finding(
             f"the bridge passes no packets to {port}, a container's port",
@@ -213,6 +214,11 @@ def bridge_port(facts: Facts) -> Iterator[Finding]:
             Fix((forward if is_up else set_link(port, "up"),)),
             about=port,
         )
+
+
+def _is_up(facts: Facts, name: str) -> bool:
+    link = facts.link(name)
+    return link is not None and link.up
 
 
 def _is_cut_off(facts: Facts, container: Container) -> bool:

@@ -178,6 +178,13 @@ def container(**changes: Any) -> Facts:
     return replace(WELL, containers=(replace(CONTAINER, **changes),))
 
 
+#: A peer that does not answer while received bytes stand, on a device with threaded NAPI.
+STUCK = replace(
+    WELL,
+    standing=("10.5.2.0/24",),
+    paths=(PathToPeer("tunnel", ip_address("10.5.2.0"), 1450, None, "10.5.2.0/24"),),
+)
+
 #: A node that got another public IP, and with it another lease: all that is left on its former subnet.
 FORMER = replace(
     peer(state="unsafe", reason="cni0 is connected to 10.5.2.0/24; renumber that"),
@@ -317,7 +324,7 @@ CASES: dict[str, list[Facts]] = {
         replace(WELL, queues=(1, 4)),
         told(lambda d: d["uplink"].update(mtu=9000)),
     ],
-    "receiving": [replace(WELL, standing=("10.5.2.0/24",))],
+    "receiving": [STUCK],
     "bridge port": [
         replace(container(blocked_port="veth1"), links=(*WELL.links, link("veth1", up=up)))
         for up in (True, False)
@@ -882,6 +889,25 @@ def test_received_bytes_that_stand_while_sent_ones_grow_are_seen(
 ) -> None:
     assert list(standing(session(), session(**changes))) == found
     assert list(standing(WELL.status, session(**changes))) == []
+
+
+def test_peer_that_answers_is_not_stuck_however_little_it_sends() -> None:
+    """A keepalive is not answered, and data only after a while."""
+    answering = replace(STUCK, paths=(replace(STUCK.paths[0], carried=1450),))
+    passing = replace(STUCK, passing=frozenset({("10.5.2.0/24", 4)}))
+    for facts in (answering, replace(STUCK, paths=()), passing):
+        assert not remedies("receiving", facts)
+    both = replace(STUCK, standing=STUCK.standing * 2)
+    (found,) = [finding for check, finding in examine(both) if check.name == "receiving"]
+    assert found.problem.startswith("nothing comes in from 1 peer")
+
+
+def test_port_of_a_bridge_that_is_down_is_no_finding_of_its_own() -> None:
+    facts = replace(
+        container(blocked_port="veth1"),
+        links=(link("eth0"), flannel(), replace(bridge("cni0", 1450), up=False), link("veth1")),
+    )
+    assert [check.name for check, _ in examine(facts)] == ["bridge down"]
 
 
 def test_what_makes_vxlan_slow_is_a_hint_with_its_command_and_of_no_other_backend() -> None:

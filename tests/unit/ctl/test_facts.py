@@ -1,11 +1,16 @@
-"""Which configurations container runtimes find, and in which order."""
+"""Which configurations container runtimes find, and what the doctor reads of an uplink."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
+import pytest
+
+from flanneld.ctl import facts
 from flanneld.ctl.checks.others import CniFile
 from flanneld.ctl.facts import cni_confs
+from flanneld.network import interfaces
 
 
 def test_configs_come_in_the_order_of_their_names_with_the_plug_ins_that_they_name(tmp_path: Path) -> None:
@@ -32,3 +37,12 @@ def test_what_is_no_config_is_left_out(tmp_path: Path) -> None:
 
 def test_a_host_without_cni_has_none(tmp_path: Path) -> None:
     assert list(cni_confs(tmp_path / "net.d")) == []
+
+
+@pytest.mark.parametrize(("cpus", "queues"), [(1, (1, 1)), (2, (1, 2)), (8, (1, 4)), (None, (1, 1))])
+def test_queues_without_a_cpu_are_of_no_use(
+    monkeypatch: pytest.MonkeyPatch, cpus: int | None, queues: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(interfaces, "channels", lambda _name: (1, 4))
+    monkeypatch.setattr(os, "cpu_count", lambda: cpus)
+    assert facts._speed("lo") == (False, queues)
