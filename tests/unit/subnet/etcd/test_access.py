@@ -279,6 +279,13 @@ def test_an_endpoint_without_a_scheme_answers(api: str, etcd: LocalEtcd) -> None
     asker.remove("/plain", made.at.index)
 
 
+def test_failure_in_one_api_leaves_the_other_its_server() -> None:
+    v3 = Servers(EtcdOptions(("http://a:1", "http://b:1")), shuffle=lambda _: None)
+    v2 = v3.apart()
+    v2.skip(v2.current)
+    assert (v3.current.name, v2.current.name) == ("http://a:1", "http://b:1")
+
+
 def test_servers_are_shuffled_and_keep_their_names() -> None:
     given = tuple(f"http://10.0.0.{number}:2379" for number in range(20))
     orders = {tuple(each.name for each in Servers(EtcdOptions(given)).in_turn()) for _ in range(5)}
