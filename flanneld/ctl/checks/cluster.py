@@ -431,7 +431,7 @@ def tunnel(facts: Facts) -> Iterator[Finding]:
             few([peers[name].place if name in peers else name for name in names]) + unanswered,
             "neither ICMP nor TCP comes back: the nodes are off, or a firewall drops all packets",
             Advice(
-                f"correct the route, or bring the router up: ip route get {min(routed)}"
+                f"ip route get {min(routed)} shows the route: correct it, or bring the router up"
                 if routed
                 else f"run flannelctl doctor there; {_if_it_has_left(*left)}"
             ),

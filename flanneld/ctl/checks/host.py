@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 _GOOD_CHECKSUMS = (5, 7)
 #: Bytes of the uplink's MTU that the network may leave unused: the difference to Ethernet's jumbo frames.
 _LARGE = 4000
+#: Bytes above the MTU of any Ethernet: an uplink with more, as loopback, says nothing of the path.
+_JUMBO = 16000
 #: Packets sent on a device without any received, from which on replies count as lost.
 _TALKS = 20
 #: Kinds of devices that container runtimes attach containers to (IFLA_INFO_KIND).
@@ -286,7 +288,7 @@ def speed(facts: Facts) -> Iterator[Finding]:
             f"ethtool -L {name} combined {possible}",
         ),
         (
-            unused >= _LARGE and not is_lowered,
+            unused >= _LARGE and uplink.mtu < _JUMBO and not is_lowered,
             f"the network's MTU is {mtu}, {name} has {uplink.mtu}",
             f"each packet could have {unused} bytes more",
             f"if all uplinks have that MTU: set Backend.MTU to {(mtu or 0) + unused}; then {MADE_ANEW}",

@@ -922,6 +922,7 @@ def test_what_makes_vxlan_slow_is_a_hint_with_its_command_and_of_no_other_backen
     )
     lowered = told(lambda d: (d["uplink"].update(mtu=9000), d.update(mtu_lowered_from=8950)))
     assert remedies("speed", lowered) == []
+    assert remedies("speed", told(lambda d: d["uplink"].update(mtu=65536))) == []
     host_gw = told(lambda d: (d["network"].update(backend="host-gw"), d["uplink"].update(mtu=9000)))
     assert remedies("speed", replace(host_gw, queues=(1, 4))) == []
 
@@ -941,7 +942,7 @@ def test_rule_that_may_drop_packets_is_named_before_the_mtu() -> None:
 @pytest.mark.parametrize(
     ("hop", "advice"),
     [
-        ("192.0.2.77", "correct the route, or bring the router up: ip route get 192.0.2.2"),
+        ("192.0.2.77", "ip route get 192.0.2.2 shows the route: correct it, or bring the router up"),
         ("192.0.2.2", "run flannelctl doctor there"),
     ],
 )
