@@ -31,7 +31,7 @@ from flanneld.subnet.codec import format_attrs, format_key, parse_attrs
 from flanneld.subnet.embedded.store import PREFIX, EmbeddedClient, KeyStore
 from flanneld.subnet.etcd.api_choice import open_client
 from flanneld.subnet.etcd.endpoints import EtcdOptions, Servers
-from flanneld.subnet.etcd.keys import Conflict, KeyClient, KeyReply, NoConfig, NoSuchApi, NotFound
+from flanneld.subnet.etcd.keys import Conflict, KeyClient, KeyReply, NoConfig, NoSuchApi, NotFound, StoredKey
 from flanneld.subnet.etcd.leases import node_address
 from flanneld.subnet.etcd.store import SUBNET_TTL, TRIES, EtcdStore
 from flanneld.subnet.etcd.transport import EtcdTimeouts, Transport
@@ -245,12 +245,8 @@ class LeaseStore:
             return _wire(renewed)
 
     def revoke(self, network: str, key: LeaseKey, caller: Caller = ADMINISTRATOR) -> None:
-        with self._asking(caller) as client:
-            path = self._path(network, key)
-            node = self._fetch(path).node
-            assert node is not None
-            self._check_owner(network, key, caller)
-            client.remove(path, node.modified)
+        """Remove a lease. Raises ``Denied`` if it is another node's."""
+        self._change(network, key, caller, lambda client, path, node: client.remove(path, node.modified))
 
     def leases(self, network: str) -> tuple[list[WireLease], int]:
         with self._asking():
@@ -304,17 +300,30 @@ class LeaseStore:
 
     def release(self, network: str, key: LeaseKey, caller: Caller = ADMINISTRATOR) -> None:
         """Turn a reservation into a lease, which ends in a day unless its node renews it."""
+        self._change(
+            network,
+            key,
+            caller,
+            lambda client, path, node: client.replace(path, node.value, SUBNET_TTL, node.modified),
+        )
+
+    def _change(
+        self,
+        network: str,
+        key: LeaseKey,
+        caller: Caller,
+        write: Callable[[KeyClient, str, StoredKey], object],
+    ) -> None:
+        """Write a lease as it was read. If it has changed meanwhile, read it again."""
         with self._asking(caller) as client:
-            self._check_owner(network, key, caller)
             path = self._path(network, key)
             for _ in range(TRIES):
                 node = self._fetch(path).node
                 assert node is not None
-                try:
-                    client.replace(path, node.value, SUBNET_TTL, node.modified)
-                except Conflict:
-                    continue
-                return
+                self._check_owner(network, key, caller)
+                with suppress(Conflict):
+                    write(client, path, node)
+                    return
             raise Retryable("subnet: no more tries")
 
     @staticmethod

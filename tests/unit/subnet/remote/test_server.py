@@ -10,7 +10,7 @@ import ssl
 import subprocess
 import sys
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import closing, suppress
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
 from pathlib import Path
@@ -19,14 +19,16 @@ from urllib.parse import quote
 import pytest
 
 from flanneld.errors import Fatal
-from flanneld.model import LeaseAttrs
+from flanneld.model import LeaseAttrs, LeaseKey
 from flanneld.option_values import RemoteServer
 from flanneld.runtime.sockets.tls import TlsFiles, client_context
 from flanneld.subnet.codec import format_key
+from flanneld.subnet.embedded.store import EmbeddedClient
 from flanneld.subnet.etcd.endpoints import EtcdOptions
+from flanneld.subnet.etcd.keys import KeyReply
 from flanneld.subnet.remote import server as http_server
 from flanneld.subnet.remote.credentials import Caller, Denied, server_context
-from flanneld.subnet.remote.leases import over_etcd
+from flanneld.subnet.remote.leases import LeaseStore, over_etcd, over_file
 from flanneld.subnet.remote.server import open_listener
 from flanneld.subnet.remote.store import RemoteOptions, RemoteStore
 from flanneld.subnet.remote.wire import Acquisition
@@ -509,3 +511,28 @@ def test_endpoints_are_written_and_read_through_the_server(etcd: LocalEtcd, serv
     for target, body in (("/v1/_/endpoints/short", "x:1"), (f"/v1/_/endpoints/{name}", "{}")):
         answer = server.ask("PUT", target, body)
         assert (answer.status, answer.body) == (400, "bad endpoints")
+
+
+@pytest.mark.parametrize("act", [LeaseStore.revoke, LeaseStore.release])
+def test_lease_that_changes_before_it_is_removed_or_released_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: Callable[[LeaseStore, str, LeaseKey], None]
+) -> None:
+    file = LocalFile(tmp_path / "leases.db")
+    file.put(f"{ROOT}/config", CONFIG)
+    file.put(LEASE, '{"PublicIP":"10.99.0.11"}')
+    read: list[str] = []
+
+    def fetch(client: EmbeddedClient, key: str, *, recursive: bool = False) -> KeyReply:
+        reply = actually(client, key, recursive=recursive)
+        if key == LEASE:
+            read.append(key)
+            if len(read) == 1:
+                file.put(LEASE, '{"PublicIP":"10.99.0.12"}')
+        return reply
+
+    actually = EmbeddedClient.fetch
+    monkeypatch.setattr(EmbeddedClient, "fetch", fetch)
+    act(over_file(file.keystore), "_", (IPv4Network("10.5.12.0/24"), None))
+    assert len(read) == 2
+    left = [(node.value, node.ttl is None) for node in file.keystore.below(f"{ROOT}/subnets")[0]]
+    assert left == ([] if act is LeaseStore.revoke else [('{"PublicIP":"10.99.0.12"}', False)])
