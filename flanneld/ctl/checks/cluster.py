@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from msgspec import Struct
@@ -417,25 +417,32 @@ def tunnel(facts: Facts) -> Iterator[Finding]:
         )
     gone = [each for each in silent if each.name == "underlay" or _end(each) not in answered]
     if gone:
-        names = list(dict.fromkeys(each.peer for each in gone))
-        left = names if len(names) == 1 else ()
-        ways = ", neither from the node nor through the tunnel" if gone[0].name == "tunnel" else ""
-        nodes = [ip for name in names if name in peers for ip in peers[name].public_ips]
-        hops = {ip: hop for ip in nodes if (hop := facts.unresolved.get(ip))}
-        routed = {ip: hop for ip, hop in hops.items() if ip != hop}
-        unanswered = (
-            f"; no answer to ARP or NDP from {few(list(dict.fromkeys(hops.values())))}" if hops else ""
-        )
-        yield Finding(
-            f"no answer from {counted(len(names), 'peer')}{ways}",
-            few([peers[name].place if name in peers else name for name in names]) + unanswered,
-            "neither ICMP nor TCP comes back: the nodes are off, or a firewall drops all packets",
-            Advice(
-                f"ip route get {min(routed)} shows the route: correct it, or bring the router up"
-                if routed
-                else f"run flannelctl doctor there; {_if_it_has_left(*left)}"
-            ),
-        )
+        yield _of_gone(gone, peers, facts.unresolved)
+
+
+def _of_gone(
+    gone: Sequence[PathToPeer], peers: Mapping[str, PeerStatus], unresolved: Mapping[str, str]
+) -> Finding:
+    """Return the finding about peers that do not answer at all."""
+    names = list(dict.fromkeys(each.peer for each in gone))
+    left = names if len(names) == 1 else ()
+    ways = ", neither from the node nor through the tunnel" if gone[0].name == "tunnel" else ""
+    nodes = [ip for name in names if name in peers for ip in peers[name].public_ips]
+    hops = {ip: hop for ip in nodes if (hop := unresolved.get(ip))}
+    routed = {ip: hop for ip, hop in hops.items() if ip != hop}
+    unanswered = f"; no answer to ARP or NDP from {few(list(dict.fromkeys(hops.values())))}" if hops else ""
+    steps = []
+    if routed:  # most likely by the same router
+        steps.append(f"ip route get {min(routed)} shows the route: correct it, or bring the router up")
+    if any(name not in peers or routed.keys().isdisjoint(peers[name].public_ips) for name in names):
+        where = "on the others" if routed else "there"
+        steps.append(f"run flannelctl doctor {where}; {_if_it_has_left(*left)}")
+    return Finding(
+        f"no answer from {counted(len(names), 'peer')}{ways}",
+        few([peers[name].place if name in peers else name for name in names]) + unanswered,
+        "neither ICMP nor TCP comes back: the nodes are off, or a firewall drops all packets",
+        Advice("; ".join(steps)),
+    )
 
 
 def _end(path: PathToPeer) -> tuple[str, Family]:

@@ -951,3 +951,19 @@ def test_silent_peer_whose_next_hop_has_no_mac_is_told_with_that_hop(hop: str, a
     (found,) = [finding for check, finding in examine(facts) if check.name == "tunnel"]
     assert found.evidence == f"10.5.2.0/24 (192.0.2.2); no answer to ARP or NDP from {hop}"
     assert found.remedy.text.startswith(advice)
+    assert ("doctor" in found.remedy.text) is ("doctor" in advice)
+
+
+def test_silent_peers_behind_a_router_that_is_down_hide_no_other_silent_peer() -> None:
+    other = {"subnets": ["10.5.3.0/24"], "public_ips": ["192.0.2.3"]}
+    facts = replace(
+        told(lambda d: d["peers"].append({**d["peers"][0], **other})),
+        paths=(
+            path("tunnel", None),
+            replace(path("tunnel", None), target=ip_address("10.5.3.0"), peer="10.5.3.0/24"),
+        ),
+        unresolved={"192.0.2.2": "192.0.2.77"},
+    )
+    (found,) = remedies("tunnel", facts)
+    assert found.text.startswith("ip route get 192.0.2.2 shows the route")
+    assert "; run flannelctl doctor on the others; " in found.text
