@@ -359,7 +359,7 @@ class LastRun:
         return lease if lease is not None and self._file.is_writable() else None
 
     def path_mtu(self, machine: Machine) -> tuple[int, int]:
-        """Return the MTU of the backend and a lower one, zeros for none. A clone measures anew."""
+        """Return the MTU of the backend and a lower one, zeros for none. A clone has none yet."""
         return self._state.path_mtu if self._state and self._state.machine == machine else (0, 0)
 
     def joined(self, machine: Machine, store: str, lease: Lease) -> None:

@@ -214,7 +214,7 @@ class UplinkManager:
 
     def _use(self, backend: Backend) -> None:
         self.backend = backend
-        # Without a way of its own nobody makes its attributes for each lease.
+        # Without ``is_self`` of its own, its attributes need not be made for each lease.
         self._knows_itself = backend.gives("is_self")
 
     def _build(self, uplink: Uplink, stored: LeaseAttrs | None) -> Backend:

@@ -1,4 +1,4 @@
-"""Time and chance: the daemon's clocks and random numbers, both of which a simulator can replace."""
+"""Time and chance: the daemon's clocks and random numbers. A simulator can replace both."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ class Events(logging.Handler):
             self._file = None
 
     def _write_all(self) -> str:
-        """Write the file anew, with what is remembered; return what went wrong."""
+        """Rewrite the file with the remembered events. Return the problem, or an empty text."""
         assert self._path
         if self._file:
             self._file.close()

@@ -143,7 +143,7 @@ def _shut_down(sock: socket.socket) -> None:
         return  # it was not connected
 
 
-#: Bytes that a running answer brings within so many seconds, at least.
+#: Bytes that a running answer brings at least, and the seconds in which it does.
 LEAST, WITHIN = 4 << 10, 10.0
 #: Seconds of silence after which a reader that waits for a change sends a heartbeat.
 LONGEST_SILENCE = 60.0

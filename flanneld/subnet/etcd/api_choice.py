@@ -113,7 +113,7 @@ def _choose(transport: Transport, prefix: str, client: KeyClient) -> tuple[KeyCl
 
 
 def _warn_of_v2(transport: Transport, prefix: str, client: KeyClient) -> None:
-    """Warn of a network config in v2 beside that in v3. Peers come first: v2 may not answer for long."""
+    """Warn of a network config in v2 beside that in v3. Peers come first: a proxy may block v2."""
     key = config_key(client, prefix)
     if client.api == "v3" and _is_in_v2(transport, key):
         log.warning(

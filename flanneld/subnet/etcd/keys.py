@@ -24,7 +24,7 @@ class Position(Struct, frozen=True, gc=False):
 class StoredKey(Struct, frozen=True, gc=False):
     """A key. ``modified`` is the index of its last change.
 
-    ``created`` is that of its creation, 0 if unknown. In v2 a renewal by Go makes the key anew.
+    ``created`` is that of its creation, 0 if unknown. In v2 a renewal by Go creates the key again.
 
     ``ttl`` is in seconds. It is None for a key without expiry, infinite if it expires at a time not asked
     for.

@@ -200,7 +200,7 @@ class LeaseReader:
 
 
 class OwnLeaseNews:
-    """Events of our own lease. A removal that nobody watched is told if another node has taken it since.
+    """Events of our own lease. A removal without a watch is told if another node has taken it since.
 
     ``is_ours`` returns True for a key with a value of ours.
     """

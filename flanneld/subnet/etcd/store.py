@@ -131,7 +131,7 @@ class EtcdStore:
         root = client.root(self._prefix)
         self.api = client.api
         self.config_key = config_key(client, self._prefix)
-        # In v2 a renewal by Go makes the key anew.
+        # In v2 a renewal by Go creates the key again.
         self._reader = LeaseReader(posixpath.join(root, "subnets"), is_ordered=client.api != "v2")
         self._endpoints = posixpath.join(root, "endpoints")
         self._requests = client
