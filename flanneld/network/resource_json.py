@@ -24,7 +24,7 @@ def parse_address(text: str) -> IPAddress:
     try:  # half the time of ip_address
         return IPv4Address(address_number(text, IPv4Address))
     except ValueError:
-        return ip_address(text)
+        return ip_address(str(text))  # which takes numbers, too
 
 
 @lru_cache(_TEXTS)

@@ -293,7 +293,10 @@ def test_netcheck_tells_checksums_from_a_firewall(lab: Lab) -> None:
     )
     # As with a wrong one, a host drops what has a checksum, and takes what has none.
     spoilt = "udp {}port 8470 udp checksum != 0 drop"
-    for hook, direction, where in (("input", "d", "this node"), ("output", "s", peer.subnet())):
+    for hook, direction, where in (
+        ("input", "d", "this node"),
+        ("output", "s", f"{peer.subnet()} ({peer.address})"),
+    ):
         drop(peer, hook, spoilt.format(direction))
         assert checks(node)["checksums"] == (
             "PROBLEM",

@@ -252,7 +252,13 @@ class Kernel(HostView):
 
         With ``spread`` the protocol numbers of routes on our devices vary.
         """
-        index_of = cache(self._socket.index_of)
+        indexes: dict[str, int] = {}
+
+        def index_of(name: str) -> int:  # functools.cache takes longer to make than to ask
+            index = indexes.get(name)
+            if index is None:
+                index = indexes[name] = self._socket.index_of(name)
+            return index
 
         def batch() -> Iterator[bytes]:
             for seq, resource in enumerate(resources):
