@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from flanneld import config, options
+from flanneld.backends.cloud.backend import CloudBackend
 from flanneld.backends.registry import BUILT_IN, described
 from flanneld.ctl import commands
 from flanneld.ctl import main as flannelctl
@@ -204,9 +205,22 @@ def enumerated(words: list[str]) -> str:
 
 
 OPTIONS = {name: own for name in BUILT_IN if (own := described(name).options)}
+CLOUDS = {name: own for name, own in OPTIONS.items() if issubclass(described(name), CloudBackend)}
 
 
-@pytest.mark.parametrize("backend", OPTIONS)
+@pytest.mark.parametrize("backend", CLOUDS)
+def test_page_says_which_clouds_have_an_option(backend: str) -> None:
+    section = page("backends").partition("\n| Option | For | Meaning |\n")[2].partition("\n\n")[0]
+    told = {
+        name
+        for names, clouds in re.findall(r"^\| (`[^|]+) \| ([^|]+) \|", section, re.MULTILINE)
+        for name in re.findall(r"`(\w+)`", names)
+        if clouds == "all" or (backend in clouds) is not clouds.startswith("all but ")
+    }
+    assert told == {each.name for each in CLOUDS[backend]}
+
+
+@pytest.mark.parametrize("backend", sorted(OPTIONS.keys() - CLOUDS.keys()))
 def test_page_has_the_options_of_a_backend_with_their_defaults(backend: str) -> None:
     pages = page("backends") + page("encryption")
     section = pages.partition(f"\n## {backend}\n")[2].partition("\n## ")[0]

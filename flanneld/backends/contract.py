@@ -16,9 +16,10 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from flanneld.compat.json import Fields, GoJsonError
-from flanneld.config import Config
+from flanneld.config import Config, SubnetRange
 from flanneld.errors import Fatal, Refused, Retryable, shown
 from flanneld.model import (
+    FAMILIES,
     Family,
     IPAddress,
     IPNetwork,
@@ -156,16 +157,26 @@ class ExitPolicy(Enum):
 class Option(Struct, frozen=True):
     """Option in ``Backend`` of the network config, and the field of a backend's settings that gets it.
 
-    Its type is that of ``default``. ``made`` makes the field of the JSON value, and raises ``Fatal`` for an
-    unusable one. A number is from ``least`` to ``most`` then.
+    Its type is that of ``default``, or any if that is ``()``: then ``made`` gets None for null and no value.
+    ``made`` makes the field of the JSON value, and raises ``Fatal`` for an unusable one. A number is from
+    ``least`` to ``most`` then.
     """
 
     name: str
     field: str
-    default: bool | int | str
+    default: bool | int | str | tuple[()]
     least: int = 0
     most: int = 65535
     made: Callable[[Any], Any] = lambda value: value
+
+    def of(self, fields: Fields) -> Any:
+        """Return the value of the field. Raises ``Fatal``, and ``GoJsonError`` for another type."""
+        read: Any = {bool: fields.boolean, int: fields.integer, str: fields.string}.get(type(self.default))
+        value = self.made(read(self.name, self.default) if read else fields.raw(self.name))
+        if type(value) is int and not self.least <= value <= self.most:
+            remedy = f"set it to a number from {self.least} to {self.most}"
+            raise Fatal(f"Backend.{self.name} is {value}", remedy)
+        return value
 
 
 Overhead = Mapping[Family, int]
@@ -204,8 +215,11 @@ class Backend(ABC):
 
     #: Its options in the network config, for ``read_options``.
     options: ClassVar[tuple[Option, ...]] = ()
-    #: Bytes of the outer headers at most, by the family of the containers' packets.
+    #: Bytes of the outer headers at most, by the family of the containers' packets. It carries only these
+    #: families; empty for all of them without such headers.
     overhead: ClassVar[Overhead] = {}
+    #: True if it refuses a network with a family that it does not carry, instead of leaving that one out.
+    refuses_others: bool = False
     #: What firewalls between the nodes must accept.
     flows: ClassVar[tuple[OuterPackets, ...]] = ()
     #: What the kernel must have beside the kinds of the devices in ``local``.
@@ -312,31 +326,23 @@ Factory = Callable[[Config, Host], Backend]
 # ---- options and MTU --------------------------------------------------------------------------------
 
 
+def carried(backend: type[Backend], config: Config) -> list[SubnetRange]:
+    """Return the ranges that a backend carries. Raises ``Fatal`` for none, and for one that it refuses."""
+    families = backend.overhead or FAMILIES
+    found = [each for each in config.ranges if each.family in families]
+    if not found or (backend.refuses_others and len(found) < len(config.ranges)):
+        switches = " and ".join(f"EnableIPv{each} to {str(each in families).lower()}" for each in FAMILIES)
+        remedy = f"set {switches}, or choose another Backend.Type"
+        raise Fatal(f"{config.backend_type} carries IPv{' and IPv'.join(map(str, families))} only", remedy)
+    return found
+
+
 def read_options(config: Config, options: Iterable[Option]) -> dict[str, Any]:
     """Return the fields of a backend's settings. Raises ``Fatal`` for an unusable value."""
-    fields = config.backend
     try:
-        values = {each: _read(fields, each) for each in options}
+        return {each.field: each.of(config.backend) for each in options}
     except GoJsonError as error:
         raise Fatal(f"the network config is wrong: {error}", "correct Backend in the store") from None
-    return {option.field: _checked(option, option.made(value)) for option, value in values.items()}
-
-
-def _read(fields: Fields, option: Option) -> bool | int | str:
-    match option.default:
-        case bool(default):
-            return fields.boolean(option.name, default)
-        case int(default):
-            return fields.integer(option.name, default)
-        case default:
-            return fields.string(option.name, default)
-
-
-def _checked(option: Option, value: Any) -> Any:
-    if type(value) is int and not option.least <= value <= option.most:
-        remedy = f"set it to a number from {option.least} to {option.most}"
-        raise Fatal(f"Backend.{option.name} is {value}", remedy)
-    return value
 
 
 def inner_mtu(uplink: Uplink, overhead: int, family: Family, inside: str, option: int | None = None) -> int:

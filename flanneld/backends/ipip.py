@@ -18,6 +18,7 @@ from flanneld.backends.contract import (
     Option,
     OuterPackets,
     Overhead,
+    carried,
     inner_mtu,
     peers_public_ip,
     read_options,
@@ -41,8 +42,7 @@ class IpipBackend(Backend):
     flows = (OuterPackets("ipencap"),)
 
     def __init__(self, config: Config, host: Host) -> None:
-        if 4 not in config.families:
-            raise Fatal("ipip carries IPv4 only", "set EnableIPv4 to true, or use vxlan")
+        carried(IpipBackend, config)
         self._direct_routing: bool = read_options(config, self.options)["direct_routing"]
         uplink = host.uplink
         if uplink.address is None:

@@ -65,7 +65,8 @@ def described(name: str) -> type[Backend]:
         factory: Factory | None = load(name) if name else None
     except Exception:  # another package's module may raise anything
         return Backend
-    return factory if isinstance(factory, type) and issubclass(factory, Backend) else Backend
+    found = getattr(factory, "described", factory)
+    return found if isinstance(found, type) and issubclass(found, Backend) else Backend
 
 
 def clear_ports(config: Config) -> tuple[int, ...]:

@@ -32,7 +32,6 @@ from flanneld.state.table import Table
 
 #: Option in ``Backend.Also``: reach peers without encryption though ``Backend.Type`` encrypts.
 ALLOW_CLEAR = "AllowUnencryptedPeers"
-_OPTIONS = (Option(ALLOW_CLEAR, "allows_clear", False),)
 
 
 def beside(make_first: Factory, make_second: Factory) -> Factory:
@@ -49,7 +48,7 @@ def beside(make_first: Factory, make_second: Factory) -> Factory:
             )
         )
         _refuse_pair(config, first, other, second)
-        return Switching(config.backend_type, first, second, **read_options(other, _OPTIONS))
+        return Switching(config.backend_type, first, second, **read_options(other, Switching.options))
 
     return make
 
@@ -79,6 +78,7 @@ class Switching(Backend):
     If only ``first`` encrypts, peers that do not announce it are refused, unless ``allows_clear``.
     """
 
+    options = (Option(ALLOW_CLEAR, "allows_clear", False),)
     switches = True
 
     def __init__(self, first_type: str, first: Backend, second: Backend, *, allows_clear: bool) -> None:

@@ -153,17 +153,18 @@ def _set_config(chosen: Options, arguments: argparse.Namespace) -> CommandAnswer
 
 def checked(text: str) -> Config:
     """Parse a network config. Raises ``FlannelError`` also for a key of which a daemon only warns."""
-    from flanneld.backends.contract import Backend, read_options
+    from flanneld.backends.contract import Backend, carried, read_options
     from flanneld.backends.registry import described, factory_for
+    from flanneld.backends.switching import Switching
 
     wanted = config.parse(text)
     factory_for(wanted)  # a backend that there is
+    found = [(each, described(each.backend_type)) for each in (wanted, wanted.also) if each]
+    for each, backend in found:
+        carried(backend, each)
+        read_options(each, backend.options + (Switching.options if each is wanted.also else ()))
     wrong = [*wanted.warnings]
-    backends = [described(each.backend_type) for each in (wanted, wanted.also) if each]
-    for each, backend in zip((wanted, wanted.also), backends, strict=False):
-        if each is not None and backend is not Backend:
-            read_options(each, backend.options)
-    if Backend not in backends:  # the clouds, and other packages, read their options in ways of their own
+    if all(backend is not Backend for _, backend in found):  # other packages read theirs in ways of their own
         wrong += config.unread_keys(wanted)
     if wrong:
         raise Fatal(wrong[0], "correct it, or leave the key out")
@@ -309,7 +310,12 @@ def _list_reservations(chosen: Options, arguments: argparse.Namespace) -> Comman
 def _add_reservation(chosen: Options, arguments: argparse.Namespace) -> CommandAnswer:
     wanted = Reservation(arguments.subnet, arguments.public_ip)
     with _reservations_in(chosen, arguments.name) as place:
-        place.reserve(wanted)
+        try:
+            place.reserve(wanted)
+        except Retryable as refusal:
+            if "lease already taken" not in refusal.problem:
+                raise
+            raise Fatal("lease already taken", "choose another: flannelctl lease list has all") from None
     return _done(f"reserved {wanted.subnet} for {wanted.public_ip}")
 
 

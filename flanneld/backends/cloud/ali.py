@@ -28,13 +28,12 @@ from flanneld.backends.cloud.contract import (
     missing_extra,
 )
 from flanneld.backends.cloud.metadata import Metadata
-from flanneld.backends.cloud.options import ENDPOINT, METADATA, access_keys, endpoint, table_ids
+from flanneld.backends.cloud.options import ACCESS_KEY, API, INSTANCE_API, METADATA_API, TABLES, access_keys
 from flanneld.backends.cloud.paging import BATCH, batches, by_token
 from flanneld.backends.contract import HostServices
 from flanneld.compat.json import Fields
 
 TYPE = "ali-vpc"
-_TABLE = "RouteTableID"
 _METADATA = "http://100.100.100.200/latest/meta-data"
 _ROLE = "ram/security-credentials/"
 #: API and version of an action. Every other action belongs to the VPC API.
@@ -68,7 +67,7 @@ WORDS = CloudTerms(
     credentials="give the instance a RAM role, or correct ACCESS_KEY_ID and ACCESS_KEY_SECRET",
     quota="raise the VPC quota of custom route entries in a route table",
     permission="vpc:{}",
-    table_option=_TABLE,
+    table_option=TABLES.name,
 )
 
 
@@ -79,11 +78,11 @@ class Ali(SdkCloud):
 
     def __init__(self, options: Fields, services: HostServices) -> None:
         super().__init__(services)
-        self._tables = table_ids(options, _TABLE)
+        self._tables = TABLES.of(options)
         self._keys = access_keys(options, os.environ)
-        ecs = endpoint(options, "InstanceEndpoint") or os.environ.get("ECS_ENDPOINT", "")
-        self._endpoints = {"vpc": endpoint(options), "ecs": ecs}
-        self._metadata = Metadata(services.http, endpoint(options, METADATA) or _METADATA)
+        ecs = INSTANCE_API.of(options) or os.environ.get("ECS_ENDPOINT", "")
+        self._endpoints = {"vpc": API.of(options), "ecs": ecs}
+        self._metadata = Metadata(services.http, METADATA_API.of(options) or _METADATA)
         self._region = ""
 
     # ---- reading -----------------------------------------------------------------------------
@@ -192,4 +191,4 @@ def _entry(table: str, route: Mapping[str, Any]) -> CloudTableEntry:
     )
 
 
-build = CloudFactory(TYPE, Ali, table_option=_TABLE, kept=(_TABLE, ENDPOINT, METADATA, "InstanceEndpoint"))
+build = CloudFactory(TYPE, Ali, TABLES.name, options=(TABLES, *ACCESS_KEY, API, INSTANCE_API, METADATA_API))

@@ -28,12 +28,11 @@ from flanneld.backends.cloud.contract import (
     missing_extra,
 )
 from flanneld.backends.cloud.metadata import Metadata, MetadataSession
-from flanneld.backends.cloud.options import ENDPOINT, endpoint, table_ids
+from flanneld.backends.cloud.options import API, TABLES
 from flanneld.backends.contract import HostServices
 from flanneld.compat.json import Fields
 
 TYPE = "aws-vpc"
-_TABLE = "RouteTableID"
 _METADATA = "http://169.254.169.254"
 #: Version 2 of the metadata service, which an instance may require.
 _TOKEN = MetadataSession(
@@ -72,7 +71,7 @@ WORDS = CloudTerms(
     credentials="give the instance a role, or correct AWS_ACCESS_KEY_ID, the web identity or ~/.aws",
     quota="raise the quota 'Routes per route table' of Amazon VPC",
     permission="ec2:{}",
-    table_option=_TABLE,
+    table_option=TABLES.name,
 )
 
 
@@ -84,8 +83,8 @@ class Aws(SdkCloud):
 
     def __init__(self, options: Fields, services: HostServices) -> None:
         super().__init__(services)
-        self._tables = table_ids(options, _TABLE)
-        self._endpoint = endpoint(options)
+        self._tables = TABLES.of(options)
+        self._endpoint = API.of(options)
         url = os.environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT") or _METADATA
         self._metadata = Metadata(services.http, url, token=_TOKEN)
 
@@ -120,13 +119,13 @@ class Aws(SdkCloud):
             found = self.ask(ApiCall("DescribeRouteTables", {"Filters": named}))["RouteTables"]
             if found:
                 return str(found[0]["RouteTableId"])
-        raise CloudError(ErrorKind.NO_TABLE, "main route table not found", f"set Backend.{_TABLE}")
+        raise CloudError(ErrorKind.NO_TABLE, "main route table not found", f"set Backend.{TABLES.name}")
 
     def entries(self, place: CloudNode) -> list[CloudTableEntry]:
         found = []
         call = ApiCall("DescribeRouteTables", {"RouteTableIds": list(place.tables)})
         for table in self.ask(call)["RouteTables"]:
-            check_scope(table["RouteTableId"], table["VpcId"], place, _TABLE)
+            check_scope(table["RouteTableId"], table["VpcId"], place, TABLES.name)
             routes = (route for route in table["Routes"] if "DestinationCidrBlock" in route)
             found += [_entry(table["RouteTableId"], route) for route in routes]
         return found
@@ -242,4 +241,4 @@ def _hop(route: Mapping[str, Any]) -> str:
     return str(route.get("NetworkInterfaceId") or (hops[0] if hops else "an unknown hop"))
 
 
-build = CloudFactory(TYPE, Aws, table_option=_TABLE, kept=(_TABLE, ENDPOINT))
+build = CloudFactory(TYPE, Aws, TABLES.name, options=(TABLES, API))

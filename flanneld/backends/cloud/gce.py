@@ -26,7 +26,7 @@ from flanneld.backends.cloud.contract import (
     missing_extra,
 )
 from flanneld.backends.cloud.metadata import Metadata
-from flanneld.backends.cloud.options import ENDPOINT, endpoint
+from flanneld.backends.cloud.options import API
 from flanneld.backends.cloud.paging import by_token
 from flanneld.backends.contract import HostServices
 from flanneld.compat.json import Fields
@@ -90,7 +90,7 @@ class Gce(SdkCloud):
 
     def __init__(self, options: Fields, services: HostServices) -> None:
         super().__init__(services)
-        self._api = (endpoint(options) or _API).rstrip("/")
+        self._api = (API.of(options) or _API).rstrip("/")
         self._project = ""
         host = os.environ.get("GCE_METADATA_HOST") or _METADATA
         url = f"http://{host}/computeMetadata/v1"
@@ -251,4 +251,4 @@ def _entry(table: str, route: Mapping[str, Any]) -> CloudTableEntry:
     )
 
 
-build = CloudFactory(TYPE, Gce, kept=(ENDPOINT,))
+build = CloudFactory(TYPE, Gce, options=(API,))

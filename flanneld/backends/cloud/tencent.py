@@ -27,13 +27,12 @@ from flanneld.backends.cloud.contract import (
     missing_extra,
 )
 from flanneld.backends.cloud.metadata import Metadata
-from flanneld.backends.cloud.options import ENDPOINT, METADATA, access_keys, endpoint, table_ids
+from flanneld.backends.cloud.options import ACCESS_KEY, API, METADATA_API, TABLES, access_keys
 from flanneld.backends.cloud.paging import batches, by_offset
 from flanneld.backends.contract import HostServices
 from flanneld.compat.json import Fields
 
 TYPE = "tencent-vpc"
-_TABLE = "RouteTableID"
 _METADATA = "http://metadata.tencentyun.com/latest/meta-data"
 _VERSION = "2017-03-12"
 #: Type of an instance as next hop, and type of a user's route.
@@ -59,7 +58,7 @@ WORDS = CloudTerms(
     credentials="give the instance a role, or correct ACCESS_KEY_ID and ACCESS_KEY_SECRET",
     quota="raise the VPC quota of route policies in a route table",
     permission="vpc:{}",
-    table_option=_TABLE,
+    table_option=TABLES.name,
 )
 
 
@@ -73,10 +72,10 @@ class Tencent(SdkCloud):
 
     def __init__(self, options: Fields, services: HostServices) -> None:
         super().__init__(services)
-        self._tables = table_ids(options, _TABLE)
+        self._tables = TABLES.of(options)
         self._keys = access_keys(options, os.environ)
-        self._url = urlsplit(endpoint(options))
-        self._metadata = Metadata(services.http, endpoint(options, METADATA) or _METADATA)
+        self._url = urlsplit(API.of(options))
+        self._metadata = Metadata(services.http, METADATA_API.of(options) or _METADATA)
         self._region = ""
 
     # ---- reading -----------------------------------------------------------------------------
@@ -97,7 +96,7 @@ class Tencent(SdkCloud):
         for table in tables:
             if table.get("Main"):
                 return str(table["RouteTableId"])
-        raise CloudError(ErrorKind.NO_TABLE, f"{vpc} has no route table", f"set Backend.{_TABLE}")
+        raise CloudError(ErrorKind.NO_TABLE, f"{vpc} has no route table", f"set Backend.{TABLES.name}")
 
     def _described(self, which: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         return by_offset(self.ask, ApiCall("DescribeRouteTables", which), "RouteTableSet")
@@ -105,7 +104,7 @@ class Tencent(SdkCloud):
     def entries(self, place: CloudNode) -> list[CloudTableEntry]:
         found = []
         for table in self._described({"RouteTableIds": list(place.tables)}):
-            check_scope(table["RouteTableId"], table["VpcId"], place, _TABLE)
+            check_scope(table["RouteTableId"], table["VpcId"], place, TABLES.name)
             routes = table.get("RouteSet") or ()
             found += [
                 _entry(table["RouteTableId"], route) for route in routes if route["DestinationCidrBlock"]
@@ -206,4 +205,4 @@ def _entry(table: str, route: Mapping[str, Any]) -> CloudTableEntry:
     )
 
 
-build = CloudFactory(TYPE, Tencent, table_option=_TABLE, kept=(_TABLE, ENDPOINT, METADATA))
+build = CloudFactory(TYPE, Tencent, TABLES.name, options=(TABLES, *ACCESS_KEY, API, METADATA_API))

@@ -21,6 +21,7 @@ from flanneld.backends.contract import (
     Option,
     OuterPackets,
     Overhead,
+    carried,
     inner_mtu,
     peers_public_ip,
     read_options,
@@ -96,15 +97,14 @@ class Ipsec(Backend):
     flows = (*(OuterPackets("udp", port) for port in IKE_PORTS), OuterPackets("esp"))
     kernel_features = (KernelFeature("XFRM", MODULES, NETLINK_XFRM),)
     encrypts = True
+    refuses_others = True
 
     def __init__(self, config: Config, host: Host) -> None:
         self._settings = settings = IpsecConfig(**read_options(config, self.options))
         self._uplink = uplink = host.uplink
         self._is_shared = host.is_shared
         self._call = host.call
-        pool = config.range(4)
-        if pool is None or config.families != (4,):
-            raise Fatal("ipsec carries IPv4 only", "set EnableIPv6 to false and EnableIPv4 to true")
+        (pool,) = carried(Ipsec, config)
         if uplink.address is None or uplink.public_ip is None:
             raise Fatal(f"{uplink.name} has no IPv4 address", "give it one")
         assert isinstance(pool.network, IPv4Network)

@@ -19,6 +19,7 @@ from flanneld.backends.contract import (
     Option,
     OuterPackets,
     Overhead,
+    carried,
     inner_mtu,
     peers_public_ip,
     read_options,
@@ -74,9 +75,9 @@ class Udp(Backend):
 
     def __init__(self, config: Config, host: Host) -> None:
         settings, uplink = UdpConfig(**read_options(config, self.options)), host.uplink
-        pool = config.range(4)
-        if pool is None or uplink.address is None:
-            raise Fatal("the udp backend carries IPv4 only", "set EnableIPv4, or use the vxlan backend")
+        (pool,) = carried(Udp, config)
+        if uplink.address is None:
+            raise Fatal(f"{uplink.name} has no IPv4 address", "give it one")
         assert isinstance(pool.network, IPv4Network)
         self._mtu = inner_mtu(uplink, self.overhead[4], 4, "UDP")
         self._uplink = uplink

@@ -16,7 +16,7 @@ import pytest
 
 from flanneld.config import parse
 from flanneld.ctl.main import FINE, PROBLEMS, USAGE, run
-from flanneld.ctl.store_commands import consequences, read_options
+from flanneld.ctl.store_commands import checked, consequences, read_options
 from flanneld.subnet.embedded.store import open_file
 from flanneld.subnet.etcd.keys import Conflict
 from flanneld.subnet.remote.credentials import parse_token
@@ -70,7 +70,10 @@ def check_reservations(ctl: Ctl) -> None:
     ctl("reservation", "add", "10.5.9.0/24", "198.18.0.9")
     ctl("reservation", "add", "10.5.9.0/24", "198.18.0.9")
     assert ctl("reservation", "list") == {"reservations": RESERVED}
-    assert "already taken" in ctl("reservation", "add", "10.5.9.0/24", "198.18.0.8", status=PROBLEMS)["error"]
+    assert (
+        ctl("reservation", "add", "10.5.9.0/24", "198.18.0.8", status=PROBLEMS)["error"]
+        == "lease already taken; choose another: flannelctl lease list has all"
+    )
     assert (
         "mask incompatible"
         in ctl("reservation", "add", "10.5.8.0/23", "198.18.0.8", status=PROBLEMS)["error"]
@@ -91,6 +94,9 @@ def test_reservation_of_a_named_network(file: LocalFile, capsys: pytest.CaptureF
 # ---- the network config, and leases ---------------------------------------------------------------
 
 BACKEND = '{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan","MTU":1400}}'
+IPV6 = '{"EnableIPv4":false,"EnableIPv6":true,"IPv6Network":"fc00::/48"}'
+DUAL_STACK = '{"EnableIPv6":true,"Network":"10.5.0.0/16","IPv6Network":"fc00::/48","Backend":{"Type":"%s"}}'
+CLOUD = '{"Network":"10.5.0.0/16","Backend":{"Type":"aws-vpc","RouteTableID":["a"]}}'
 
 
 @pytest.mark.parametrize("place", ["file", "v2", "v3"])
@@ -126,6 +132,12 @@ def test_config_is_written_checked_and_read(
         ),
         (BACKEND.replace("1400", '"1400"'), "MTU must be a whole number"),
         (BACKEND.replace("vxlan", "vxlam"), "unknown backend type"),
+        (IPV6, "udp carries IPv4 only; set EnableIPv4 to true and EnableIPv6 to false"),
+        (IPV6.replace("}", ',"Backend":{"Type":"vxlan","Also":{"Type":"ipip"}}}'), "ipip carries IPv4 only"),
+        (DUAL_STACK % "gce", "gce carries IPv4 only"),
+        (DUAL_STACK % "ipsec", "ipsec carries IPv4 only"),
+        (CLOUD.replace("ID", "IDs"), "did you mean RouteTableID?"),
+        (CLOUD.replace('["a"]', "7"), "Unexpected RouteTableID type. Must be string or array of strings"),
     ],
 )
 def test_config_that_no_daemon_would_take_is_not_written(
@@ -135,6 +147,19 @@ def test_config_that_no_daemon_would_take_is_not_written(
     new.write_text(text)
     assert said in ctl("config", "set", str(new), status=PROBLEMS)["error"]
     assert ctl("config", "get") == {"config": CONFIG}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        CLOUD,
+        IPV6.replace("}", ',"Backend":{"Type":"vxlan"}}'),
+        DUAL_STACK % "udp",
+        BACKEND.replace("1400", '1400,"Also":{"Type":"ipip","AllowUnencryptedPeers":true}'),
+    ],
+)
+def test_config_that_a_daemon_takes_is_accepted(text: str) -> None:
+    assert checked(text) == parse(text)
 
 
 @pytest.mark.parametrize(

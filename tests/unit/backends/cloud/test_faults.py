@@ -203,6 +203,14 @@ def test_a_clean_up_removes_our_route_and_no_other(cloud: Bench) -> None:
     assert not record.path.exists()
 
 
+@pytest.mark.parametrize("kind", ["ali-vpc", "tencent-vpc"])
+def test_the_record_has_the_options_and_no_access_key(cloud: Bench) -> None:
+    key, secret = cast("AwsService", cloud.cloud).key
+    cloud.node(AccessKeyID=key, AccessKeySecret=secret).audit()
+    recorded = Record(cloud.room / "flanneld.cloud").read()
+    assert recorded.options.keys() - {"InstanceEndpoint"} == {"Endpoint", "MetadataEndpoint"}
+
+
 def test_a_clean_up_leaves_a_route_that_is_anothers_by_now(cloud: Bench) -> None:
     cloud.node().audit()
     cloud.cloud.drop_route(SUBNET)
