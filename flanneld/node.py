@@ -272,6 +272,7 @@ class Node:
             contested=not isinstance(member.manager, NodeStore),
             written=member.last_run.lease_written,
             lost=member.last_run.lease_lost,
+            wrote=lambda attrs: attrs in member.last_run.earlier,
         )
 
     def _make_controller(self, member: Member) -> Controller:

@@ -53,7 +53,8 @@ class LeaseKeeper:
     """Keeper of one lease. ``revoked`` is called if the store removed it.
 
     ``contested``: a foreign change means that another node may have our lease; else it is corrected.
-    ``written`` is called after each renewal, ``lost`` when we yield in a conflict.
+    ``written`` is called after each renewal, ``lost`` when we yield in a conflict. ``wrote`` returns True for
+    attributes that this host wrote into the lease before, as the backup of a store shows them.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class LeaseKeeper:
         contested: bool = True,
         written: Callable[[Lease], None] = lambda _lease: None,
         lost: Callable[[], None] = lambda: None,
+        wrote: Callable[[LeaseAttrs], bool] = lambda _attrs: False,
         probation: float = PROBATION,
     ) -> None:
         self._manager = manager
@@ -79,6 +81,7 @@ class LeaseKeeper:
         self._contested = contested
         self._written = written
         self._lost = lost
+        self._wrote = wrote
         self._probation = probation
         self._taken_at = clock.now()
         self._term = None if lease.expires is None else lease.expires - self._taken_at
@@ -221,7 +224,7 @@ class LeaseKeeper:
         if not self._misrepresented:  # else we have not written since the last one, which a late watch shows
             is_reply = now - self._renewed_at < _REPLY_TIME
             self._contests = self._contests + 1 if is_reply else 1
-        is_newcomer = now - self._taken_at < self._probation
+        is_newcomer = now - self._taken_at < self._probation and not self._wrote(lease.attrs)
         is_long = self._contests >= MOST_CONTESTS
         if is_newcomer or (is_long and _order(self._lease.attrs) < _order(lease.attrs)):
             log.error("%s; %s; yielding to it", problem, remedy)

@@ -131,7 +131,15 @@ class MemoryStore:
 class Node:
     """A keeper at work for a node, stepped by the test; ``error`` is with what it ended."""
 
-    def __init__(self, store: MemoryStore, clock: Clock, lease: Lease, *, contested: bool = True) -> None:
+    def __init__(
+        self,
+        store: MemoryStore,
+        clock: Clock,
+        lease: Lease,
+        *,
+        contested: bool = True,
+        earlier: tuple[LeaseAttrs, ...] = (),
+    ) -> None:
         self.stop = threading.Event()
         self.revoked = threading.Event()
         self.error: BaseException | None = None
@@ -145,6 +153,7 @@ class Node:
             make_loop=Supervisor().loop,
             revoked=self._on_revoked,
             contested=contested,
+            wrote=lambda attrs: attrs in earlier,
             probation=PROBATION,
         )
         store.watch_own(lease, self.lease_keeper.deliver, lambda: None)
@@ -509,6 +518,17 @@ def test_holder_within_the_probation_is_a_newcomer(node: Node, store: MemoryStor
     node.pass_time(PROBATION)
     assert isinstance(node.error, Fatal)
     assert store.leases[KEY].attrs == OTHERS
+
+
+def test_holder_within_the_probation_keeps_a_lease_that_shows_where_it_was(
+    store: MemoryStore, clock: Clock
+) -> None:
+    node = Node(store, clock, store.write(LEASE), earlier=(OTHERS,))
+    node.settle()
+    store.write(replace(LEASE, attrs=OTHERS))  # the store was restored from a backup
+    node.settle()
+    node.pass_time(PROBATION)
+    assert (node.ended, store.leases[KEY].attrs) == (False, OURS)
 
 
 def test_the_older_node_complains_once(
