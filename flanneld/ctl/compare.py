@@ -6,6 +6,7 @@ import socket
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from typing import Any, ClassVar
 
 from msgspec import Struct
@@ -20,6 +21,7 @@ from flanneld.network.rtnetlink.domain import Behind, Domain
 from flanneld.network.rtnetlink.kernel import Kernel
 from flanneld.network.rtnetlink.links import SeenLink, is_flannels
 from flanneld.network.rtnetlink.messages import RTN_UNICAST
+from flanneld.network.rtnetlink.netlink import DumpInterrupted
 from flanneld.network.rtnetlink.tables import tables
 from flanneld.reconcile.counters import kind_of
 from flanneld.state.resources import (
@@ -33,7 +35,7 @@ from flanneld.state.resources import (
     destination_of,
     route_key,
 )
-from flanneld.state.table import Claim, Scope
+from flanneld.state.table import Claim, Scope, Seen, Table
 
 
 class ActualState(Struct, frozen=True, gc=False):
@@ -130,9 +132,17 @@ def read(told: Status, desired: Sequence[DesiredObject]) -> ActualState:
     adopt = not told.knows_peers
     objects: dict[Resource, bool] = dict.fromkeys(ours.values(), True)
     for table in tables(kernel):
-        for seen in table.read(Scope(by_table[table.name], adopt=adopt)):
+        for seen in _held_still(table, Scope(by_table[table.name], adopt=adopt)):
             objects[_itself(seen.resource)] = seen.claim is not Claim.FOREIGN
     return ActualState(objects, present)
+
+
+def _held_still(table: Table, scope: Scope) -> list[Seen]:
+    """Return a table, read again if it changes meanwhile, as at a start. Raises ``OSError``."""
+    for _ in range(4):
+        with suppress(DumpInterrupted):
+            return list(table.read(scope))
+    return list(table.read(scope))
 
 
 def _itself(resource: Resource) -> Resource:

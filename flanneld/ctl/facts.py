@@ -86,6 +86,7 @@ def gather(source: DataSource) -> Facts:
     paths, now = tuple(_paths(told)), clock.wall()
     queued = traffic_control.queue_drops(queues) - before
     former, told = told, _with_sessions(told, paths, now)
+    bases = losses.read_bases(told)
     lacks_segmentation, queues_used = _speed(told.uplink_name)
     return Facts(
         status=told,
@@ -121,8 +122,8 @@ def gather(source: DataSource) -> Facts:
         stored=nodes.stored_config(source) if source.origin == "daemon" else None,
         clock_is_synchronised=_clock_is_synchronised(),
         paths=paths,
-        filtered=tuple(losses.read_drops(told, ways)),
-        translated=tuple(losses.read_translations(told, ways)),
+        filtered=tuple(losses.read_drops(told, ways, bases)),
+        translated=tuple(losses.read_translations(told, ways, bases)),
         lost=tuple(losses.lost_packets(told, names, ways)),
         containers=tuple(read_containers(told, found.links, {address for _, address in addresses})),
         pinned=tuple(losses.pinned(told, {link.name: link.index for link in found.links})),
@@ -399,7 +400,9 @@ def _of_this_host(seen: tuple[Container, SeenLink], host: HostView, names: Mappi
         each,
         reached_by=_device_to(host, each.address, names),
         attached_to=names.get(end.master, end.name),
-        blocked_port=end.name if state in _BR_BLOCKED else "",
+        port=end.name,
+        port_mtu=end.mtu,
+        is_blocked=state in _BR_BLOCKED,
     )
 
 

@@ -25,6 +25,7 @@ from flanneld.ctl.paths import (
     TO_NODES,
     Flow,
     ParsedPeer,
+    at_ports,
     chosen_of,
     container_of,
     flows,
@@ -38,7 +39,7 @@ from flanneld.findings import Command, command, line
 from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork, family_of
 from flanneld.network.firewall import foreign
 from flanneld.network.firewall.driver import IptablesRunner
-from flanneld.network.firewall.fate import DROP, MASQUERADE, Fate, Rule
+from flanneld.network.firewall.fate import DNAT, DROP, MASQUERADE, Fate, Rule
 from flanneld.network.firewall.foreign import BaseChain, Opening
 from flanneld.network.firewall.placing import PLACES, driver
 from flanneld.network.firewall.rules import FLANNEL_POSTRTG, NATIVE_POSTRTG, NATIVE_TABLE, POSTROUTING
@@ -60,7 +61,7 @@ _MENTIONED = 64
 
 
 class Drop(Struct, frozen=True, gc=False):
-    """A rule, or without ``rule`` a policy, that drops a flow; and the commands that accept the flow.
+    """A rule, or without ``rule`` a policy, that drops or redirects a flow; and the commands that accept it.
 
     It may not if it depends on a rule that may match or not: ``doubt``. ``drops_the_rest`` is True for a
     FORWARD chain that drops all that it does not accept.
@@ -74,6 +75,7 @@ class Drop(Struct, frozen=True, gc=False):
     doubt: str = ""
     drops_the_rest: bool = False
     families: frozenset[Family] = frozenset({4})
+    verb: str = "drops"
 
     @property
     def state(self) -> State:
@@ -82,7 +84,7 @@ class Drop(Struct, frozen=True, gc=False):
     @property
     def note(self) -> str:
         unless = f"; unless this rule passes them: {self.doubt}" if self.doubt else ""
-        return f"drops {self.flow}: {self.rule or 'its policy'}{unless}"
+        return f"{self.verb} {self.flow}: {self.rule or 'its policy'}{unless}"
 
 
 def drops_towards(told: Status, devices: Mapping[Family, str]) -> Callable[[IPAddress], list[Drop]]:
@@ -91,7 +93,7 @@ def drops_towards(told: Status, devices: Mapping[Family, str]) -> Callable[[IPAd
     ``devices`` are those of containers. The packet filters are read once, for the first peer: they may have
     thousands of rules.
     """
-    bases = cache(lambda: _bases(told))
+    bases = cache(lambda: read_bases(told))
 
     def towards(target: IPAddress) -> list[Drop]:
         peers = [each for each in reached_peers(told) if any(target in net for net in each.networks)]
@@ -118,12 +120,11 @@ def masquerading_rules(told: Status) -> Callable[[Family], Sequence[Rule] | None
     return read
 
 
-def read_drops(told: Status, devices: Mapping[Family, str]) -> list[Drop]:
+def read_drops(told: Status, devices: Mapping[Family, str], bases: Sequence[BaseChain]) -> list[Drop]:
     """Return what this host's packet filters drop of a few peers' packets, and of those that rules name.
 
     ``devices`` are those of containers.
     """
-    bases = _bases(told)
     around = [network for network, _ in told.ranges]
     return _drops(told, bases, devices, some(reached_peers(told), _mentioned(bases, around))) if bases else []
 
@@ -136,7 +137,7 @@ class Translation(Struct, frozen=True, gc=False):
     commands: tuple[Command, ...]
 
 
-def read_translations(told: Status, devices: Mapping[Family, str]) -> list[Translation]:
+def read_translations(told: Status, devices: dict[Family, str], bases: list[BaseChain]) -> list[Translation]:
     """Return the rules of this host that translate the sender of packets of containers to other nodes.
 
     A rule of a table inet is about both families, and a command spares the network of one.
@@ -148,9 +149,9 @@ def read_translations(told: Status, devices: Mapping[Family, str]) -> list[Trans
         if flow.name == FROM_CONTAINERS
     ]
     for network, _ in told.ranges if packets else ():
-        bases = list(foreign.read(network.version, "postrouting", kind="nat"))
+        mine = [packet for packet in packets if packet.source.version == network.version]
         for base, decided in (
-            each for packet in packets for each in foreign.fates(bases, packet, ("postrouting",))
+            each for packet in mine for each in foreign.fates(bases, packet, ("postrouting",))
         ):
             if decided.act == MASQUERADE and decided.certain:
                 key, spare = (str(base), decided.by), base.spare(network)
@@ -159,16 +160,20 @@ def read_translations(told: Status, devices: Mapping[Family, str]) -> list[Trans
     return list(found.values())
 
 
-def _bases(told: Status) -> list[BaseChain]:
+def read_bases(told: Status) -> list[BaseChain]:
     """Return this host's base chains that packets of the network pass, as far as they can be read."""
     versions = {network.version for network, _ in told.ranges}
-    return [base for family in FAMILIES if _concerns(family, versions, told) for base in foreign.read(family)]
+    families = [family for family in FAMILIES if _concerns(family, versions, told)]
+    kinds = [(family, kind) for family in families for kind in ("filter", "nat")]
+    return [base for family, kind in kinds for base in foreign.read(family, kind=kind)]
 
 
 def _drops(
     told: Status, bases: Sequence[BaseChain], devices: Mapping[Family, str], chosen: Iterable[ParsedPeer]
 ) -> list[Drop]:
     packets = list(flows(told, chosen, devices))
+    if any(base.hook.startswith("bridge ") for base in bases):
+        packets += [each for flow in packets for each in at_ports(flow)]
     forwarded = {flow.family for flow in packets if flow.hooks == THROUGH}
     packets += (
         Flow("packets of containers", packet, THROUGH, foreign.of_network(network))
@@ -205,7 +210,7 @@ def dropped(
     found: dict[tuple[str, Fate, tuple[Opening, ...]], tuple[BaseChain, list[Flow]]] = {}
     for flow in packets:
         for base, decided in foreign.fates(bases, flow.packet, flow.hooks):
-            if decided.act == DROP:
+            if decided.act in (DROP, DNAT):
                 found.setdefault((str(base), decided, flow.openings), (base, []))[1].append(flow)
     for (_, decided, _), (base, lost) in found.items():
         kinds = {flow.kind for flow in lost}
@@ -214,15 +219,17 @@ def dropped(
 
 
 def _described(base: BaseChain, flow: Flow, decided: Fate, families: frozenset[Family]) -> Drop:
+    is_redirect, network = decided.act == DNAT, flow.openings[0].network
     return Drop(
         str(base),
         str(flow),
         foreign.text_of(base, decided.by),
-        base.accept(*flow.openings),
+        (base.spare(network),) if is_redirect and network else base.accept(*flow.openings),
         base.is_firewalld,
         foreign.text_of(base, decided.doubt),
         foreign.drops_the_rest(base, decided),
         families,
+        "redirects" if is_redirect else "drops",
     )
 
 
@@ -240,15 +247,19 @@ def host_addresses() -> Iterator[tuple[str, IPAddress]]:
 
 #: Values of rp_filter.
 _STRICT, _LOOSE = 1, 2
+#: Value of arp_ignore to answer for no address, and its path.
+_NEVER, _ARP_IGNORE = 8, "net/ipv4/conf/{}/arp_ignore"
+#: Hooks whose marks a route lookup sees.
+_BEFORE_ROUTING = frozenset({"prerouting", "output"})
 _FORWARDING, _RP_FILTER = "net/ipv4/conf/{}/forwarding", "net/ipv4/conf/{}/rp_filter"
 
 
 class Lost(Struct, frozen=True, gc=False):
     """Packets that the kernel drops or misroutes. ``commands`` correct that; none if it takes a decision.
 
-    ``cause`` is ``filter`` (reverse path), ``forwarding`` of an interface, ``uplink`` (another interface than
-    the daemon's), ``rule``, ``no rule`` (none leads to the main table) or ``route``; ``about`` is its
-    interface or text. ``number`` of the ``asked`` packets of this kind are lost so, in these ``families``.
+    ``cause`` is ``filter`` (reverse path), ``forwarding`` of an interface, its ``arp``, ``uplink`` (another
+    interface than the daemon's), ``rule``, ``no rule`` (none leads to the main table) or ``route``; ``about``
+    is its interface or text. ``number`` of the ``asked`` packets of this kind are lost so, in ``families``.
     """
 
     packets: str
@@ -277,9 +288,12 @@ class Question(Struct, frozen=True, gc=False):
     source: IPAddress | None
     iif: str
     is_right: Callable[[RouteTaken], bool]
+    #: Mark that this host's packet filters give it.
+    mark: int = 0
 
     def __str__(self) -> str:
-        return f"{self.target} from {self.source}" + (f" iif {self.iif}" if self.iif else "")
+        mark = f" mark {self.mark:#x}" if self.mark else ""
+        return f"{self.target} from {self.source}" + (f" iif {self.iif}" if self.iif else "") + mark
 
 
 def lost_packets(
@@ -290,9 +304,33 @@ def lost_packets(
 ) -> list[Lost]:
     """Return each cause of a loss once, on the way to the ``chosen`` peers or to some. Raises ``OSError``."""
     host = _Host(HostView(), names)
-    asked = list(questions(told, chosen_of(told) if chosen is None else chosen, container_devices))
+    chosen = chosen_of(told) if chosen is None else chosen
+    asked = list(questions(told, chosen, container_devices))
+    if any(any(rule.mark) for each in asked for rule in host.rules(each.target.version)):
+        marks = _marks(told, chosen, container_devices)
+        asked = [replace(each, mark=marks.get((each.source, each.target, each.iif), 0)) for each in asked]
     wrong = ((each, way) for each in asked if (way := host.ask(each)) is not None)
-    return by_cause(asked, ((each, host.explain(each, way, told)) for each, way in wrong))
+    lost = by_cause(asked, ((each, host.explain(each, way, told)) for each, way in wrong))
+    return [*lost, *_mute({told.uplink_name, container_devices.get(4, "")})]
+
+
+def _marks(
+    told: Status, chosen: Sequence[ParsedPeer], devices: Mapping[Family, str]
+) -> dict[tuple[IPAddress | None, IPAddress, str | None], int]:
+    """Return the marks that packets have when they are routed, by sender, receiver and interface."""
+    bases = read_bases(told)
+    packets = ((each.packet, each.hooks & _BEFORE_ROUTING) for each in flows(told, chosen, devices))
+    marked = ((packet, foreign.marked(bases, packet, hooks)) for packet, hooks in packets)
+    return {(packet.source, packet.destination, packet.iif): mark for packet, mark in marked if mark}
+
+
+def _mute(names: Iterable[str]) -> Iterator[Lost]:
+    """Yield the interfaces that answer no ARP request."""
+    for name in sorted(filter(None, names)):
+        mute = [_ARP_IGNORE.format(each) for each in ("all", name)]
+        fixes = tuple(sysctl((path, 0)) for path in mute if _setting(path) == _NEVER)
+        if fixes:
+            yield Lost(TO_CONTAINERS, "arp", name, f"arp_ignore is {_NEVER}", fixes)
 
 
 def by_cause(asked: Iterable[Question], lost: Iterable[tuple[Question, Lost]]) -> list[Lost]:
@@ -352,14 +390,14 @@ class _Host:
         self._names = names
         self._indexes = {name: index for index, name in names.items()}
         #: By family: a kernel without IPv6 refuses to list its rules.
-        self._rules: Callable[[Family], Sequence[PolicyRule]] = cache(lambda family: [*view.rules(family)])
+        self.rules: Callable[[Family], Sequence[PolicyRule]] = cache(lambda family: [*view.rules(family)])
 
     def ask(self, question: Question) -> RouteTaken | OSError | None:
         """Return the wrong route, or the kernel's refusal; None if the route is right."""
         if question.iif and question.iif not in self._indexes:
             return None  # a missing device is a finding of its own
         try:
-            way = self._way(question.target, question.source, question.iif)
+            way = self._way(question.target, question.source, question.iif, question.mark)
         except OSError as failure:
             if failure.errno == errno.EHOSTUNREACH and question.iif and does_not_forward(question.target):
                 return None  # so is forwarding that is off
@@ -410,8 +448,10 @@ class _Host:
         destination, kind = max(around, key=lambda each: each[0].prefixlen, default=(None, 0))
         return f"{NOWHERE[kind]} {destination}" if kind in NOWHERE else ""
 
-    def _way(self, target: IPAddress, source: IPAddress | None = None, iif: str = "") -> RouteTaken:
-        found = self._view.lookup(target, source, self._indexes[iif] if iif else 0)
+    def _way(
+        self, target: IPAddress, source: IPAddress | None = None, iif: str = "", mark: int = 0
+    ) -> RouteTaken:
+        found = self._view.lookup(target, source, self._indexes[iif] if iif else 0, mark)
         is_here = found.kind == RTN_LOCAL
         return RouteTaken(self._names.get(found.index, ""), found.gateway, is_here=is_here)
 
@@ -430,16 +470,16 @@ class _Host:
 
     def _has_main_rule(self, family: Family) -> bool:
         """Return True if a rule of any priority leads all packets to the main table."""
-        return any(each.text == f"from all{_TO_MAIN}" for each in self._rules(family))
+        return any(each.text == f"from all{_TO_MAIN}" for each in self.rules(family))
 
     def _rule(self, question: Question) -> PolicyRule | None:
         matching = (
             rule
-            for rule in self._rules(question.target.version)
+            for rule in self.rules(question.target.version)
             if not rule.is_default
             and not rule.text.endswith(_TO_MAIN)  # that is where flannel's routes are
             and (
-                rule.may_match(question.target, question.source, question.iif or "lo")
+                rule.may_match(question.target, question.source, question.iif or "lo", question.mark)
                 # The reverse path filter asks for the way back.
                 or (question.source and rule.may_match(question.source, question.target, "lo"))
             )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from ipaddress import ip_network
+from itertools import islice
+from pathlib import Path
 
 from msgspec import UNSET, Struct
 from msgspec.structs import replace
@@ -25,15 +27,21 @@ from flanneld.network.firewall.foreign import SENDERS, SOME_PORT, Opening, of_ne
 
 #: Peers for which routes are looked up, spread over all: rules and filters concern all of them, or a range.
 _PEERS = 64
+#: Ports of a bridge for which rules are looked up, at most.
+_PORTS = 64
 #: Hooks that a packet passes if it is for this host, from it, or through it.
 INWARDS = frozenset({"ingress", "prerouting", "input"})
 OUTWARDS = frozenset({"output", "postrouting"})
 THROUGH = frozenset({"ingress", "prerouting", "forward", "postrouting"})
+#: Hooks of a bridge that packets of containers pass on their way to this host, and from it.
+FROM_PORTS = frozenset({"bridge prerouting", "bridge input"})
+TO_PORTS = frozenset({"bridge output", "bridge postrouting"})
 #: Numbers of IP protocols.
 _NUMBERS = {"ipencap": 4, "esp": 50}
 TO_NODES, FROM_NODES = "packets to other nodes", "packets from other nodes"
 FROM_CONTAINERS = "packets of its containers to other nodes"
 TO_CONTAINERS = "packets of other nodes to its containers"
+DISCOVERY = "neighbour discovery (ICMPv6) of its peers"
 
 
 class Flow(Struct, frozen=True, gc=False):
@@ -111,6 +119,17 @@ def flows(
             if theirs is not None:
                 device = container_devices.get(subnet.version)
                 yield from _between_containers(told, peer, subnet, theirs, device)
+
+
+def at_ports(flow: Flow) -> Iterator[Flow]:
+    """Yield a flow of containers as it passes each port of their bridge."""
+    is_out = flow.name == FROM_CONTAINERS
+    bridge = flow.packet.iif if is_out else flow.packet.oif
+    ports = Path(f"/sys/class/net/{bridge}/brif").glob("*") if flow.hooks == THROUGH and bridge else ()
+    for port in islice(ports, _PORTS):
+        iif, oif = (port.name, "") if is_out else ("", port.name)
+        packet = replace(flow.packet, iif=iif, oif=oif)
+        yield replace(flow, packet=packet, hooks=FROM_PORTS if is_out else TO_PORTS)
 
 
 def container_of(subnet: IPNetwork) -> IPAddress:
@@ -202,6 +221,9 @@ def _between_nodes(told: Status, peer: ParsedPeer) -> Iterator[Flow]:
         ):
             title = f"{named(protocol, port)} {shown} its peers"
             yield Flow(title, replace(packet, sport=sources), hooks, (Opening(protocol, port),))
+        for kind in ("nd-neighbor-solicit", "nd-neighbor-advert") if each.family == 6 else ():
+            message = Packet(name, "", there, here, "ipv6-icmp", state="untracked", icmp=kind)
+            yield Flow(DISCOVERY, message, INWARDS, (Opening("ipv6-icmp"),))
 
 
 def _between_containers(

@@ -165,14 +165,14 @@ class HostView:
             return None
 
     def lookup(
-        self, target: IPAddress, source: IPAddress | None = None, arrives_by: int = 0
+        self, target: IPAddress, source: IPAddress | None = None, arrives_by: int = 0, mark: int = 0
     ) -> routing.LookupResult:
         """Return the route for a packet; for a forwarded one ``arrives_by`` is the index of its interface.
 
         Raises ``OSError`` if the kernel would drop it: EXDEV by the reverse path filter, EHOSTUNREACH if the
         interface does not forward, otherwise by a route of that kind or for want of one.
         """
-        request = routing.lookup_request(target, source, arrives_by)
+        request = routing.lookup_request(target, source, arrives_by, mark)
         return routing.decode_lookup(*self._socket.ask(rtnl.RTM_GETROUTE, request))
 
     def default_routes(self, family: Family) -> list[int]:

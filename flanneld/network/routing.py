@@ -32,7 +32,7 @@ from flanneld.state.resources import ROUTES, Key
 RTM_GETRULE = 34
 #: struct fib_rule_hdr: family, lengths of destination and source, tos, table, two reserved, action, flags.
 _HEADER = struct.Struct("=BBBBBBBBI")
-_DST, _SRC, _IIF, _PRIORITY, _MARK, _TABLE, _OIF = 1, 2, 3, 6, 10, 15, 17
+_DST, _SRC, _IIF, _PRIORITY, _MARK, _TABLE, _MASK, _OIF = 1, 2, 3, 6, 10, 15, 16, 17
 _ACTIONS = {2: "goto", 6: "blackhole", 7: "unreachable", 8: "prohibit"}
 _INVERT = 2
 #: Priorities of the rules that every host has.
@@ -50,21 +50,23 @@ class PolicyRule(Struct, frozen=True, gc=False):
     source: IPNetwork | None = None
     destination: IPNetwork | None = None
     iif: str = ""
-    #: It has a condition that is not looked at here, such as a mark.
+    #: Mark and mask of packets that it is about.
+    mark: tuple[int, int] = (0, 0)
+    #: It has a condition that is not looked at here.
     is_narrow: bool = False
 
     @property
     def is_default(self) -> bool:
         return self.priority in _DEFAULT
 
-    def may_match(self, target: IPAddress, source: IPAddress | None, iif: str) -> bool:
-        """Return True if a packet has these properties of the rule; an unmarked packet has no mark."""
+    def may_match(self, target: IPAddress, source: IPAddress | None, iif: str, mark: int = 0) -> bool:
+        """Return True if a packet has these properties of the rule."""
         sides = ((self.destination, target), (self.source, source))
         if self.is_narrow or self.family != target.version:
             return False
-        if any(net is not None and (ip is None or ip not in net) for net, ip in sides):
-            return False
-        return self.iif in ("", iif)
+        value, mask = self.mark
+        is_inside = all(net is None or (ip is not None and ip in net) for net, ip in sides)
+        return is_inside and self.iif in ("", iif) and mark & mask == value
 
 
 def request(family: Family) -> bytes:
@@ -82,22 +84,21 @@ def decode(data: bytes, offset: int, end: int) -> PolicyRule:
     destination = network_of(found[_DST], to_length) if _DST in found else None
     iif, oif = text_of(found, _IIF), text_of(found, _OIF)
     table = number(found.get(_TABLE)) or table
+    mark = number(found.get(_MARK)), number(found.get(_MASK))
     words = [
         *(("from", str(source)) if source else ("from", "all")),
         *(("to", str(destination)) if destination else ()),
-        *(("fwmark", hex(number(found[_MARK]))) if _MARK in found else ()),
+        *(("fwmark", f"{mark[0]:#x}/{mark[1]:#x}") if any(mark) else ()),
         *(("iif", iif) if iif else ()),
         *(("oif", oif) if oif else ()),
         _ACTIONS.get(action, "lookup"),
         *((_TABLES.get(table, str(table)),) if action == 1 else ()),
     ]
-    narrow = bool(oif or tos or flags & _INVERT or number(found.get(_MARK)))
-    return PolicyRule(
-        FAMILY[family], number(found.get(_PRIORITY)), " ".join(words), source, destination, iif, narrow
-    )
+    narrow, priority = bool(oif or tos or flags & _INVERT), number(found.get(_PRIORITY))
+    return PolicyRule(FAMILY[family], priority, " ".join(words), source, destination, iif, mark, narrow)
 
 
-_RTA_DST, _RTA_SRC, _RTA_IIF, _RTA_PREFSRC, _RTA_MULTIPATH, _RTA_VIA = 1, 2, 3, 7, 9, 18
+_RTA_DST, _RTA_SRC, _RTA_IIF, _RTA_PREFSRC, _RTA_MULTIPATH, _RTA_MARK, _RTA_VIA = 1, 2, 3, 7, 9, 16, 18
 RT_TABLE_LOCAL = 255
 RTN_LOCAL, RTN_BROADCAST, RTN_ANYCAST = 2, 3, 4
 #: Flags: of a request for the route itself (Linux 4.13), and of an answer with one packet's way.
@@ -115,7 +116,7 @@ def interface_ending(index: int) -> bytes:
     return u32(RTA_OIF, index)
 
 
-def lookup_request(target: IPAddress, source: IPAddress | None = None, arrives_by: int = 0) -> bytes:
+def lookup_request(target: IPAddress, source: IPAddress | None = None, iif: int = 0, mark: int = 0) -> bytes:
     """Return the request for a route lookup.
 
     With the interface by which it arrives, the kernel looks the packet up as one to be passed on.
@@ -125,7 +126,9 @@ def lookup_request(target: IPAddress, source: IPAddress | None = None, arrives_b
     request = RTMSG.pack(AF[target.version], 8 * len(raw), length, 0, 0, 0, 0, 0, 0) + DST[len(raw)] + raw
     if source:
         request += attribute(_RTA_SRC, source.packed)
-    return request + u32(_RTA_IIF, arrives_by) if arrives_by else request
+    if mark:
+        request += u32(_RTA_MARK, mark)
+    return request + u32(_RTA_IIF, iif) if iif else request
 
 
 def match_request(target: IPAddress) -> bytes:

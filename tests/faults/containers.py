@@ -37,6 +37,19 @@ IN_CONTAINERS = {
         "the bridge passes no packets to veth1",
         ("bridge link set dev veth1 state 0",),
     ),
+    "veth pair with a smaller MTU at this host's end": Fault(
+        "containers",
+        "1 container whose veth pair has a smaller MTU at one end",
+        ("ip link set veth1 mtu 1400",),
+        cuts=False,
+        after=("ip link set cni0 mtu 1450",),
+    ),
+    "veth pair with a smaller MTU inside": Fault(
+        "containers",
+        ": 1400; veth1: 1450",
+        (INSIDE + "ip link set eth0 mtu 1400",),
+        cuts=False,
+    ),
     "port of the bridge down": Fault("bridge port", "veth1 is down", ("ip link set veth1 down",)),
     "bridge without address": Fault(
         "bridge address",

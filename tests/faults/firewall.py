@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from tests.faults.fault import BEHIND, HINT, Fault, on_peer
-from tests.faults.world import DUAL, HOST_GW, LEGACY, MASQUERADE, NATIVE, NO_RULES, NO_RULES_DUAL, UDP
+from tests.faults.world import (
+    DUAL,
+    HOST_GW,
+    LEGACY,
+    MASQUERADE,
+    NATIVE,
+    NO_RULES,
+    NO_RULES_DUAL,
+    UDP,
+    VXLAN_V3,
+)
 from tests.unit.network.firewall.test_rules import GOLDEN
 
 #: Rules of an earlier run.
@@ -22,6 +32,17 @@ def chain(hook: str, policy: str, *rules: str, priority: int = 0) -> tuple[str, 
         f"nft 'add chain inet wall c {{{{ type filter hook {hook} priority {priority}; policy {policy}; }}}}'"
     )
     return (WALL, made, *(f"nft 'add rule inet wall c {rule}'" for rule in rules))
+
+
+#: Rule that gives the tunnel's packets to another port.
+TAKES_PORT = "-p udp --dport 8472 -j REDIRECT --to-ports 9"
+NO_BRIDGED = ("nft delete table bridge wall",)
+
+
+def bridged(hook: str, rule: str) -> tuple[str, ...]:
+    """Return the commands that make a chain of a bridge with a rule."""
+    made = f"nft 'add chain bridge wall c {{{{ type filter hook {hook} priority 0; }}}}'"
+    return ("nft add table bridge wall", made, f"nft 'add rule bridge wall c {rule}'")
 
 
 def flushed(table: str, name: str, program: str = "iptables-nft") -> tuple[str, ...]:
@@ -186,6 +207,50 @@ FAULTS = {
             "nft 'add rule netdev wall c udp dport 8472 drop'",
         ),
         after=("nft delete table netdev wall",),
+    ),
+    "bridge family drops what comes from a container": Fault(
+        "filters",
+        FROM_CONTAINERS,
+        bridged("input", "iifname veth1 ip daddr {base}/24 drop"),
+        after=NO_BRIDGED,
+        peer_blind=BEHIND,
+    ),
+    "bridge family drops what goes to a container": Fault(
+        "filters",
+        TO_CONTAINERS,
+        bridged("output", "oifname veth1 ip protocol {{ icmp, tcp }} drop"),
+        after=NO_BRIDGED,
+        peer_blind=BEHIND,
+    ),
+    "port of the tunnel redirected": Fault(
+        "filters",
+        f"this node redirects {FROM_PEERS}",
+        (f"iptables-nft -t nat -I PREROUTING {TAKES_PORT}",),
+        VXLAN_V3,  # connections keep their translation: no other fault there has rules of nat
+        after=flushed("nat", "PREROUTING"),
+    ),
+    "another program redirects TCP of containers": Fault(
+        "filters",
+        f"this node redirects TCP {FROM_CONTAINERS}",
+        (
+            "nft add table inet proxy",
+            "nft 'add chain inet proxy c {{ type nat hook prerouting priority -100; }}'",
+            "nft 'add rule inet proxy c iifname cni0 meta l4proto tcp dnat ip to 127.0.0.1:15001'",
+        ),
+        cuts=False,
+        after=("nft delete table inet proxy",),
+    ),
+    "neighbour discovery dropped": Fault(
+        "filters",
+        "neighbour discovery (ICMPv6) of its peers",
+        (
+            "ip6tables-nft -A INPUT -p icmpv6 --icmpv6-type neighbour-solicitation -j DROP",
+            "ip6tables-nft -A INPUT -p icmpv6 --icmpv6-type neighbour-advertisement -j DROP",
+            "ip -6 neigh flush dev eth0",
+        ),
+        DUAL,
+        cuts=None,
+        after=flushed("filter", "INPUT", "ip6tables-nft"),
     ),
     "INPUT drops the port, IPv6": Fault(
         "filters",

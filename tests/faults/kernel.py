@@ -184,6 +184,37 @@ FAULTS = {
         ("ip rule add to {subnet} lookup 100; ip route add default via {gateway} table 100",),
         after=("ip rule del to 10.5.0.0/16; ip rule del to {subnet}; ip route flush table 100",),
     ),
+    "rule by mark": Fault(
+        "lookups",
+        "fwmark 0x7/0xffffffff lookup 100 diverts packets of its containers",
+        (
+            "iptables-nft -t mangle -A PREROUTING -i cni0 -j MARK --set-mark 7",
+            "ip link add other0 up type bridge; ip route add default dev other0 table 100",
+            "ip rule add fwmark 7 lookup 100 priority 100",
+        ),
+        after=(
+            "ip rule del priority 100; ip rule del priority 99; ip link del other0",
+            "iptables-nft -t mangle -F PREROUTING",
+        ),
+        peer_blind=BEHIND,
+    ),
+    "rule by mark, for the tunnel": Fault(
+        "lookups",
+        "fwmark 0x7/0xffffffff lookup 100 diverts packets to other nodes",
+        (
+            "iptables-nft -t mangle -A OUTPUT -p udp --dport 8472 -j MARK --set-mark 7",
+            "ip link add other0 up type bridge; ip route add default dev other0 table 100",
+            "ip rule add fwmark 7 lookup 100 priority 100",
+        ),
+        heal=("ip rule del priority 100",),
+        after=("ip link del other0; iptables-nft -t mangle -F OUTPUT",),
+    ),
+    "uplink that answers no ARP request": Fault(
+        "lookups",
+        "eth0 answers no ARP request",
+        ("sysctl -w net.ipv4.conf.eth0.arp_ignore=8",),
+        cuts=None,
+    ),
     "rule by source, IPv6": Fault(
         "lookups",
         "from fc00:5::/48 lookup 100",

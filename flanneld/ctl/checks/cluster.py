@@ -186,7 +186,7 @@ def _shared(
             owners[value].append(node)
     for value, nodes in owners.items():
         for node in nodes if len(nodes) > 1 else ():
-            yield node, f"{few([each.name for each in nodes])} share the {name} {value}"
+            yield node, f"{few([each.place for each in nodes])} share the {name} {value}"
 
 
 def _public_ip(cluster: Cluster) -> Iterator[tuple[ClusterNode, str]]:

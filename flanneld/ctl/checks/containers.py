@@ -35,8 +35,10 @@ class Container(Struct, frozen=True, gc=False):
     reached_by: str = ""
     attached_to: str = ""
     is_up: bool = True
-    #: Port of the bridge, if it passes no packets on.
-    blocked_port: str = ""
+    #: This host's end of the veth pair, and True if the bridge passes nothing to it.
+    port: str = ""
+    port_mtu: int = 0
+    is_blocked: bool = False
 
 
 def container_devices(
@@ -203,8 +205,8 @@ def attachment(facts: Facts) -> Iterator[Finding]:
 @check("G", "bridge port", "the bridge passes packets to each container")
 def bridge_port(facts: Facts) -> Iterator[Finding]:
     # A bridge that is down disables all its ports, and enables them when it is up.
-    blocked = (each for each in facts.containers if each.blocked_port and each.is_up)
-    for port in sorted({each.blocked_port for each in blocked if _is_up(facts, each.attached_to)}):
+    blocked = (each for each in facts.containers if each.is_blocked and each.is_up)
+    for port in sorted({each.port for each in blocked if _is_up(facts, each.attached_to)}):
         is_up = _is_up(facts, port)
         forward = command("bridge", "link", "set", "dev", port, "state", 3)
         yield Finding(

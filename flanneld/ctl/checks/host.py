@@ -19,6 +19,7 @@ from flanneld.network.rtnetlink.traffic_control import ORDINARY, WITH_FILTERS
 
 if TYPE_CHECKING:
     from flanneld.ctl.checks import Facts
+    from flanneld.ctl.checks.containers import Container
 
 #: First kernel with correct checksums for VXLAN packets after NAT (fixed by ea64d8d6c675).
 _GOOD_CHECKSUMS = (5, 7)
@@ -210,15 +211,37 @@ def container_mtu(facts: Facts) -> Iterator[Finding]:
                 Fix((set_link(name, "mtu", allowed),)),
                 about=name,
             )
+    narrow = [each for each in facts.containers if allowed and _is_narrow(facts, each, allowed)]
     large = [each for each in facts.containers if allowed and each.mtu > allowed]
-    if large:
-        yield Finding(
-            f"{counted(len(large), 'container')} with a larger MTU than the network allows, {allowed}",
-            few([f"{each.address} in {each.path}: {each.mtu}" for each in large], "; "),
+    for some, problem, why in (
+        (narrow, "whose veth pair has a smaller MTU at one end", "packets that one end refuses are lost"),
+        (
+            large,
+            f"with a larger MTU than the network allows, {allowed}",
             "this host refuses its large packets; where a program does not make smaller ones, they are lost",
-            Fix(tuple(set_link(each.device, "mtu", allowed, inside=each.path) for each in large)),
-            severity=Severity.HINT,
-        )
+        ),
+    ):
+        if some:
+            yield Finding(
+                f"{counted(len(some), 'container')} {problem}",
+                few([f"{at.address} in {at.path}: {at.mtu}; {at.port}: {at.port_mtu}" for at in some]),
+                why,
+                Fix(
+                    tuple(
+                        set_link(name, "mtu", allowed, inside=where)
+                        for each in some
+                        for name, where in ((each.port, ""), (each.device, each.path))
+                        if name
+                    )
+                ),
+                severity=Severity.PROBLEM if some is narrow else Severity.HINT,
+            )
+
+
+def _is_narrow(facts: Facts, at: Container, allowed: int) -> bool:
+    """Return True if one end of a container's veth pair refuses a size that is sent to it."""
+    bridge, ends = facts.link(at.attached_to), (at.mtu, at.port_mtu or at.mtu)
+    return min(ends) < min(allowed, max(*ends, bridge.mtu if bridge else 0))
 
 
 @check("K", "device", "our devices leave room for the outer headers")

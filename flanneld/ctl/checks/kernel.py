@@ -220,6 +220,7 @@ def mac(facts: Facts) -> Iterator[Finding]:
 @check("D", "contested", "no two peers claim one object")
 def contested(facts: Facts) -> Iterator[Finding]:
     told: set[str] = set()
+    places = {net: peer.place for peer in facts.peers for net in peer.subnets}
     for peer in facts.peers:
         others = [each for each in peer.conflicts if each not in told]
         if others:
@@ -227,7 +228,7 @@ def contested(facts: Facts) -> Iterator[Finding]:
             has_key = peer.backend == "wireguard"
             what = "key" if has_key else "MAC"
             yield Finding(
-                f"{peer.name} shares the {what} of {', '.join(others)}",
+                f"{peer.place} shares the {what} of {', '.join(places.get(each, each) for each in others)}",
                 f"public IP {', '.join(peer.public_ips)}",
                 f"one of both is not reached: cloned machines have one {what}",
                 Advice(
@@ -245,7 +246,7 @@ def cloned_mac(facts: Facts) -> Iterator[Finding]:
         shared = sorted(own & {mac.lower() for mac in peer.macs})
         if shared:
             yield Finding(
-                f"{peer.name} shares the MAC of our own device",
+                f"{peer.place} shares the MAC of our own device",
                 f"{', '.join(shared)}, at public IP {', '.join(peer.public_ips)}",
                 "other nodes reach only one of both: cloned machines have one MAC",
                 Advice(f"on the clone: stop flanneld, {NEW_MAC}, start flanneld"),

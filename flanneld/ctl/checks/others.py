@@ -13,7 +13,7 @@ from flanneld.compat.glog import counted
 from flanneld.ctl.checks import check, few
 from flanneld.ctl.checks.containers import RUNTIMES_BRIDGES, addressing
 from flanneld.ctl.checks.host import let_in
-from flanneld.ctl.paths import TO_CONTAINERS
+from flanneld.ctl.paths import DISCOVERY, TO_CONTAINERS
 from flanneld.findings import Advice, Command, Finding, Fix, Severity, command, line
 from flanneld.network.host_settings import Topic
 from flanneld.network.rtnetlink.links import is_flannels
@@ -39,16 +39,16 @@ class CniFile(Struct, frozen=True, gc=False):
     types: tuple[str, ...]
 
 
-@check("E", "filters", "no rule drops packets between the nodes or between containers")
+@check("E", "filters", "no rule drops or redirects packets between the nodes or between containers")
 def filters(facts: Facts) -> Iterator[Finding]:
     is_lossy = any(path.carried != path.required for path in facts.paths)
     for each in (drop for drop in facts.filtered if not drop.drops_the_rest):
-        if each.doubt and not is_lossy:
-            continue  # what accepts the packets is a rule that cannot be evaluated
+        if (each.doubt or each.flow == DISCOVERY) and not is_lossy:
+            continue  # a rule that cannot be evaluated accepts the packets, or no peer is a neighbour
         evidence = each.rule or "no rule accepts them, and the chain's policy is to drop"
         doubt = f"; whether this rule is about them cannot be told: {each.doubt}" if each.doubt else ""
         yield Finding(
-            f"this node {'may drop' if doubt else 'drops'} {each.flow}: {each.chain}",
+            f"this node {'may drop' if doubt else each.verb} {each.flow}: {each.chain}",
             f"{evidence}{doubt}",
             "no packet of a container gets to or from other nodes that way",
             Advice(let_in("firewalld", facts)) if each.is_firewalld else Fix(each.commands),
@@ -103,6 +103,8 @@ def misrouted(facts: Facts) -> Iterator[Finding]:
             problem = f"the policy rule {each.about} diverts {each.packets}"
         elif each.cause == "no rule":
             problem = f"no policy rule leads {each.packets} to {each.about}"
+        elif each.cause == "arp":
+            problem = f"{each.about} answers no ARP request"
         elif each.cause == "forwarding":
             problem = f"{each.about} does not forward {each.packets}"
         elif each.cause == "route" and not _is_missing(facts, each):

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from flanneld.model import IPAddress, IPNetwork
 
 ACCEPT, RETURN, MASQUERADE, DROP, REJECT = "ACCEPT", "RETURN", "MASQUERADE", "DROP", "REJECT"
-SNAT = "SNAT"
+SNAT, DNAT, REDIRECT = "SNAT", "DNAT", "REDIRECT"
 #: Verdicts after which a packet goes on: with a new mark, without a connection, or as only a program knows.
 MARK, NOTRACK, UNKNOWN_VERDICT = "MARK", "NOTRACK", "unknown"
 #: iptables' targets after which a packet goes on as it is.
@@ -26,7 +26,8 @@ _PASSES_ON = frozenset(
     | {"IDLETIMER", "LED"}
 )
 #: Ends of a packet's walk through a table by the verdict.
-_ENDS = {ACCEPT: ACCEPT, MASQUERADE: MASQUERADE, SNAT: MASQUERADE, DROP: DROP, REJECT: DROP}
+_ENDS = dict.fromkeys((DNAT, REDIRECT), DNAT)
+_ENDS |= {ACCEPT: ACCEPT, MASQUERADE: MASQUERADE, SNAT: MASQUERADE, DROP: DROP, REJECT: DROP}
 #: Verdicts that lead to no chain. Only nftables may have chains of these names.
 TARGETS = frozenset({*_PASSES_ON, *_ENDS, RETURN, MARK, NOTRACK, UNKNOWN_VERDICT} - {""})
 ALL_BITS = 0xFFFF_FFFF
@@ -44,6 +45,7 @@ _PROTOCOLS = {
 }
 #: Numbers of ICMP messages (RFC 792, RFC 4443); iptables has 255 and "any" for all of them.
 _ICMP = {**dict.fromkeys(("8", "128"), "echo-request"), **dict.fromkeys(("255", "any"), "*")}
+_ICMP |= {"135": "nd-neighbor-solicit", "136": "nd-neighbor-advert"}
 #: Flags of TCP (RFC 9293, RFC 3168) by their bits; iptables has "all" for the first six.
 TCP_FLAGS = {"fin": 1, "syn": 2, "rst": 4, "psh": 8, "ack": 16, "urg": 32, "ecn": 64, "cwr": 128, "all": 63}
 #: Chains that call each other are no deeper in any real packet filter (NFT_JUMP_STACK_SIZE is 16).

@@ -164,9 +164,17 @@ def fates(
 ) -> Iterator[tuple[BaseChain, Fate]]:
     """Yield what happens to a packet in each chain at its hooks, as if none dropped it (pure)."""
     passed = (base for base in bases if base.hook in hooks and base.family == packet.source.version)
-    for base in sorted(passed, key=lambda each: (_HOOKS.index(each.hook), each.priority)):
+    for base in sorted(passed, key=lambda each: (_HOOKS.index(each.hook.split()[-1]), each.priority)):
         decided, packet = base.walked(packet)
         yield base, decided
+
+
+def marked(bases: Iterable[BaseChain], packet: Packet, hooks: Container[str]) -> int:
+    """Return the mark that a packet has behind these hooks, 0 if it is not known (pure)."""
+    for base in sorted(bases, key=lambda each: each.priority):
+        if base.hook in hooks and base.family == packet.source.version:
+            packet = base.walked(packet)[1]
+    return packet.mark or 0
 
 
 def read(
@@ -187,7 +195,8 @@ def _read(family: Family, hook: str, commands: IptablesRunner | None, kind: str)
             yield from _of_iptables("legacy", family, table, tables[table], commands)
     hooked: list[Hooked] = []
     with suppress(OSError), Netfilter() as netfilter:  # the kernel may lack nf_tables
-        hooked = [each for each in netfilter.hooked(family) if each.type == kind]
+        # Chains of the type "route" filter, and set marks.
+        hooked = [each for each in netfilter.hooked(family) if (each.type == "nat") == (kind == "nat")]
     for table in sorted({each.table for each in hooked if hook in ("", each.hook)}):
         nft, _, name = table.partition(" ")
         if name == NATIVE_TABLE[family]:

@@ -48,10 +48,10 @@ _PROTOCOL: dict[Family, int] = {4: 2, 6: 10}
 _INET = 1
 _FAMILY: dict[int, Family] = {2: 4, 10: 6}
 #: Families of tables, as nft(8) names them.
-_TABLE_FAMILY = {1: "inet", 2: "ip", 5: "netdev", 10: "ip6"}
+_TABLE_FAMILY = {1: "inet", 2: "ip", 5: "netdev", 7: "bridge", 10: "ip6"}
 #: Hooks by their numbers (NF_INET_*). A netdev table's only hook that concerns arrivals is its first.
 _HOOKS = ("prerouting", "input", "forward", "output", "postrouting", "ingress")
-_NETDEV = 5
+_NETDEV, _BRIDGE = 5, 7
 
 #: Errors for a subsystem that the kernel does not have.
 _NOT_THERE = (errno.EINVAL, errno.EOPNOTSUPP)
@@ -122,8 +122,8 @@ class Netfilter:
         return max(0, others - len(ways))
 
     def hooked(self, family: Family) -> Iterator[Hooked]:
-        """Yield the base chains that packets of a family pass."""
-        for protocol in (_PROTOCOL[family], _INET, _NETDEV):
+        """Yield the base chains that packets of a family pass; hooks of a bridge are ``bridge input``."""
+        for protocol in (_PROTOCOL[family], _INET, _NETDEV, _BRIDGE):
             for given in self._whole(_GETCHAIN, protocol):
                 raw = given.get(_CHAIN_HOOK)
                 if raw is None:
@@ -136,7 +136,7 @@ class Netfilter:
                     yield Hooked(
                         f"{_TABLE_FAMILY[protocol]} {text_of(given, _CHAIN_TABLE)}",
                         text_of(given, _CHAIN_NAME),
-                        _HOOKS[number],
+                        f"bridge {_HOOKS[number]}" if protocol == _BRIDGE else _HOOKS[number],
                         text_of(given, _CHAIN_TYPE),
                         number_of(given, _CHAIN_POLICY) == _NF_DROP,
                         int.from_bytes(hook.get(_HOOK_PRIORITY, b""), signed=True),

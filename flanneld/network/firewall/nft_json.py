@@ -14,6 +14,7 @@ from flanneld.model import Family, IPNetwork
 from flanneld.network.firewall.fate import (
     ACCEPT,
     ALL_BITS,
+    DNAT,
     DROP,
     MARK,
     MASQUERADE,
@@ -44,6 +45,7 @@ VERDICTS = {
     "return": RETURN,
     "masquerade": MASQUERADE,
     "snat": SNAT,
+    **dict.fromkeys(("dnat", "redirect"), DNAT),
     "continue": "",
     "notrack": NOTRACK,
     MARK: MARK,

@@ -312,6 +312,7 @@ CASES: dict[str, list[Facts]] = {
     "containers": [
         with_links(link("eth0"), flannel(), bridge("cni0", 1500), port_of("cni0")),
         container(mtu=1500),
+        container(port="veth1", port_mtu=1400),
     ],
     "device": [with_links(link("eth0", 1450), flannel())],
     "path": [
@@ -326,7 +327,7 @@ CASES: dict[str, list[Facts]] = {
     ],
     "receiving": [STUCK],
     "bridge port": [
-        replace(container(blocked_port="veth1"), links=(*WELL.links, link("veth1", up=up)))
+        replace(container(port="veth1", is_blocked=True), links=(*WELL.links, link("veth1", up=up)))
         for up in (True, False)
     ],
     "kernel support": [replace(WELL, lacking=(NO_WIREGUARD,))],
@@ -809,7 +810,7 @@ def test_leases_that_share_a_mac_are_named_once() -> None:
     clone = {**first, "subnets": ["10.5.3.0/24"], "public_ips": ["192.0.2.3"], "conflicts": ["10.5.2.0/24"]}
     document["peers"] = [{**first, "conflicts": ["10.5.3.0/24"]}, clone]
     ((_, finding),) = examine(replace(WELL, status=status_of(document)))
-    assert finding.problem == "10.5.2.0/24 shares the MAC of 10.5.3.0/24"
+    assert finding.problem == "10.5.2.0/24 (192.0.2.2) shares the MAC of 10.5.3.0/24 (192.0.2.3)"
 
 
 def test_etcd_that_has_another_clock_tells_its_own() -> None:
@@ -904,7 +905,7 @@ def test_peer_that_answers_is_not_stuck_however_little_it_sends() -> None:
 
 def test_port_of_a_bridge_that_is_down_is_no_finding_of_its_own() -> None:
     facts = replace(
-        container(blocked_port="veth1"),
+        container(port="veth1", is_blocked=True),
         links=(link("eth0"), flannel(), replace(bridge("cni0", 1450), up=False), link("veth1")),
     )
     assert [check.name for check, _ in examine(facts)] == ["bridge down"]

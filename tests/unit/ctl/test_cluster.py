@@ -111,7 +111,8 @@ def test_who_shares_a_value_is_told_with_whom() -> None:
     found = remarks(Cluster(nodes, frozenset({OWN}), NOW))
     ((_, finding),) = cluster_findings(found)
     assert finding.problem == "3 nodes with a public IP that is used twice"
-    assert finding.evidence == "10.5.1.0/24, 10.5.2.0/24, 10.5.3.0/24 share the public IP 198.18.0.9"
+    several = ", ".join(f"10.5.{number}.0/24 (198.18.0.9)" for number in (1, 2, 3))
+    assert finding.evidence == f"{several} share the public IP 198.18.0.9"
     assert [each.text for each in found] == 3 * [finding.evidence]
 
 

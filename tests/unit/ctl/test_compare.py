@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from ipaddress import IPv4Address, IPv4Network
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
+from flanneld.ctl import compare as comparison
 from flanneld.ctl.compare import ActualState, Comparison, Difference, compare, described, desired_objects
 from flanneld.network.rtnetlink.links import SeenLink
+from flanneld.network.rtnetlink.netlink import DumpInterrupted
 from flanneld.state.resources import FdbEntry, ForeignLink, Resource, Route, Vxlan
+from flanneld.state.table import Scope, Seen
 from tests.unit.ctl.documents import object_of, status_of
 
 MAC = "02:00:00:00:00:01"
@@ -101,3 +104,27 @@ def test_an_object_that_another_lease_has_won_is_not_missing() -> None:
 
 def test_without_the_wanted_objects_all_of_ours_is_just_found() -> None:
     assert states({}, ROUTE, foreign=[FDB]) == {ROUTE: "found"}
+
+
+class Unsteady:
+    """Table that changes while it is read, a number of times."""
+
+    name = "routes"
+
+    def __init__(self, changes: int) -> None:
+        self.changes = changes
+
+    def read(self, _: Scope) -> Iterator[Seen]:
+        yield Seen(ROUTE)
+        self.changes -= 1
+        if self.changes >= 0:
+            raise DumpInterrupted
+
+
+def test_table_that_changes_while_a_daemon_starts_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = status_of(document(ROUTE))
+    monkeypatch.setattr(comparison, "tables", lambda _: [Unsteady(4)])
+    assert ROUTE in comparison.read(told, desired_objects(told)).objects
+    monkeypatch.setattr(comparison, "tables", lambda _: [Unsteady(5)])
+    with pytest.raises(DumpInterrupted):
+        comparison.read(told, desired_objects(told))

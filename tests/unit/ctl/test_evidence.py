@@ -134,12 +134,14 @@ def test_flows_are_those_between_nodes_and_between_containers() -> None:
         (PolicyRule(4, 100, "to", destination=ip_network("10.6.0.0/16")), True),
         (PolicyRule(4, 100, "iif", iif="cni0"), True),
         (PolicyRule(4, 100, "iif", iif="eth0"), False),
-        (PolicyRule(4, 100, "fwmark", is_narrow=True), False),
+        (PolicyRule(4, 100, "tos", is_narrow=True), False),
+        (PolicyRule(4, 100, "fwmark", mark=(0x700, 0xFF00)), False),
+        (PolicyRule(4, 100, "fwmark", mark=(0x400, 0xFF00)), True),
         (PolicyRule(6, 100, "from all"), False),
     ],
 )
 def test_policy_rule_matches_by_addresses_and_interface(rule: PolicyRule, matches: bool) -> None:
-    assert rule.may_match(ip_address("10.6.0.2"), ip_address("10.5.1.2"), "cni0") == matches
+    assert rule.may_match(ip_address("10.6.0.2"), ip_address("10.5.1.2"), "cni0", 0x401) == matches
     assert not rule.is_default
 
 

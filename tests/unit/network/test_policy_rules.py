@@ -10,7 +10,7 @@ import pytest
 from flanneld.network.routing import PolicyRule, decode
 from flanneld.network.rtnetlink.netlink import MalformedNetlink, attribute, u32
 
-TO, FROM, IIF, PRIORITY, MARK, TABLE, OIF = 1, 2, 3, 6, 10, 15, 17
+TO, FROM, IIF, PRIORITY, MARK, TABLE, MASK, OIF = 1, 2, 3, 6, 10, 15, 16, 17
 LOOKUP, GOTO, BLACKHOLE, UNREACHABLE, PROHIBIT = 1, 2, 6, 7, 8
 INVERT = 2
 AF_INET, AF_INET6 = 2, 10
@@ -34,7 +34,7 @@ def dumped(*attributes: bytes, family: int = AF_INET, lengths: tuple[int, int] =
         (dumped(action=BLACKHOLE), "from all blackhole"),
         (dumped(action=UNREACHABLE), "from all unreachable"),
         (dumped(action=PROHIBIT), "from all prohibit"),
-        (dumped(u32(MARK, 0x200), table=100), "from all fwmark 0x200 lookup 100"),
+        (dumped(u32(MARK, 0x200), u32(MASK, 0xFF00), table=100), "from all fwmark 0x200/0xff00 lookup 100"),
         (dumped(attribute(IIF, b"eth0\0")), "from all iif eth0 lookup main"),
         (dumped(attribute(OIF, b"eth1\0")), "from all oif eth1 lookup main"),
         (dumped(attribute(FROM, bytes([10, 5, 1, 0])), lengths=(0, 24)), "from 10.5.1.0/24 lookup main"),
@@ -57,7 +57,7 @@ def test_conditions_of_a_rule_are_read() -> None:
     [
         (dumped(), False),
         (dumped(u32(MARK, 0)), False),
-        (dumped(u32(MARK, 1)), True),
+        (dumped(u32(MARK, 1)), False),
         (dumped(attribute(OIF, b"eth1\0")), True),
         (dumped(tos=8), True),
         (dumped(flags=INVERT), True),
