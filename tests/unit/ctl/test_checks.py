@@ -29,7 +29,7 @@ from flanneld.ctl.doctor import CHECKS, Report, examine
 from flanneld.ctl.facts import ask_etcd
 from flanneld.ctl.losses import Drop, Lost, Translation
 from flanneld.ctl.output import table_lines
-from flanneld.ctl.paths import TO_CONTAINERS, PathToPeer
+from flanneld.ctl.paths import DISCOVERY, TO_CONTAINERS, PathToPeer
 from flanneld.ctl.source import SourcePart, Unknown
 from flanneld.findings import Advice, Fix, Severity
 from flanneld.network import host_settings
@@ -968,3 +968,23 @@ def test_silent_peers_behind_a_router_that_is_down_hide_no_other_silent_peer() -
     (found,) = remedies("tunnel", facts)
     assert found.text.startswith("ip route get 192.0.2.2 shows the route")
     assert "; run flannelctl doctor on the others; " in found.text
+
+
+@pytest.mark.parametrize(("carried", "found"), [(1500, []), (None, ["filters"])])
+def test_dropped_neighbour_discovery_counts_only_while_a_peer_is_silent(
+    carried: int | None, found: list[str]
+) -> None:
+    drop = Drop("chain INPUT of table ip6 filter", DISCOVERY, "-p ipv6-icmp -j DROP", ())
+    paths = (PathToPeer("underlay", ip_address("fd00:18::2"), 1500, carried),)
+    assert [check.name for check, _ in examine(replace(WELL, filtered=(drop,), paths=paths))] == found
+
+
+def test_veth_pair_with_two_mtus_is_found_from_either_end_and_one_with_a_small_mtu_is_not() -> None:
+    def problems(inside: int, outside: int, bridge_mtu: int) -> list[str]:
+        links = (*WELL.links[:1], flannel(), bridge("cni0", bridge_mtu))
+        facts = replace(container(mtu=inside, port="veth1", port_mtu=outside), links=links)
+        return [finding.problem for _, finding in examine(facts)]
+
+    uneven = ["1 container whose veth pair has a smaller MTU at one end"]
+    assert problems(1450, 1400, 1400) == problems(1400, 1450, 1450) == problems(1400, 1400, 1450) == uneven
+    assert problems(1400, 1400, 1400) == problems(1450, 1500, 1450) == []
