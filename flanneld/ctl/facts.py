@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from flanneld.backends.registry import described
-from flanneld.ctl import compare, losses, nodes
+from flanneld.ctl import compare, drops, losses, nodes
 from flanneld.ctl.checks import Facts, LackingFeature
 from flanneld.ctl.checks.containers import Container, container_devices
 from flanneld.ctl.checks.encryption import (
@@ -86,7 +86,7 @@ def gather(source: DataSource) -> Facts:
     paths, now = tuple(_paths(told)), clock.wall()
     queued = traffic_control.queue_drops(queues) - before
     former, told = told, _with_sessions(told, paths, now)
-    bases = losses.read_bases(told)
+    bases = drops.read_bases(told)
     lacks_segmentation, queues_used = _speed(told.uplink_name)
     return Facts(
         status=told,
@@ -122,8 +122,8 @@ def gather(source: DataSource) -> Facts:
         stored=nodes.stored_config(source) if source.origin == "daemon" else None,
         clock_is_synchronised=_clock_is_synchronised(),
         paths=paths,
-        filtered=tuple(losses.read_drops(told, ways, bases)),
-        translated=tuple(losses.read_translations(told, ways, bases)),
+        filtered=tuple(drops.read_drops(told, ways, bases)),
+        translated=tuple(drops.read_translations(told, ways, bases)),
         lost=tuple(losses.lost_packets(told, names, ways)),
         containers=tuple(read_containers(told, found.links, {address for _, address in addresses})),
         pinned=tuple(losses.pinned(told, {link.name: link.index for link in found.links})),

@@ -1,14 +1,13 @@
-"""What this host does to the network's packets: its packet filters, queues, policy rules and routes.
+"""Where this host's policy rules, routes and neighbours lose the network's packets.
 
-Drops of other programs' rules are found by following the packets through them; routes are looked up as the
-kernel does for such packets.
+Routes are looked up as the kernel does for such packets.
 """
 
 from __future__ import annotations
 
 import errno
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -16,33 +15,21 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from flanneld.ctl.compare import NOWHERE, RouteTaken, follows, wanted_route
-from flanneld.ctl.output import State
+from flanneld.ctl.drops import read_bases
 from flanneld.ctl.paths import (
     FROM_CONTAINERS,
     FROM_NODES,
-    THROUGH,
     TO_CONTAINERS,
     TO_NODES,
-    Flow,
     ParsedPeer,
-    at_ports,
     chosen_of,
     container_of,
     flows,
-    parsed,
-    reached_peers,
-    some,
 )
 from flanneld.diagnostics.status import Status, addresses, known
-from flanneld.errors import Retryable
 from flanneld.findings import Command, command, line
-from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork, family_of
+from flanneld.model import FAMILIES, Family, IPAddress, family_of
 from flanneld.network.firewall import foreign
-from flanneld.network.firewall.driver import IptablesRunner
-from flanneld.network.firewall.fate import DNAT, DROP, MASQUERADE, Fate, Rule
-from flanneld.network.firewall.foreign import BaseChain, Opening
-from flanneld.network.firewall.placing import PLACES, driver
-from flanneld.network.firewall.rules import FLANNEL_POSTRTG, NATIVE_POSTRTG, NATIVE_TABLE, POSTROUTING
 from flanneld.network.host import HostView
 from flanneld.network.host_settings import FORWARDING, sysctl
 from flanneld.network.routing import MAIN_RULE, RTN_LOCAL, PolicyRule
@@ -56,184 +43,6 @@ from flanneld.state.resources import Neighbor
 
 #: End of a policy rule's text that leads to the main table.
 _TO_MAIN = " lookup main"
-#: Networks named by rules for which a peer is looked up, at most.
-_MENTIONED = 64
-
-
-class Drop(Struct, frozen=True, gc=False):
-    """A rule, or without ``rule`` a policy, that drops or redirects a flow; and the commands that accept it.
-
-    It may not if it depends on a rule that may match or not: ``doubt``. ``drops_the_rest`` is True for a
-    FORWARD chain that drops all that it does not accept.
-    """
-
-    chain: str
-    flow: str
-    rule: str
-    commands: tuple[Command, ...]
-    is_firewalld: bool = False
-    doubt: str = ""
-    drops_the_rest: bool = False
-    families: frozenset[Family] = frozenset({4})
-    verb: str = "drops"
-
-    @property
-    def state(self) -> State:
-        return State.UNKNOWN if self.doubt else State.PROBLEM
-
-    @property
-    def note(self) -> str:
-        unless = f"; unless this rule passes them: {self.doubt}" if self.doubt else ""
-        return f"{self.verb} {self.flow}: {self.rule or 'its policy'}{unless}"
-
-
-def drops_towards(told: Status, devices: Mapping[Family, str]) -> Callable[[IPAddress], list[Drop]]:
-    """Return a function for what is dropped here of the packets from and to the peer with an address.
-
-    ``devices`` are those of containers. The packet filters are read once, for the first peer: they may have
-    thousands of rules.
-    """
-    bases = cache(lambda: read_bases(told))
-
-    def towards(target: IPAddress) -> list[Drop]:
-        peers = [each for each in reached_peers(told) if any(target in net for net in each.networks)]
-        return _drops(told, bases(), devices, list(map(parsed, peers))) if peers else []
-
-    return towards
-
-
-def masquerading_rules(told: Status) -> Callable[[Family], Sequence[Rule] | None]:
-    """Return a function for the daemon's masquerading rules of a family; None if they cannot be read."""
-
-    def read(family: Family) -> Sequence[Rule] | None:
-        firewall = known(told.firewall)
-        place = firewall and next((each for each in PLACES if each == firewall.place), None)
-        if not place:
-            return None
-        chains = (FLANNEL_POSTRTG, (NATIVE_TABLE[family], NATIVE_POSTRTG), POSTROUTING)
-        try:
-            rules = driver(place, family, IptablesRunner()).read()
-        except Retryable:
-            return None
-        return next((rules[chain] for chain in chains if rules.get(chain)), ())
-
-    return read
-
-
-def read_drops(told: Status, devices: Mapping[Family, str], bases: Sequence[BaseChain]) -> list[Drop]:
-    """Return what this host's packet filters drop of a few peers' packets, and of those that rules name.
-
-    ``devices`` are those of containers.
-    """
-    around = [network for network, _ in told.ranges]
-    return _drops(told, bases, devices, some(reached_peers(told), _mentioned(bases, around))) if bases else []
-
-
-class Translation(Struct, frozen=True, gc=False):
-    """Rule that gives packets between containers another sender, and the commands that spare them."""
-
-    chain: str
-    rule: str
-    commands: tuple[Command, ...]
-
-
-def read_translations(told: Status, devices: dict[Family, str], bases: list[BaseChain]) -> list[Translation]:
-    """Return the rules of this host that translate the sender of packets of containers to other nodes.
-
-    A rule of a table inet is about both families, and a command spares the network of one.
-    """
-    found: dict[tuple[str, str], Translation] = {}
-    packets = [
-        flow.packet
-        for flow in flows(told, some(reached_peers(told)), devices)
-        if flow.name == FROM_CONTAINERS
-    ]
-    for network, _ in told.ranges if packets else ():
-        mine = [packet for packet in packets if packet.source.version == network.version]
-        for base, decided in (
-            each for packet in mine for each in foreign.fates(bases, packet, ("postrouting",))
-        ):
-            if decided.act == MASQUERADE and decided.certain:
-                key, spare = (str(base), decided.by), base.spare(network)
-                alike = found.get(key, Translation(str(base), foreign.text_of(base, decided.by), ()))
-                found[key] = replace(alike, commands=tuple(dict.fromkeys((*alike.commands, spare))))
-    return list(found.values())
-
-
-def read_bases(told: Status) -> list[BaseChain]:
-    """Return this host's base chains that packets of the network pass, as far as they can be read."""
-    versions = {network.version for network, _ in told.ranges}
-    families = [family for family in FAMILIES if _concerns(family, versions, told)]
-    kinds = [(family, kind) for family in families for kind in ("filter", "nat")]
-    return [base for family, kind in kinds for base in foreign.read(family, kind=kind)]
-
-
-def _drops(
-    told: Status, bases: Sequence[BaseChain], devices: Mapping[Family, str], chosen: Iterable[ParsedPeer]
-) -> list[Drop]:
-    packets = list(flows(told, chosen, devices))
-    if any(base.hook.startswith("bridge ") for base in bases):
-        packets += [each for flow in packets for each in at_ports(flow)]
-    forwarded = {flow.family for flow in packets if flow.hooks == THROUGH}
-    packets += (
-        Flow("packets of containers", packet, THROUGH, foreign.of_network(network))
-        for network, _ in told.ranges
-        for packet in foreign.between_containers(network)
-        if network.version not in forwarded
-    )
-    return [_described(*each) for each in dropped(bases, packets)]
-
-
-def _concerns(family: Family, versions: set[Family], told: Status) -> bool:
-    """Return True if packets of a family are sent: an IPv6 network has IPv6 packets between its nodes."""
-    uplink = known(told.uplink)
-    public = uplink.public_ips if uplink else ()
-    return family in versions or any((":" in text) == (family == 6) for text in public if versions)
-
-
-def _mentioned(bases: Iterable[BaseChain], around: Container[IPNetwork]) -> list[IPNetwork]:
-    """Return the networks that rules name, each once, except the cluster networks ``around`` all peers."""
-    found: dict[IPNetwork, None] = {}
-    rules = (rule for base in bases for rules in base.chains.values() for rule in rules)
-    for value in (value for rule in rules for test in rule.tests for value in test.values):
-        if not isinstance(value, str | tuple) and value.prefixlen and value not in around:
-            found[value] = None
-            if len(found) == _MENTIONED:
-                break
-    return list(found)
-
-
-def dropped(
-    bases: Sequence[BaseChain], packets: Sequence[Flow]
-) -> Iterator[tuple[BaseChain, Flow, Fate, frozenset[Family]]]:
-    """Yield each drop with the families that it concerns, once for a rule (pure)."""
-    found: dict[tuple[str, Fate, tuple[Opening, ...]], tuple[BaseChain, list[Flow]]] = {}
-    for flow in packets:
-        for base, decided in foreign.fates(bases, flow.packet, flow.hooks):
-            if decided.act in (DROP, DNAT):
-                found.setdefault((str(base), decided, flow.openings), (base, []))[1].append(flow)
-    for (_, decided, _), (base, lost) in found.items():
-        kinds = {flow.kind for flow in lost}
-        kind = lost[0].kind if len(kinds) == 1 else ""
-        yield base, replace(lost[0], kind=kind), decided, frozenset(flow.family for flow in lost)
-
-
-def _described(base: BaseChain, flow: Flow, decided: Fate, families: frozenset[Family]) -> Drop:
-    is_redirect, network = decided.act == DNAT, flow.openings[0].network
-    return Drop(
-        str(base),
-        str(flow),
-        foreign.text_of(base, decided.by),
-        (base.spare(network),) if is_redirect and network else base.accept(*flow.openings),
-        base.is_firewalld,
-        foreign.text_of(base, decided.doubt),
-        foreign.drops_the_rest(base, decided),
-        families,
-        "redirects" if is_redirect else "drops",
-    )
-
-
-# ---- policy rules, routes and neighbours -----------------------------------------------------------
 
 
 def host_addresses() -> Iterator[tuple[str, IPAddress]]:

@@ -11,7 +11,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from flanneld.ctl.checks.containers import container_devices
-from flanneld.ctl.losses import drops_towards, host_addresses, lost_packets
+from flanneld.ctl.drops import drops_towards
+from flanneld.ctl.losses import host_addresses, lost_packets
 from flanneld.ctl.nodes import answer_remedy, our_addresses, port_of, target_of, told, vxlan_of
 from flanneld.ctl.output import State, TextTable
 from flanneld.ctl.paths import carriers, parsed, passing, paths, peer_named

@@ -17,15 +17,8 @@ from flanneld.ctl.compare import (
     route_lookup,
     wanted_route,
 )
-from flanneld.ctl.losses import (
-    Drop,
-    Lost,
-    does_not_forward,
-    drops_towards,
-    host_addresses,
-    lost_packets,
-    masquerading_rules,
-)
+from flanneld.ctl.drops import Drop, drops_towards, masquerading_rules
+from flanneld.ctl.losses import Lost, does_not_forward, host_addresses, lost_packets
 from flanneld.ctl.nodes import handshake
 from flanneld.ctl.output import State
 from flanneld.ctl.paths import parsed, reached_peers

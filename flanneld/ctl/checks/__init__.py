@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from flanneld.ctl.checks.others import CniFile, LeftRules
     from flanneld.ctl.checks.store import EtcdHealth
     from flanneld.ctl.compare import Comparison, ShadowingRoute
-    from flanneld.ctl.losses import Drop, Lost, Translation
+    from flanneld.ctl.drops import Drop, Translation
+    from flanneld.ctl.losses import Lost
     from flanneld.ctl.paths import PathToPeer
     from flanneld.ctl.source import Unknown
     from flanneld.model import IPAddress, IPNetwork

@@ -26,8 +26,9 @@ from flanneld.ctl.checks.others import CniFile, LeftRules
 from flanneld.ctl.checks.store import EtcdHealth
 from flanneld.ctl.compare import Comparison, Difference, Outside, ShadowingRoute
 from flanneld.ctl.doctor import CHECKS, Report, examine
+from flanneld.ctl.drops import Drop, Translation
 from flanneld.ctl.facts import ask_etcd
-from flanneld.ctl.losses import Drop, Lost, Translation
+from flanneld.ctl.losses import Lost
 from flanneld.ctl.output import table_lines
 from flanneld.ctl.paths import DISCOVERY, TO_CONTAINERS, PathToPeer
 from flanneld.ctl.source import SourcePart, Unknown

@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from flanneld.ctl.compare import ActualState, RouteTaken
-from flanneld.ctl.losses import Drop
+from flanneld.ctl.drops import Drop
 from flanneld.ctl.output import State
 from flanneld.ctl.trace import Hop, trace
 from flanneld.model import IPAddress
