@@ -224,7 +224,9 @@ class LeaseKeeper:
         if not self._misrepresented:  # else we have not written since the last one, which a late watch shows
             is_reply = now - self._renewed_at < _REPLY_TIME
             self._contests = self._contests + 1 if is_reply else 1
-        is_newcomer = now - self._taken_at < self._probation and not self._wrote(lease.attrs)
+        # What we wrote before may be a restored backup's, unless it is written again after us.
+        is_new = now - self._taken_at < self._probation
+        is_newcomer = is_new and (self._contests > 1 or not self._wrote(lease.attrs))
         is_long = self._contests >= MOST_CONTESTS
         if is_newcomer or (is_long and _order(self._lease.attrs) < _order(lease.attrs)):
             log.error("%s; %s; yielding to it", problem, remedy)

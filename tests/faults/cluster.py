@@ -127,7 +127,7 @@ FAULTS = {
     ),
     "lease with our MAC": Fault(
         "cloned mac",
-        "10.5.203.0/24 shares the MAC of our own device",
+        "10.5.203.0/24 (198.18.0.203) shares the MAC of our own device",
         (lease(OTHER, "198.18.0.203", "{own_mac}"),),
         cuts=False,
         heal=(gone(OTHER),),

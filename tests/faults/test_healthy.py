@@ -132,9 +132,10 @@ STRICT_HOST = (
     "iptables-nft -t nat -A POSTROUTING -s 172.17.0.0/16 ! -o docker0 -j MASQUERADE",
     "iptables-nft -t nat -A PREROUTING -p tcp -m addrtype --dst-type LOCAL -j DNAT --to 172.17.0.2",
     "iptables-nft -t mangle -A PREROUTING -i vpn0 -j MARK --set-mark 7",
-    "nft add table bridge filter",
-    "nft 'add chain bridge filter input {{ type filter hook input priority 0; }}'",
-    "nft 'add rule bridge filter input iifname vnet0 drop'",
+    # The machine's kernel has no such table.
+    "if nft add table bridge filter; then"
+    " nft 'add chain bridge filter input {{ type filter hook input priority 0; }}';"
+    " nft 'add rule bridge filter input iifname vnet0 drop'; fi",
     "ip link add docker0 type bridge; ip address add 172.17.0.1/16 dev docker0",
     "ip link add vpn0 up type bridge; ip address add 10.200.0.2/24 dev vpn0",
     "ip route add 10.201.0.0/16 via 10.200.0.1; ip route add default via 10.200.0.1 table 100",
@@ -142,7 +143,8 @@ STRICT_HOST = (
     "sysctl -w net.ipv4.conf.eth0.rp_filter=1",
 )
 STRICT_NO_MORE = (
-    "nft delete table inet filter; nft delete table bridge filter; iptables-nft -P FORWARD ACCEPT",
+    "nft delete table inet filter; nft delete table bridge filter || true",
+    "iptables-nft -P FORWARD ACCEPT",
     "iptables-nft -t nat -D PREROUTING -p tcp -m addrtype --dst-type LOCAL -j DNAT --to 172.17.0.2",
     "iptables-nft -t mangle -D PREROUTING -i vpn0 -j MARK --set-mark 7",
     "iptables-nft -D FORWARD -j DOCKER-USER; iptables-nft -D FORWARD -i docker0 -j ACCEPT",
