@@ -69,6 +69,18 @@ class Listing(Struct, frozen=True, gc=False):
         """Return the leases that this host wrote."""
         return [item for item in self.leases.items() if local.wrote(item[1])]
 
+    def has_older_twin(self, lease: Lease, is_owner: Callable[[LeaseAttrs], bool]) -> bool:
+        """Return True if another node took one of the lease's subnets before its owner did.
+
+        A restored store may hold a dual-stack lease that its owner has given back for that reason.
+        """
+        return any(
+            0 < other.created < lease.created
+            and any(net is not None and net in other.key for net in lease.key)
+            and not is_owner(other.attrs)
+            for other in self.leases.values()
+        )
+
     def lease_keys(self) -> list[LeaseKey]:
         """Return the keys of all leases, readable or not."""
         return [*(lease.key for lease in self.leases.values()), *self.unreadable]

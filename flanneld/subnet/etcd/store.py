@@ -325,10 +325,19 @@ class EtcdStore:
 
         If there are several, the previous one is taken: others may hold anything.
         """
-        mine = listing.of(lambda theirs: self.local.is_self(theirs, attrs))
+
+        def is_ours(theirs: LeaseAttrs) -> bool:
+            return self.local.is_self(theirs, attrs)
+
+        mine = listing.of(is_ours)
         moved = [each for each in listing.written_by(self.local) if each not in mine]
         mine = [*moved, *mine]
-        fitting = [(path, lease) for path, lease in mine if fits(config, lease.key)]
+        fitting = [
+            (path, lease)
+            for path, lease in mine
+            if fits(config, lease.key)
+            and (lease.key == previous or not listing.has_older_twin(lease, is_ours))
+        ]
         fitting.sort(key=lambda item: item[1].key != previous)
         for path, lease in fitting:
             self._compare_identity(lease, attrs)
@@ -340,7 +349,12 @@ class EtcdStore:
                 say_found(renewed)
             return renewed
         for _, lease in mine[:1]:
-            log.info("Releasing the lease %s: it does not fit the network config", lease)
+            why = (
+                "another node had its subnet before"
+                if fits(config, lease.key)
+                else "it does not fit the network config"
+            )
+            log.info("Releasing the lease %s: %s", lease, why)
             self.give_back(lease)
         return None
 

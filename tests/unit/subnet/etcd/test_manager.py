@@ -433,6 +433,21 @@ def test_of_two_new_leases_with_one_subnet_in_common_the_later_is_given_back(sto
     assert len(nodes(store)) == 2
 
 
+@pytest.mark.parametrize("store", ["v3", "v3 over gRPC"], indirect=True)
+@pytest.mark.parametrize("is_used", [False, True])
+def test_restored_lease_is_given_back_if_another_node_had_its_subnet_before(
+    is_used: bool, store: EtcdPrefix
+) -> None:
+    dual = parse(f'{{"Network": "10.3.0.0/16"{IPV6}}}')
+    mine = net("10.3.6.0/24"), IPv6Network("fc00:3:0:7::/64")
+    store.put("10.3.6.0-24&fc00:3:0:6::-64", node(2))
+    store.put("10.3.6.0-24&fc00:3:0:7::-64", node(1))
+    lease = store.manager().acquire(dual, node(1), mine if is_used else NOTHING)
+    assert (lease.key == mine) is is_used, "containers have addresses of the subnet in subnet.env"
+    assert (lease.subnet == mine[0]) is is_used
+    assert len(nodes(store)) == 2
+
+
 def test_loser_of_a_race_takes_another_subnet(store: EtcdPrefix, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(V(1))
     slow = store.manager()
