@@ -81,7 +81,8 @@ class SingleAttempts:
         return attempt()
 
 
-class Loaded(Struct, frozen=True, gc=False):
+# With the collector: it refers to parts of a node that refer to it.
+class Loaded(Struct, frozen=True):
     """Options, the record of the previous run, and the network config."""
 
     options: Options
@@ -95,7 +96,7 @@ class Loaded(Struct, frozen=True, gc=False):
     reach: Reach
 
 
-class Elected(Struct, frozen=True, gc=False):
+class Elected(Struct, frozen=True):
     """The uplink, and the kernel that has it."""
 
     kernel: HostKernel

@@ -256,7 +256,8 @@ class UplinkManager:
 KernelTables = Callable[[Callable[[], Iterable[Link]]], Sequence[Table]]
 
 
-class Member(Struct, frozen=True, gc=False):
+# With the collector: it refers to parts of a node that refer to it.
+class Member(Struct, frozen=True):
     """Node with a lease, and the backend that the lease announces."""
 
     options: Options

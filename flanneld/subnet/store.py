@@ -26,7 +26,8 @@ _TELLING = frozenset({"vxlan"})
 IsSelf = Callable[[LeaseAttrs, LeaseAttrs], bool]
 
 
-class LocalFacts(Struct, frozen=True, gc=False):
+# With the collector: it refers to parts of a node that refer to it.
+class LocalFacts(Struct, frozen=True):
     """Local facts for acquiring a lease, besides ``subnet.env``.
 
     - ``written`` is our last lease as we wrote it, if this host can prove that it is ours. It stays ours
