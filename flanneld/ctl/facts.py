@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from itertools import islice
@@ -67,10 +68,7 @@ _CNI_SUFFIXES = (".conf", ".conflist", ".json")
 
 
 def gather(source: DataSource) -> Facts:
-    """Read the facts.
-
-    Unreadable ones are left out. Raises ``OSError`` if the kernel cannot be read at all.
-    """
+    """Read the facts that can be read. Raises ``OSError`` if the kernel cannot be read at all."""
     told = source.status
     path = Path(source.options.subnet_file)
     desired = compare.desired_objects(told)
@@ -82,9 +80,7 @@ def gather(source: DataSource) -> Facts:
     names = {link.index: link.name for link in found.links}
     ways_out = {told.uplink_name, *devices, *ways.values()}
     queues = {index: name for index, name in names.items() if name in ways_out}
-    before = traffic_control.queue_drops(queues)
-    paths, now = tuple(_paths(told)), clock.wall()
-    queued = traffic_control.queue_drops(queues) - before
+    paths, now, queued = _walked(told, queues)
     former, told = told, _with_sessions(told, paths, now)
     bases = drops.read_bases(told)
     lacks_segmentation, queues_used = _speed(told.uplink_name)
@@ -127,11 +123,24 @@ def gather(source: DataSource) -> Facts:
         lost=tuple(losses.lost_packets(told, names, ways)),
         containers=tuple(read_containers(told, found.links, {address for _, address in addresses})),
         pinned=tuple(losses.pinned(told, {link.name: link.index for link in found.links})),
-        unresolved=dict(
-            losses.unresolved(each.target for each in paths if each.name == "underlay" and not each.carried)
-        ),
+        unresolved=_unresolved(paths),
         refusing=frozenset(_refusing(told, paths)),
         passing=frozenset(passing(told, paths)),
+    )
+
+
+def _walked(
+    told: Status, queues: Mapping[int, str]
+) -> tuple[tuple[PathToPeer, ...], float, Counter[tuple[str, str]]]:
+    """Return the paths, when they were probed, and what queues dropped meanwhile."""
+    before = traffic_control.queue_drops(queues)
+    paths, now = tuple(_paths(told)), clock.wall()
+    return paths, now, traffic_control.queue_drops(queues) - before
+
+
+def _unresolved(paths: Iterable[PathToPeer]) -> dict[str, str]:
+    return dict(
+        losses.unresolved(each.target for each in paths if each.name == "underlay" and not each.carried)
     )
 
 

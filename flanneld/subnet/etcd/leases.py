@@ -11,6 +11,7 @@ from msgspec import Struct, field
 
 from flanneld.errors import Refused, Retryable
 from flanneld.model import (
+    FAMILIES,
     Added,
     Event,
     IPAddress,
@@ -106,6 +107,19 @@ def say_found(lease: Lease) -> None:
 def say_allocated(lease: Lease) -> None:
     """Log that a new lease was written."""
     log.info("Allocated lease (%s) to current node (%s)", lease, node_address(lease.attrs))
+
+
+def contradict(stored: LeaseAttrs, ours: LeaseAttrs) -> bool:
+    """Return True if stored backend data contradict ours. Fields missing in older versions are ignored."""
+    return stored.backend_type == ours.backend_type and any(
+        _differ(stored.data(each), ours.data(each)) for each in FAMILIES
+    )
+
+
+def _differ(stored: object, ours: object) -> bool:
+    if isinstance(stored, dict) and isinstance(ours, dict):
+        return any(ours.get(key) != value for key, value in stored.items())
+    return stored != ours
 
 
 def say_kept(lease: Lease) -> None:

@@ -52,6 +52,7 @@ from flanneld.subnet.etcd.leases import (
     LeaseReader,
     Listing,
     OwnLeaseNews,
+    contradict,
     node_address,
     say_allocated,
     say_found,
@@ -314,13 +315,7 @@ class EtcdStore:
 
     # ---- acquiring ---------------------------------------------------------------------------
 
-    def _reuse(
-        self,
-        config: Config,
-        attrs: LeaseAttrs,
-        previous: LeaseKey,
-        listing: Listing,
-    ) -> Lease | None:
+    def _reuse(self, config: Config, attrs: LeaseAttrs, previous: LeaseKey, listing: Listing) -> Lease | None:
         """Take the lease that is ours by identity or by proof; remove one that no longer fits the config.
 
         If there are several, the previous one is taken: others may hold anything.
@@ -359,8 +354,7 @@ class EtcdStore:
         return None
 
     def _compare_identity(self, lease: Lease, attrs: LeaseAttrs) -> None:
-        same_type = lease.attrs.backend_type == attrs.backend_type
-        if same_type and any(_differ(lease.attrs.data(each), attrs.data(each)) for each in FAMILIES):
+        if contradict(lease.attrs, attrs):
             self._once.warn(
                 log,
                 "identity",
@@ -505,10 +499,3 @@ class EtcdStore:
         if lease is None:
             raise Retryable(f"etcd stored something else for the lease {name_of(key)}", "is that etcd?")
         return lease
-
-
-def _differ(stored: object, ours: object) -> bool:
-    """Return True if stored backend data contradicts ours. Fields missing in older versions are ignored."""
-    if isinstance(stored, dict) and isinstance(ours, dict):
-        return any(ours.get(key) != value for key, value in stored.items())
-    return stored != ours
