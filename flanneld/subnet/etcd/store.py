@@ -344,11 +344,8 @@ class EtcdStore:
                 say_found(renewed)
             return renewed
         for _, lease in mine[:1]:
-            why = (
-                "another node had its subnet before"
-                if fits(config, lease.key)
-                else "it does not fit the network config"
-            )
+            is_fit = fits(config, lease.key)
+            why = "another node had its subnet before" if is_fit else "it does not fit the network config"
             log.info("Releasing the lease %s: %s", lease, why)
             self.give_back(lease)
         return None

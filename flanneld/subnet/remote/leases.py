@@ -480,16 +480,14 @@ def _check_known(attrs: LeaseAttrs, is_known: bool) -> None:
 def _check_claim(config: Config, wanted: WireLease, named: LeaseKey) -> None:
     """Raise ``Refused`` for a lease that no node would follow, or that the request's path does not name."""
     if named != wanted.key:
-        path = name_of(named) or "none"
-        raise Refused(
-            f"the body is of the lease {name_of(wanted.key)}, the path of {path}", "make them equal"
-        )
-    for family, net in zip(FAMILIES, wanted.key, strict=True):
-        pool = config.range(family)
+        names = f"the body is of the lease {name_of(wanted.key)}, the path of {name_of(named) or 'none'}"
+        raise Refused(names, "make them equal")
+    remedy = "restart flanneld on its node"
+    for pool, net in zip(map(config.range, FAMILIES), wanted.key, strict=True):
         if net is not None and (pool is None or not lies_in(net, pool.network)):
-            raise Refused(f"the subnet {net} is outside the network", "restart flanneld on its node")
+            raise Refused(f"the subnet {net} is outside the network", remedy)
         if net is not None and pool is not None and net.prefixlen != pool.subnet_len:
-            raise Refused(f"the subnet {net} is no /{pool.subnet_len}", "restart flanneld on its node")
+            raise Refused(f"the subnet {net} is no /{pool.subnet_len}", remedy)
     _check_address(wanted.attrs)
 
 
