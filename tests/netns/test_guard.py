@@ -177,7 +177,7 @@ def test_planned_guard_is_that_of_the_daemon(lab: Lab) -> None:
     first, second = cluster(lab)
     wait_for(lambda: admitted(first) == {second.address}, what="the peer to be let in")
     wait_for(lambda: "drop" in guard(first), what="the tunnel to be guarded")
-    assert plan(lab, first, "--guard-tunnel") == ""
+    wait_for(lambda: plan(lab, first, "--guard-tunnel") == "", what="all that is planned")
     before = guard(first)
     first.stop()
     first.run("nft", "delete", "table", "ip", "flannel-guard")
