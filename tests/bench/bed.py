@@ -21,6 +21,7 @@ from tests.bench.cluster import (
 )
 from tests.lab import Etcd, Lab, Node, own_command, wait_for
 from tests.lab.daemon import Daemon
+from tests.lab.forks import exact
 from tests.lab.lab import ADDRESS
 from tests.lab.namespace import remove
 
@@ -88,7 +89,7 @@ class Bed:
 @contextmanager
 def make_bed(backend: str, peers: int, api: str = "v2", *, dual: bool = False) -> Iterator[Bed]:
     """Build the laboratory, write the config and the leases."""
-    with Lab(api=api) as lab:
+    with Lab(api=api) as lab, exact():
         config = {"Network": OVERLAY, "SubnetLen": 24, "Backend": {"Type": backend}}
         lab.etcd.put_config(config | ({"EnableIPv6": True, "IPv6Network": IPV6_OVERLAY} if dual else {}))
         bed = Bed(lab, backend, peers, dual)
@@ -154,7 +155,7 @@ class KubeBed(Bed):
 @contextmanager
 def make_kube_bed(backend: str, peers: int) -> Iterator[Bed]:
     """Build the laboratory with nodes of a real one's size, and let their heartbeats come."""
-    with Lab() as lab:
+    with Lab() as lab, exact():
         config = {"Network": OVERLAY, "Backend": {"Type": backend}}
         _net_conf(lab).write_text(json.dumps(config))
         control = lab.kube.control

@@ -15,6 +15,7 @@ from tests.bench.figures import Figure
 from tests.bench.process import MachineLoad, own_time
 from tests.bench.tunnels import by_hand
 from tests.lab import Container, Lab, Namespace, Node
+from tests.lab.forks import exact
 from tests.lab.lab import NETWORK
 from tests.lab.namespace import batch, inhabitants
 
@@ -70,7 +71,7 @@ def flow(backend: str, daemons: tuple[Sequence[str], Sequence[str]] | None, seco
     Without daemons the nodes have routes by hand. Raises ``AssertionError`` or ``CommandError`` when
     something does not work.
     """
-    with Lab() as lab:
+    with Lab() as lab, exact():
         nodes = lab.add_nodes(2)
         _wire(nodes)
         if daemons is not None:
@@ -92,7 +93,7 @@ def side_by_side(backend: str, command: Sequence[str], seconds: float) -> dict[s
     The turns come as A B B A, so that both meet the same spells of a busy machine. All of it is the figure of
     one round. The CPU of the idle daemons is lost to both.
     """
-    with Lab() as lab:
+    with Lab() as lab, exact():
         nodes = lab.add_nodes(4)
         pairs = {"ours": nodes[:2], "peer": nodes[2:]}
         for pair in pairs.values():

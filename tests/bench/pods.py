@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from tests.bench import page
 from tests.bench.process import MachineLoad, cpu_seconds_of_children
 from tests.lab import Lab
+from tests.lab.forks import exact
 from tests.lab.lab import NETWORK
 from tests.netns.cni_runtime import Runtime, documented, kept_conf, kept_conf_flags
 
@@ -28,7 +29,7 @@ Sample = tuple[float, float]
 def measure(rounds: int) -> dict[str, list[Sample]]:
     """Make and delete ``rounds`` pods of each way by turns, after one that does not count."""
     samples: dict[str, list[Sample]] = {way: [] for way in WAYS}
-    with Lab() as lab:
+    with Lab() as lab, exact():
         lab.etcd.put_config({"Network": NETWORK, "Backend": {"Type": "vxlan"}})
         (node,) = lab.add_nodes(1)
         node.start("-ip-masq", *kept_conf_flags(node))

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from tests.bench import page, pods
 from tests.bench.__main__ import main
+from tests.bench.bed import make_bed
 from tests.bench.cluster import Peer
 from tests.bench.figures import Figure, Goal, Samples, Subject, percentile
 from tests.bench.report import Results
+from tests.lab import own_command
+from tests.lab.forks import FORKS, ROOT, can_fork
 
 
 @pytest.mark.long
@@ -82,6 +86,12 @@ def test_a_run_with_wireguard_yields_its_figures(tmp_path: Path, monkeypatch: py
     assert {row["backend"] for row in rows} == {"wireguard", "wireguard, peer by hand"}
     assert Figure.BULK in {row["figure"] for row in rows}
     assert all(row["peer"] for row in rows if row["backend"] != "wireguard")
+
+
+def test_daemon_is_started_as_an_operator_does_it() -> None:
+    with make_bed("vxlan", 1):
+        assert not can_fork(own_command(), os.environ)
+    assert can_fork([str(ROOT / ".venv/bin/flanneld")], os.environ) == (os.environ.get(FORKS) != "0")
 
 
 @pytest.mark.long
