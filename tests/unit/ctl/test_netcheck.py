@@ -7,22 +7,22 @@ from ipaddress import ip_address
 
 import pytest
 
-from flanneld.ctl.netcheck import Wanted, examine
-from flanneld.ctl.output import State
-from flanneld.ctl.paths import PathToPeer
-from flanneld.ctl.source import DataSource
-from flanneld.ctl.verdicts import (
+from flanneld.ctl.netcheck import (
     Result,
     Series,
     Stage,
-    Sums,
+    Wanted,
     checksums,
+    examine,
     judge,
     masqueraded,
     port_state,
     translated,
     verdict,
 )
+from flanneld.ctl.output import State
+from flanneld.ctl.paths import PathToPeer
+from flanneld.ctl.source import DataSource
 from flanneld.diagnostics.status import PeerStatus, UplinkStatus
 from flanneld.errors import FlannelError
 from flanneld.network.survey import SILENCE, Reply
@@ -135,20 +135,20 @@ ANSWER = Reply(0.001)
 @pytest.mark.parametrize(
     ("replies", "answers_icmp", "state", "text"),
     [
-        (Sums(ANSWER, ANSWER, ANSWER), True, "ok", "arrives"),
-        (Sums(CLOSED, CLOSED, CLOSED), True, "ok", "arrives"),
-        (Sums(SILENCE, SILENCE, SILENCE), False, "unknown", "does not answer at all"),
-        (Sums(SILENCE, SILENCE, SILENCE), True, "hint", "UDP does not"),
-        (Sums(SILENCE, ANSWER, ANSWER), True, "PROBLEM", "this node spoils them"),
-        (Sums(SILENCE, ANSWER, SILENCE), True, "PROBLEM", "10.5.2.0/24 spoils them"),
+        ((ANSWER, ANSWER, ANSWER), True, "ok", "arrives"),
+        ((CLOSED, CLOSED, CLOSED), True, "ok", "arrives"),
+        ((SILENCE, SILENCE, SILENCE), False, "unknown", "does not answer at all"),
+        ((SILENCE, SILENCE, SILENCE), True, "hint", "UDP does not"),
+        ((SILENCE, ANSWER, ANSWER), True, "PROBLEM", "this node spoils them"),
+        ((SILENCE, ANSWER, SILENCE), True, "PROBLEM", "10.5.2.0/24 spoils them"),
         # Without a responder the peer's kernel answers by ICMP, so our own checksums are to blame.
-        (Sums(SILENCE, CLOSED, CLOSED), True, "PROBLEM", "this node spoils them"),
+        ((SILENCE, CLOSED, CLOSED), True, "PROBLEM", "this node spoils them"),
     ],
 )
 def test_checksums_are_blamed_only_if_packets_without_them_arrive(
-    replies: Sums, answers_icmp: bool, state: str, text: str
+    replies: tuple[Reply, Reply, Reply], answers_icmp: bool, state: str, text: str
 ) -> None:
-    found = checksums("10.5.2.0/24", replies, answers_icmp=answers_icmp, device=None)
+    found = checksums("10.5.2.0/24", *replies, answers_icmp=answers_icmp, device=None)
     assert found.state == state
     assert text in found.found
 
