@@ -207,6 +207,8 @@ def chosen(wanted: Wanted, status: Status) -> tuple[list[PeerStatus], IPAddress 
     peer = peer_named(name, status)
     if wanted.peer and peer_named(wanted.peer, status) is not peer:
         raise FlannelError(f"{name} is no container of {wanted.peer}", f"it is of {peer.place}")
+    if name == peer.node:
+        return [peer], None
     net, end = ip_network(name, strict=False), target_of(peer, our_addresses(status))
     address = net.network_address
     is_node = net.prefixlen != net.max_prefixlen or address in (*peer.addresses, *(end or ())[:1])

@@ -13,6 +13,7 @@ from flanneld.ctl.netcheck import (
     Stage,
     Wanted,
     checksums,
+    chosen,
     examine,
     judge,
     masqueraded,
@@ -25,6 +26,7 @@ from flanneld.ctl.paths import PathToPeer
 from flanneld.ctl.source import DataSource
 from flanneld.diagnostics.status import PeerStatus, UplinkStatus
 from flanneld.errors import FlannelError
+from flanneld.model import IPAddress
 from flanneld.network.survey import SILENCE, Reply
 from tests.unit.ctl.documents import status_of
 
@@ -195,3 +197,12 @@ def test_what_cannot_be_examined_is_refused(wanted: Wanted, text: str) -> None:
     with pytest.raises(FlannelError) as caught:
         examine(source, wanted, lambda _: None)
     assert str(caught.value) == text
+
+
+@pytest.mark.parametrize(
+    ("name", "container"),
+    [("worker-2", None), ("10.5.2.0/24", None), ("192.0.2.2", None), ("10.5.2.7", ip_address("10.5.2.7"))],
+)
+def test_peer_is_named_by_node_subnet_public_ip_or_container(name: str, container: IPAddress | None) -> None:
+    told = status_of({"mtu": 1450, "peers": [PEERS[0] | {"node": "worker-2"}]})
+    assert chosen(Wanted(name), told) == (list(told.each_peer), container)
