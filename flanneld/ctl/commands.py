@@ -133,10 +133,10 @@ def _trace(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
 
 
 def _doctor(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
-    from flanneld.ctl.doctor import Report, fixes, run_fixes
+    from flanneld.ctl.doctor import DoctorReport, fixes, run_fixes
 
     is_cluster, is_json = getattr(arguments, "cluster", False), arguments.output == "json"
-    first = Report.of(source, is_cluster=is_cluster)
+    first = DoctorReport.of(source, is_cluster=is_cluster)
     chosen = fixes(first.findings) if getattr(arguments, "fix", False) else []
     if not chosen:
         return first.tables(), first.plain, first.is_wrong
@@ -152,7 +152,7 @@ def _doctor(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
     ran = run_fixes(chosen)
     # The daemon may still be repairing, or starting.
     again = output.until_good(
-        lambda: Report.of(arguments.find(), is_cluster=is_cluster),
+        lambda: DoctorReport.of(arguments.find(), is_cluster=is_cluster),
         lambda report: not report.is_wrong,
         _HEALED_WITHIN,
     )
@@ -191,8 +191,8 @@ def _graph(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
         lines = graph.page(made, columns[4:-1], clock.utc_text(cluster.now))
     else:
         lines = {"text": graph.text, "dot": graph.dot}[arguments.format](made)
-    shown = [TextTable((), [(part,) for line in lines for part in line.split("\n")])]
-    return shown, lambda: plain, any(each.state == State.PROBLEM for each in made)
+    shown = output.in_lines(part for line in lines for part in line.split("\n"))
+    return [shown], lambda: plain, any(each.state == State.PROBLEM for each in made)
 
 
 def _netcheck(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
@@ -211,11 +211,8 @@ def _bundle(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
     reads = ("status", "peers", "routes", "logs", "doctor")
     answers = {name: COMMANDS[name][0](source, arguments)[1]() for name in reads}
     bundle.write(path, bundle.gather(answers, source.options), bundle.known_secrets(source.options))
-    return (
-        [TextTable((), [(f"Wrote {path}; look through it before you pass it on",)])],
-        lambda: {"file": str(path)},
-        False,
-    )
+    shown = output.in_lines([f"Wrote {path}; look through it before you pass it on"])
+    return [shown], lambda: {"file": str(path)}, False
 
 
 def _version(source: DataSource, _arguments: argparse.Namespace) -> CommandAnswer:
@@ -239,7 +236,7 @@ def _noted(
 ) -> CommandAnswer:
     """Return an answer that ends with the missing sources of answers, and ``more`` that is not known."""
     missing = [*map(str, source.unknown), *more]
-    notes = [TextTable((), [(f"not known: {why}",) for why in missing])] if missing else []
+    notes = [output.in_lines(f"not known: {why}" for why in missing)] if missing else []
     return [*shown, *notes], lambda: plain() | {"not_known": missing}, wrong
 
 

@@ -22,7 +22,7 @@ from flanneld.ctl.checks import (
     others,
     store,
 )
-from flanneld.ctl.output import State, TextTable
+from flanneld.ctl.output import State, TextTable, in_lines
 from flanneld.ctl.source import DataSource
 from flanneld.errors import Retryable
 from flanneld.findings import Command, Finding, Fix, Severity
@@ -106,7 +106,7 @@ def run_fixes(chosen: Iterable[tuple[Command, ...]]) -> list[tuple[Command, str]
     return ran
 
 
-class Report(Struct, frozen=True):
+class DoctorReport(Struct, frozen=True):
     """Findings, what is not known, and the checks beside those of this host (``more``)."""
 
     findings: list[tuple[Check, Finding]]
@@ -114,7 +114,7 @@ class Report(Struct, frozen=True):
     more: Sequence[Check] = ()
 
     @classmethod
-    def of(cls, source: DataSource, *, is_cluster: bool) -> Report:
+    def of(cls, source: DataSource, *, is_cluster: bool) -> DoctorReport:
         """Examine this host, and the cluster if asked to. Raises ``OSError``."""
         from flanneld.ctl.facts import gather
 
@@ -152,9 +152,9 @@ class Report(Struct, frozen=True):
         checks, hints = len(CHECKS) + len(self.more), len(self.findings) - problems
         said = f"{checks} checks: {counted(problems, 'problem')}, {counted(hints, 'hint')}"
         return [
-            TextTable((), [(self.verdict,)]),
+            in_lines([self.verdict]),
             *(TextTable((), list(_rows(check, finding))) for check, finding in self.findings),
-            TextTable((), [*((f"not known: {why}",) for why in self.unknown), (said,)]),
+            in_lines([*(f"not known: {why}" for why in self.unknown), said]),
         ]
 
     def plain(self) -> dict[str, Any]:

@@ -77,9 +77,7 @@ def _attempt(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         return _run(arguments, lambda: _ask(arguments, flags, environ), as_json=as_json)
     except (options.HelpWanted, options.VersionWanted) as wanted:
         text = wanted.usage if isinstance(wanted, options.HelpWanted) else __version__
-        _say(
-            [TextTable((), [(line,) for line in text.splitlines()])], lambda: {"said": text}, as_json=as_json
-        )
+        _say([output.in_lines(text.splitlines())], lambda: {"said": text}, as_json=as_json)
         return FINE
     except Exception as error:
         return _complain(*_problem_of(error), as_json=as_json)
@@ -144,7 +142,7 @@ def _watch(ask: Callable[[], Answered], every: float, *, as_json: bool, is_new: 
         # A line may come again within the second that a table shows.
         for answer in output.changes(ask, lambda answer: object() if is_new else answer.shown, every):
             status = answer.status
-            heading = [] if is_new else [TextTable((), [(f"-- {clock.utc_text(clock.wall())}",)])]
+            heading = [] if is_new else [output.in_lines([f"-- {clock.utc_text(clock.wall())}"])]
             if is_new and not answer.shown[0].rows:
                 continue
             if not _say([*heading, *answer.shown], answer.plain, as_json=as_json, indent=None):

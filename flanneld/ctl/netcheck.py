@@ -17,7 +17,7 @@ from flanneld.ctl.compare import wanted_route
 from flanneld.ctl.drops import drops_towards
 from flanneld.ctl.losses import host_addresses, lost_packets
 from flanneld.ctl.nodes import answer_remedy, our_addresses, port_of, target_of, told, vxlan_of
-from flanneld.ctl.output import State, TextTable
+from flanneld.ctl.output import State, TextTable, in_lines
 from flanneld.ctl.paths import PathToPeer, carriers, parsed, passing, paths, peer_named
 from flanneld.ctl.source import DataSource
 from flanneld.diagnostics.status import PeerStatus, Status, UplinkStatus, known
@@ -136,8 +136,8 @@ class PathReport(Struct, frozen=True, gc=False):
 
     def tables(self) -> list[TextTable]:
         rows = [(each.check, each.about, each.state, each.found, each.note) for each in self.results]
-        ends = [(f"{peer}: {said}",) for peer, said in self.verdicts]
-        return [TextTable(("check", "of", "state", "found", "note"), rows), TextTable((), ends)]
+        ends = in_lines(f"{peer}: {said}" for peer, said in self.verdicts)
+        return [TextTable(("check", "of", "state", "found", "note"), rows), ends]
 
     def plain(self) -> dict[str, Any]:
         """Return the report as JSON."""

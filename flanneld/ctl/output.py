@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from typing import TextIO, TypeVar
@@ -40,6 +40,11 @@ class TextTable(Struct, frozen=True, gc=False):
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     title: str = ""
+
+
+def in_lines(lines: Iterable[str]) -> TextTable:
+    """Return a table of one column without a header."""
+    return TextTable((), [(line,) for line in lines])
 
 
 def show(tables: Sequence[TextTable], out: TextIO | None = None) -> None:

@@ -8,14 +8,17 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from functools import partial
 from ipaddress import IPv4Address, IPv4Network, ip_network
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
 
 from flanneld import config, options
 from flanneld.config import Config
-from flanneld.ctl.output import TextTable
+from flanneld.ctl.output import TextTable, in_lines
 from flanneld.errors import Fatal, Retryable
 from flanneld.model import LeaseKey, name_of
 from flanneld.options import Options
@@ -23,6 +26,8 @@ from flanneld.runtime import clock
 from flanneld.subnet.remote.wire import Reservation
 
 if TYPE_CHECKING:
+    from flanneld.subnet.embedded.store import KeyStore
+    from flanneld.subnet.embedded.tokens import Tokens
     from flanneld.subnet.remote.leases import LeaseStore
 
 #: Tables for people, a value for programs, and True if something is wrong.
@@ -122,7 +127,7 @@ def _get_config(chosen: Options, arguments: argparse.Namespace) -> CommandAnswer
             text, _ = store.config_text(arguments.name)
     if not text:
         raise Fatal("there is no network config", "write one: flannelctl config set FILE")
-    return [TextTable((), [(line,) for line in text.splitlines()])], {"config": text}, False
+    return [in_lines(text.splitlines())], {"config": text}, False
 
 
 def _set_config(chosen: Options, arguments: argparse.Namespace) -> CommandAnswer:
@@ -223,9 +228,7 @@ def _list_leases(chosen: Options, arguments: argparse.Namespace) -> CommandAnswe
         )
         for each in found
     ]
-    names = ("subnet", "public ip", "backend", "ends")
-    plain = [dict(zip(names, row, strict=True)) for row in rows]
-    return [TextTable(names, rows)], {"leases": plain}, False
+    return _listed("leases", ("subnet", "public ip", "backend", "ends"), rows)
 
 
 def _delete_lease(chosen: Options, arguments: argparse.Namespace) -> CommandAnswer:
@@ -259,28 +262,12 @@ def _key_of(store: LeaseStore, arguments: argparse.Namespace) -> LeaseKey:
 # ---- reservations -------------------------------------------------------------------------------
 
 
-class _Reservations(Protocol):
-    def reservations(self) -> list[Reservation]: ...
-    def reserve(self, wanted: Reservation) -> None: ...
-    def release(self, key: LeaseKey) -> None: ...
+class _Reservations(Struct):
+    """The reservations of one network."""
 
-
-class _InStore:
-    """Reservations of one network in a store that this process opens itself."""
-
-    def __init__(self, store: Any, network: str) -> None:
-        self._store = store
-        self._network = network
-
-    def reservations(self) -> list[Reservation]:
-        found: list[Reservation] = self._store.reservations(self._network)
-        return found
-
-    def reserve(self, wanted: Reservation) -> None:
-        self._store.reserve(self._network, wanted)
-
-    def release(self, key: LeaseKey) -> None:
-        self._store.release(self._network, key)
+    listed: Callable[[], list[Reservation]]
+    reserve: Callable[[Reservation], None]
+    release: Callable[[LeaseKey], None]
 
 
 @contextmanager
@@ -290,21 +277,18 @@ def _reservations_in(chosen: Options, network: str) -> Iterator[_Reservations]:
         from flanneld.subnet.opening import remote_options
         from flanneld.subnet.remote.store import RemoteStore
 
-        manager = RemoteStore(remote_options(chosen, network))
-        try:
-            yield manager
-        finally:
-            manager.close()
+        with closing(RemoteStore(remote_options(chosen, network))) as server:
+            yield _Reservations(server.reservations, server.reserve, server.release)
         return
     with _leases(chosen) as store:
-        yield _InStore(store, network or "_")
+        acts = (store.reservations, store.reserve, store.release)
+        yield _Reservations(*(partial(act, network or "_") for act in acts))
 
 
 def _list_reservations(chosen: Options, arguments: argparse.Namespace) -> CommandAnswer:
     with _reservations_in(chosen, arguments.name) as place:
-        rows = [(str(each.subnet), str(each.public_ip)) for each in place.reservations()]
-    plain = {"reservations": [{"subnet": subnet, "public_ip": ip} for subnet, ip in rows]}
-    return [TextTable(("subnet", "public IP"), rows)], plain, False
+        rows = [(str(each.subnet), str(each.public_ip)) for each in place.listed()]
+    return _listed("reservations", ("subnet", "public_ip"), rows)
 
 
 def _add_reservation(chosen: Options, arguments: argparse.Namespace) -> CommandAnswer:
@@ -328,32 +312,29 @@ def _remove_reservation(chosen: Options, arguments: argparse.Namespace) -> Comma
 # ---- tokens -------------------------------------------------------------------------------------
 
 
+def _tokens(chosen: Options) -> Tokens:
+    from flanneld.subnet.embedded.tokens import Tokens
+
+    return Tokens(_opened(chosen).database)
+
+
 def _create_token(chosen: Options, arguments: argparse.Namespace) -> CommandAnswer:
-    from flanneld.subnet.embedded.tokens import Tokens, fingerprint_of_pem
+    from flanneld.subnet.embedded.tokens import fingerprint_of_pem
 
     fingerprint = ""
     if chosen.remote_certfile:
         fingerprint = fingerprint_of_pem(Path(chosen.remote_certfile).read_text(errors="replace"))
-    token = Tokens(_opened(chosen).database).create(arguments.lasts, fingerprint)
-    return [TextTable((), [(token.text,)])], {"id": token.id, "ends": token.ends, "token": token.text}, False
+    token = _tokens(chosen).create(arguments.lasts, fingerprint)
+    return [in_lines([token.text])], {"id": token.id, "ends": token.ends, "token": token.text}, False
 
 
 def _list_tokens(chosen: Options, _arguments: argparse.Namespace) -> CommandAnswer:
-    from flanneld.subnet.embedded.tokens import Tokens
-
-    found = Tokens(_opened(chosen).database).listed()
-    plain = {"tokens": [{"id": each.id, "ends": each.ends, "state": each.state} for each in found]}
-    return (
-        [TextTable(("id", "ends", "state"), [(each.id, each.ends, each.state) for each in found])],
-        plain,
-        False,
-    )
+    rows = [(each.id, each.ends, each.state) for each in _tokens(chosen).listed()]
+    return _listed("tokens", ("id", "ends", "state"), rows)
 
 
 def _revoke_token(chosen: Options, arguments: argparse.Namespace) -> CommandAnswer:
-    from flanneld.subnet.embedded.tokens import Tokens
-
-    Tokens(_opened(chosen).database).revoke(arguments.id)
+    _tokens(chosen).revoke(arguments.id)
     return _done(f"revoked {arguments.id}: its nodes are refused from now on")
 
 
@@ -372,35 +353,16 @@ def _restore(chosen: Options, arguments: argparse.Namespace) -> CommandAnswer:
     return _done(f"restored {chosen.store} from {arguments.file}")
 
 
-def _export(chosen: Options, arguments: argparse.Namespace) -> CommandAnswer:
-    return _move(chosen, arguments, into_file=False)
-
-
-def _import(chosen: Options, arguments: argparse.Namespace) -> CommandAnswer:
-    return _move(chosen, arguments, into_file=True)
-
-
 def _move(chosen: Options, arguments: argparse.Namespace, *, into_file: bool) -> CommandAnswer:
     """Copy every network between the file and etcd. Nothing is overwritten."""
     from flanneld.subnet.copy import move
-    from flanneld.subnet.embedded.store import open_file
     from flanneld.subnet.opening import etcd_options
 
-    store = open_file(str(_path(chosen)), create=into_file and not arguments.dry_run)
     said: list[str] = []
-    is_complete = move(
-        store,
-        etcd_options(chosen),
-        chosen.etcd_api,
-        said.append,
-        into_file=into_file,
-        dry_run=arguments.dry_run,
-    )
-    return (
-        [TextTable((), [(line,) for line in said])],
-        {"done": said, "complete": is_complete},
-        not is_complete,
-    )
+    dry_run = arguments.dry_run
+    store, etcd = _opened(chosen, create=into_file and not dry_run), etcd_options(chosen)
+    is_complete = move(store, etcd, chosen.etcd_api, said.append, into_file=into_file, dry_run=dry_run)
+    return [in_lines(said)], {"done": said, "complete": is_complete}, not is_complete
 
 
 def _path(chosen: Options) -> Path:
@@ -409,15 +371,20 @@ def _path(chosen: Options) -> Path:
     return Path(chosen.store).absolute()
 
 
-def _opened(chosen: Options) -> Any:
+def _opened(chosen: Options, *, create: bool = False) -> KeyStore:
     from flanneld.subnet.embedded.store import open_file
 
-    return open_file(str(_path(chosen)))
+    return open_file(str(_path(chosen)), create=create)
 
 
 def _done(text: str, *todo: str) -> CommandAnswer:
     more = {"todo": list(todo)} if todo else {}
-    return [TextTable((), [(line,) for line in (text, *todo)])], {"done": text, **more}, False
+    return [in_lines((text, *todo))], {"done": text, **more}, False
+
+
+def _listed(what: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> CommandAnswer:
+    shown = TextTable([name.replace("_", " ") for name in columns], rows)
+    return [shown], {what: [dict(zip(columns, row, strict=True)) for row in rows]}, False
 
 
 # ---- arguments ----------------------------------------------------------------------------------
@@ -496,8 +463,8 @@ _COMMANDS: dict[str, tuple[str, _Acts]] = {
         {
             "backup": (_backup, "copy it, while it is used", _FILE),
             "restore": (_restore, "make it from a backup, where there is none", _FILE),
-            "export": (_export, "copy its networks to etcd", _DRY),
-            "import": (_import, "copy the networks in etcd to it", _DRY),
+            "export": (partial(_move, into_file=False), "copy its networks to etcd", _DRY),
+            "import": (partial(_move, into_file=True), "copy the networks in etcd to it", _DRY),
         },
     ),
 }

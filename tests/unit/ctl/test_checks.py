@@ -25,7 +25,7 @@ from flanneld.ctl.checks.kernel import NEW_MAC
 from flanneld.ctl.checks.others import CniFile, LeftRules
 from flanneld.ctl.checks.store import EtcdHealth
 from flanneld.ctl.compare import Comparison, Difference, Outside, ShadowingRoute
-from flanneld.ctl.doctor import CHECKS, Report, examine
+from flanneld.ctl.doctor import CHECKS, DoctorReport, examine
 from flanneld.ctl.drops import Drop, Translation
 from flanneld.ctl.facts import ask_etcd
 from flanneld.ctl.losses import Lost
@@ -457,7 +457,7 @@ def test_each_theme_has_a_check() -> None:
 
 def test_a_node_that_is_well_is_told_so() -> None:
     assert examine(WELL) == []
-    text = [list(table_lines(table)) for table in Report([], WELL.unknown).tables()]
+    text = [list(table_lines(table)) for table in DoctorReport([], WELL.unknown).tables()]
     assert text == [["Healthy"], [f"{len(CHECKS)} checks: 0 problems, 0 hints"]]
 
 
@@ -581,7 +581,7 @@ def test_a_node_of_which_nothing_is_known_breaks_no_check() -> None:
 
 def test_the_report_says_what_the_evidence_the_reason_and_the_fix() -> None:
     facts = replace(WELL, firewalls=("firewalld",))
-    text = [list(table_lines(table)) for table in Report(examine(facts), facts.unknown).tables()]
+    text = [list(table_lines(table)) for table in DoctorReport(examine(facts), facts.unknown).tables()]
     assert text == [
         ["Healthy, with 1 hint"],
         [
@@ -598,7 +598,7 @@ def test_the_report_says_what_the_evidence_the_reason_and_the_fix() -> None:
 
 def test_programs_get_the_same() -> None:
     facts = of_host("net/ipv4/ip_forward", 0)
-    answer = json.loads(json.dumps(Report(examine(facts), facts.unknown).plain()))
+    answer = json.loads(json.dumps(DoctorReport(examine(facts), facts.unknown).plain()))
     (found,) = [each for each in answer["findings"] if each["check"] == "forwarding"]
     assert found["severity"] == "problem"
     assert found["fix"] == [["sysctl", "-w", "net.ipv4.ip_forward=1"]]
@@ -766,9 +766,9 @@ def test_a_bridge_that_the_firewall_does_not_see_is_a_problem_where_services_are
 )
 def test_the_verdict_is_one_line_and_names_a_cause_before_its_effects(facts: Facts, said: str) -> None:
     found = examine(facts)
-    assert Report(found).verdict == said
-    assert Report(found).plain()["verdict"] == said
-    assert list(table_lines(Report(found, facts.unknown).tables()[0])) == [said]
+    assert DoctorReport(found).verdict == said
+    assert DoctorReport(found).plain()["verdict"] == said
+    assert list(table_lines(DoctorReport(found, facts.unknown).tables()[0])) == [said]
 
 
 def test_lease_of_a_host_that_has_left_comes_with_the_command_that_asks_and_ends_it() -> None:
@@ -851,14 +851,14 @@ def fixes(facts: Facts) -> list[Fix]:
     [pytest.param(facts, id=name) for name, cases in CASES.items() for facts in cases if fixes(facts)],
 )
 def test_fixes_are_the_same_whatever_is_in_the_store(facts: Facts) -> None:
-    assert HOSTILE in str(Report(examine(hostile(facts)), ()).tables())
+    assert HOSTILE in str(DoctorReport(examine(hostile(facts)), ()).tables())
     assert fixes(hostile(facts)) == fixes(facts)
 
 
 def test_a_fix_is_shown_with_a_command_on_each_line_quoted_for_a_shell() -> None:
     commands = (("nft", "flush", "chain", "a b"), ("true",))
     facts = replace(WELL, left_rules=(LeftRules(("a rule",), commands),))
-    (_, table, _) = Report(examine(facts), facts.unknown).tables()
+    (_, table, _) = DoctorReport(examine(facts), facts.unknown).tables()
     assert list(table_lines(table))[-2:] == ["fix       nft flush chain 'a b'", "fix       true"]
 
 

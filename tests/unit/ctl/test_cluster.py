@@ -16,7 +16,7 @@ from flanneld.ctl import facts
 from flanneld.ctl import nodes as commands
 from flanneld.ctl.checks import Facts
 from flanneld.ctl.checks.cluster import RULES, ClusterRule, cluster_findings, remarks
-from flanneld.ctl.doctor import CHECKS, Report, with_cluster
+from flanneld.ctl.doctor import CHECKS, DoctorReport, with_cluster
 from flanneld.ctl.nodes import Cluster, ClusterNode, Probes, Told, gather, own_node, told
 from flanneld.ctl.output import table_lines
 from flanneld.ctl.paths import takes_mtu
@@ -233,7 +233,7 @@ def test_findings_about_a_thousand_nodes_fit_on_one_screen() -> None:
         for number, kind in zip(range(1000), cycle(kinds), strict=False)
     )
     found = with_cluster([], remarks(Cluster(nodes, frozenset({OWN}), NOW)))
-    lines = [line for each in Report(found, ()).tables() for line in table_lines(each)]
+    lines = [line for each in DoctorReport(found, ()).tables() for line in table_lines(each)]
     assert [finding.severity for _, finding in found] == [Severity.PROBLEM, Severity.PROBLEM, Severity.HINT]
     assert len(lines) <= 24
     assert max(map(len, lines)) < 200
@@ -260,7 +260,7 @@ def test_doctor_of_the_cluster_asks_the_store_once(
     monkeypatch.setattr(facts, "gather", lambda _: Facts())
     monkeypatch.setattr(commands, "read", lambda _: Cluster())
     monkeypatch.setattr(commands, "stored_config", calls.append)
-    Report.of(DataSource(origin, Status()), is_cluster=True)
+    DoctorReport.of(DataSource(origin, Status()), is_cluster=True)
     assert len(calls) == asked
 
 
