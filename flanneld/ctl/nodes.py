@@ -25,6 +25,7 @@ from flanneld.diagnostics.status import (
     known,
     resources,
     store_kind,
+    understood,
 )
 from flanneld.errors import FlannelError
 from flanneld.findings import Severity
@@ -185,33 +186,16 @@ def target_of(peer: PeerStatus, own: set[IPAddress]) -> tuple[IPAddress, bool] |
 
 
 def told(facts: Mapping[str, Any]) -> Told:
-    """Return the facts of an answer. Values of another type than expected are left out."""
+    """Return the facts of an answer, cut short. Values of another type than expected are left out."""
+    short = {name: _short(value) for name, value in facts.items()}
+    seen = short.get("seen")
+    return understood(Told, short | {"seen": seen[0] if isinstance(seen, tuple) and seen else None})[0]
 
-    def text(name: str) -> str | None:
-        value = facts.get(name)
-        return value[:100] if isinstance(value, str) else None
 
-    def number(name: str) -> int | None:
-        value = facts.get(name)
-        return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-    def texts(name: str) -> tuple[str, ...]:
-        value = facts.get(name)
-        return tuple(each[:100] for each in value if isinstance(each, str)) if isinstance(value, list) else ()
-
-    return Told(
-        version=text("version"),
-        network=texts("network"),
-        backend=text("backend"),
-        vni=number("vni"),
-        port=number("port"),
-        mtu=number("mtu"),
-        uplink_mtu=number("uplink_mtu"),
-        store=text("store"),
-        ready=facts.get("ready") is not False,
-        conditions=texts("conditions"),
-        seen=next(iter(texts("seen")), None),
-    )
+def _short(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(each[:100] for each in value if isinstance(each, str))
+    return value[:100] if isinstance(value, str) else value
 
 
 def own_node(status: Status) -> ClusterNode:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from itertools import islice
 from typing import Annotated, Any, TypeVar
 
@@ -369,22 +370,24 @@ def decoded(said: bytes) -> tuple[Status, list[str]]:
     try:
         told = _decode(said)
     except msgspec.DecodeError:
-        return _understood(plain(said))
+        return understood(Status, plain(said))
     # Every daemon names its version: an object without it is another program's, or not whole.
     return told, [] if told.version else ["it names no version"]
 
 
-def _understood(document: dict[str, Any]) -> tuple[Status, list[str]]:
-    """Return the parts of a document that have the expected types, and why others are left out."""
+def understood(kind: type[Value], document: Mapping[str, Any]) -> tuple[Value, list[str]]:
+    """Return a struct of the parts that have the expected types, and why others are left out."""
+    with suppress(msgspec.ValidationError):
+        return msgspec.convert(document, kind), []
     parts: dict[str, Any] = {}
     problems = []
-    for each in msgspec.structs.fields(Status):
+    for each in msgspec.structs.fields(kind):
         if each.name in document:
             try:
                 parts[each.name] = msgspec.convert(document[each.name], each.type)
             except msgspec.ValidationError as error:
                 problems.append(f"{each.name}: {error}")
-    return Status(**parts), problems
+    return kind(**parts), problems
 
 
 # ---- values -------------------------------------------------------------------------------------
