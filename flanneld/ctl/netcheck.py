@@ -113,8 +113,8 @@ class Result(Struct, frozen=True, gc=False):
     def plain(self) -> dict[str, Any]:
         """Return the result as JSON."""
         told = asdict(self)
-        more = told.pop("more")
-        return told | more
+        del told["more"]
+        return {**told, **self.more}
 
 
 class PathReport(Struct, frozen=True, gc=False):

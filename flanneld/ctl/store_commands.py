@@ -281,8 +281,10 @@ def _reservations_in(chosen: Options, network: str) -> Iterator[_Reservations]:
             yield _Reservations(server.reservations, server.reserve, server.release)
         return
     with _leases(chosen) as store:
-        acts = (store.reservations, store.reserve, store.release)
-        yield _Reservations(*(partial(act, network or "_") for act in acts))
+        name = network or "_"
+        yield _Reservations(
+            partial(store.reservations, name), partial(store.reserve, name), partial(store.release, name)
+        )
 
 
 def _list_reservations(chosen: Options, arguments: argparse.Namespace) -> CommandAnswer:

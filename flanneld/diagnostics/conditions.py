@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from flanneld.findings import Condition
 from flanneld.model import LEASE_ENDS_SOON, Lease
 from flanneld.node import Node
-from flanneld.reconcile.local_node import UplinkManager
-from flanneld.reconcile.peers import Peers
 from flanneld.runtime import clock, waits
 from flanneld.state.permits import RemovalGuard
 from flanneld.state.resources import Key
@@ -23,7 +21,7 @@ _AT_ONCE = frozenset({"leases"})
 
 def parts(node: Node) -> list[Condition]:
     """Return all parts. May be called from any thread; costs next to nothing."""
-    return [Condition(name, "; ".join(found)) for name, found in _looks(node)]
+    return [Condition(name, "; ".join(filter(None, found))) for name, found in _looks(node)]
 
 
 def unhealthy_parts(node: Node) -> list[Condition]:
@@ -48,68 +46,48 @@ def watch(node: Node, stop: threading.Event, tell: Callable[[list[str]], None]) 
 
 
 def _looks(node: Node) -> Iterator[tuple[str, Iterable[str]]]:
+    """Yield each part with its problems; an empty text is none."""
     # Without the seconds, which would change at each check.
     yield "threads", (line.partition(" for ")[0] for line in node.overdue())
-    yield "store", _of_the_store(node)
-    yield "leases", _of_the_leases(node)
+    yield "store", [str(node.store_problem or "")]
+    yield "leases", [f"taken from {node.cached}" if node.cached else ""]
     if node.lease_keeper:
-        yield (
-            "lease",
-            _of_the_lease(node.lease_keeper.lease, 60.0 * node.options.subnet_lease_renew_margin),
-        )
+        margin = 60.0 * node.options.subnet_lease_renew_margin
+        yield "lease", [_of_the_lease(node.lease_keeper.lease, margin)]
     if node.reconciler:
-        yield "uplink", _of_the_uplink(node.reconciler.uplink_manager)
-        tables = node.reconciler.tables
+        tables, uplinks = node.reconciler.tables, node.reconciler.uplink_manager
+        yield "uplink", [f"{uplinks.uplink.name} is not usable" if uplinks.is_adrift else ""]
         yield "kernel", _of_the_kernel(tables.pending(), contested=tables.is_contested())
-        yield "encryption", filter(None, (node.reconciler.encryption.problem,))
-        yield "sessions", filter(None, (silence(node.reconciler.tables.sessions()),))
+        yield "encryption", [node.reconciler.encryption.problem]
+        yield "sessions", [silence(tables.sessions())]
         if tables.mesh is not None:
-            yield "mesh", filter(None, (tables.mesh.problem,))
-        yield "peers", _of_the_peers(node.reconciler.peers)
-        yield "removals", _of_the_removal_guard(node.reconciler.removal_guard)
+            yield "mesh", [tables.mesh.problem]
+        yield (
+            "peers",
+            [_first("a lease would harm this host and is not followed", node.reconciler.peers.unsafe())],
+        )
+        yield "removals", [_of_the_removal_guard(node.reconciler.removal_guard)]
     if node.firewall:
-        troubles = (state.trouble for state in node.firewall.states())
-        yield "firewall", filter(None, (*troubles, node.firewall.problem))
+        yield "firewall", [*(state.trouble for state in node.firewall.states()), node.firewall.problem]
     for state in node.host.states() if node.host else ():
-        yield state.name.replace("-", " "), filter(None, (state.trouble,))
+        yield state.name.replace("-", " "), [state.trouble]
 
 
-def _of_the_store(node: Node) -> Iterator[str]:
-    if node.store_problem:
-        yield str(node.store_problem)
-
-
-def _of_the_leases(node: Node) -> Iterator[str]:
-    if node.cached:
-        yield f"taken from {node.cached}"
-
-
-def _of_the_lease(lease: Lease, margin: float) -> Iterator[str]:
-    if lease.expires is not None and lease.expires - clock.now() < min(LEASE_ENDS_SOON, margin / 2):
-        yield "it was not renewed in time, and ends soon"
-
-
-def _of_the_uplink(uplink_manager: UplinkManager) -> Iterator[str]:
-    if uplink_manager.is_adrift:
-        yield f"{uplink_manager.uplink.name} is not usable"
+def _of_the_lease(lease: Lease, margin: float) -> str:
+    is_late = lease.expires is not None and lease.expires - clock.now() < min(LEASE_ENDS_SOON, margin / 2)
+    return "it was not renewed in time, and ends soon" if is_late else ""
 
 
 def _of_the_kernel(pending: Mapping[Key, Failure], *, contested: bool) -> Iterator[str]:
-    refused = list(pending.values())
-    if refused:
-        more = f", and {len(refused) - 1} more" if len(refused) > 1 else ""
-        yield f"refused: {refused[0]}{more}"
+    yield _first("refused", list(pending.values()))
     if contested:
         yield "another program keeps changing our objects; see flannelctl logs"
 
 
-def _of_the_peers(peers: Peers) -> Iterator[str]:
-    unsafe = peers.unsafe()
-    if unsafe:
-        more = f", and {len(unsafe) - 1} more" if len(unsafe) > 1 else ""
-        yield f"a lease would harm this host and is not followed: {unsafe[0]}{more}"
+def _of_the_removal_guard(removal_guard: RemovalGuard) -> str:
+    return f"held back: {removal_guard.reason}" if removal_guard.holds else ""
 
 
-def _of_the_removal_guard(removal_guard: RemovalGuard) -> Iterator[str]:
-    if removal_guard.holds:
-        yield f"held back: {removal_guard.reason}"
+def _first(problem: str, found: Sequence[object]) -> str:
+    more = f", and {len(found) - 1} more" if len(found) > 1 else ""
+    return f"{problem}: {found[0]}{more}" if found else ""

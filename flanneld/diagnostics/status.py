@@ -23,6 +23,7 @@ from flanneld.network.resource_json import parse_address, parse_network
 from flanneld.state.resources import Resource
 
 Value = TypeVar("Value")
+Part = TypeVar("Part", bound=Struct)
 #: Peers per piece of the document.
 _PEERS_AT_A_TIME = 100
 #: Types of the fields of an object in JSON.
@@ -375,7 +376,7 @@ def decoded(said: bytes) -> tuple[Status, list[str]]:
     return told, [] if told.version else ["it names no version"]
 
 
-def understood(kind: type[Value], document: Mapping[str, Any]) -> tuple[Value, list[str]]:
+def understood(kind: type[Part], document: Mapping[str, Any]) -> tuple[Part, list[str]]:
     """Return a struct of the parts that have the expected types, and why others are left out."""
     with suppress(msgspec.ValidationError):
         return msgspec.convert(document, kind), []
