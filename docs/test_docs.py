@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 import re
 import shlex
@@ -22,8 +23,11 @@ from flanneld.ctl import main as flannelctl
 from flanneld.ctl.checks import THEMES
 from flanneld.ctl.checks.cluster import RULES
 from flanneld.ctl.doctor import CHECKS
+from flanneld.diagnostics import conditions
 from flanneld.diagnostics.metrics import METRICS
+from flanneld.network.host_settings import KernelForwardingTable
 from flanneld.reconcile.counters import BOUNDS
+from flanneld.subnet import cni_conf, subnet_file
 from tests.bench import page as figures
 from tests.faults import table as faults
 from tests.kubernetes_objects import CHART, IMAGE, manifest
@@ -102,11 +106,6 @@ def names_of_tests() -> frozenset[str]:
 @pytest.mark.parametrize("name", sorted(set(re.findall(r"`(test_\w+)`", TEXT))))
 def test_a_test_that_is_named_exists(name: str) -> None:
     assert name in names_of_tests()
-
-
-@pytest.mark.parametrize("block", re.findall(r"^```python\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL))
-def test_a_piece_of_code_that_is_shown_is_a_piece_of_the_example(block: str) -> None:
-    assert any(block in file.read_text() for file in (DOCS / "examples").rglob("*.py"))
 
 
 # Tables of what the code has.
@@ -198,6 +197,16 @@ def test_page_tells_the_bounds_of_the_buckets() -> None:
     seconds = enumerated([f"{bound:g}" for bound in BOUNDS if bound >= 1])
     told = f"The buckets of all histograms end at {milliseconds} milliseconds and {seconds} seconds."
     assert told in " ".join(page("monitoring").split())
+
+
+def test_page_names_each_part_that_can_have_a_condition() -> None:
+    own = re.findall(r'yield\s\(?\s*"(\w+)",', inspect.getsource(conditions))
+    on_the_host = (subnet_file.TABLE, cni_conf.TABLE, KernelForwardingTable.name)
+    section = page("monitoring").partition("\n| Part | Condition |\n")[2].partition("\n\n")[0]
+    cells = re.findall(r"^\| (`.*?`) \|", section, re.MULTILINE)
+    told = [part for cell in cells for part in re.findall("`(.*?)`", cell)]
+    assert len(own) > 10
+    assert sorted(told) == sorted({*own, *(name.replace("-", " ") for name in on_the_host)})
 
 
 def enumerated(words: list[str]) -> str:
@@ -303,18 +312,27 @@ def test_a_config_that_is_shown_as_wrong_is_refused_with_these_words(text: str, 
 # Words of the code.
 
 
+def sources() -> Iterator[ast.AST]:
+    for file in (ROOT / "flanneld").rglob("*.py"):
+        yield from ast.walk(ast.parse(file.read_text()))
+
+
+def template(node: ast.AST) -> str:
+    """Return a text in the code, with an ellipsis for what is filled in; empty for another expression."""
+    match node:
+        case ast.JoinedStr(values):
+            return "".join(template(part) or "..." for part in values)
+        case ast.Constant(value=str(text)):
+            return re.sub(r"%(?:\.\d+)?[sdf]|\{\w+\}", "...", text)
+    return ""
+
+
 @cache
 def texts_of_the_code() -> str:
-    """Return every text in the code, with an ellipsis for what is filled in."""
-    texts = []
-    for file in (ROOT / "flanneld").rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.JoinedStr):
-                parts = (part.value if isinstance(part, ast.Constant) else "..." for part in node.values)
-                texts.append("".join(map(str, parts)))
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                texts.append(node.value)
-    return "\n".join(texts)
+    """Return every text in the code but its documentation."""
+    nodes = list(sources())
+    documentation = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    return "\n".join(template(node) for node in nodes if id(node) not in documentation)
 
 
 EXTRAS = sorted(set(re.findall(r"flanneld\[([a-z-]+)\]", TEXT + texts_of_the_code())))
@@ -338,8 +356,30 @@ LOG_LINES = [
 
 @pytest.mark.parametrize("line", LOG_LINES)
 def test_the_words_of_a_log_line_that_is_explained_occur_in_the_code(line: str) -> None:
-    words = [piece.strip(" :();") for piece in line.split("...")]
+    words = [piece.strip(" ,:();") for piece in line.split("...")]
     assert [piece for piece in words if piece not in texts_of_the_code()] == []
+
+
+#: What logs a warning or an error, by the place of the line among the arguments.
+LOGGING = {"Outage": 1, "BatchedWarnings": 1, "warn": 2} | dict.fromkeys(
+    ("warning", "error", "critical", "exception"), 0
+)
+
+
+def warnings_in_the_code() -> Iterator[str]:
+    """Yield what is logged as a warning or an error, with an ellipsis for what is filled in."""
+    for call in sources():
+        if isinstance(call, ast.Call) and ast.unparse(call.func) != "parser.error":
+            place = LOGGING.get(getattr(call.func, "attr", getattr(call.func, "id", "")), len(call.args))
+            yield from map(template, call.args[place : place + 1])
+
+
+def test_each_warning_names_its_remedy_or_is_explained() -> None:
+    warnings = [line for line in warnings_in_the_code() if re.search(r"\w{3}", line)]
+    explained = [line.split("...") for line in re.findall("`([^`\n]+)`", page("troubleshooting"))]
+    pattern = re.compile("|".join(".*".join(map(re.escape, words)) for words in explained if any(words)))
+    assert len(warnings) > 80
+    assert [line for line in warnings if "; " not in line and not pattern.match(line)] == []
 
 
 # Commands.
