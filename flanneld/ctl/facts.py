@@ -5,10 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,15 +19,15 @@ from flanneld.ctl import compare, drops, losses, nodes
 from flanneld.ctl.checks import Facts, LackingFeature
 from flanneld.ctl.checks.containers import Container, container_devices
 from flanneld.ctl.checks.encryption import (
-    KERNEL_TABLES,
-    CharonState,
-    sessions_of,
+    charon_of,
+    is_threaded,
+    lacking_objects,
     standing,
-    with_associations,
+    with_sessions,
 )
 from flanneld.ctl.checks.others import CniFile, LeftRules
-from flanneld.ctl.checks.store import EtcdHealth
-from flanneld.ctl.compare import ActualState, Comparison
+from flanneld.ctl.checks.store import ask_etcd
+from flanneld.ctl.compare import ActualState
 from flanneld.ctl.losses import host_addresses, number
 from flanneld.ctl.paths import BRIEFLY, PathToPeer, carriers, container_of, passing, sample
 from flanneld.ctl.source import DataSource
@@ -52,12 +51,9 @@ from flanneld.state.resources import Link, Tun, Vxlan
 from flanneld.subnet import subnet_file
 
 if TYPE_CHECKING:
-    from flanneld.backends.ipsec.resources import ConnectionSas
-    from flanneld.network.genetlink import SeenDevice
+    pass
 
 _GC_THRESH = Path("/proc/sys/net/ipv4/neigh/default/gc_thresh3")
-#: Seconds to wait for etcd or charon, which answer within milliseconds unless they hang.
-_TIME_LIMIT = 2.0
 #: Namespaces looked at, at most: a node has 110 pods, if Kubernetes is not told otherwise.
 _MANY = 256
 #: States of a bridge's port that passes nothing on (linux/if_bridge.h): disabled, blocking.
@@ -81,9 +77,10 @@ def gather(source: DataSource) -> Facts:
     ways_out = {told.uplink_name, *devices, *ways.values()}
     queues = {index: name for index, name in names.items() if name in ways_out}
     paths, now, queued = _walked(told, queues)
-    former, told = told, _with_sessions(told, paths, now)
+    former, told = told, with_sessions(told, paths, now)
     bases = drops.read_bases(told)
     lacks_segmentation, queues_used = _speed(told.uplink_name)
+    lacking = lacking_objects(told) if source.origin == "store" else ()
     return Facts(
         status=told,
         origin=source.origin,
@@ -94,7 +91,7 @@ def gather(source: DataSource) -> Facts:
         previous=subnet_file.read(path),
         links=found.links,
         addresses=addresses,
-        entries=(*compare.compare(told, desired, found, but_ok=True), *_outside(source)),
+        entries=(*compare.compare(told, desired, found, but_ok=True), *lacking),
         detours=tuple(compare.shadowing_routes(told, found, compare.route_lookup())),
         host=_host_findings(source),
         managed=tuple(_managed(ours)),
@@ -107,10 +104,10 @@ def gather(source: DataSource) -> Facts:
         offload=dict(_offload(ours)),
         uplink_lacks_segmentation=lacks_segmentation,
         queues=queues_used,
-        standing=tuple(standing(former, told)) if any(map(_is_threaded, devices)) else (),
+        standing=tuple(standing(former, told)) if any(map(is_threaded, devices)) else (),
         kernel=_kernel(),
         lacking=tuple(lacking_features(told, found)),
-        charon=_charon_of(told),
+        charon=charon_of(told),
         gc_thresh=number(_GC_THRESH),
         etcd=ask_etcd(told),
         queued=queued,
@@ -158,13 +155,6 @@ def lacking_features(told: Status, found: ActualState) -> Iterator[LackingFeatur
             if failure.errno == errno.EPROTONOSUPPORT:
                 reason = "it does not know the netlink protocol for it"
                 yield LackingFeature(each.name, reason, each.modules)
-
-
-def _outside(source: DataSource) -> Iterator[Comparison]:
-    """Yield what the kernel lacks for encryption. A daemon that runs puts that back, or names a refusal."""
-    for each in compare.outside(source.status) if source.origin == "store" else ():
-        if each.state == "missing" and each.value.key[0] in KERNEL_TABLES:
-            yield each
 
 
 def _refusing(told: Status, paths: Collection[PathToPeer]) -> Iterator[str]:
@@ -233,10 +223,6 @@ def _speed(uplink: str) -> tuple[bool, tuple[int, int]]:
     return lacks, queues
 
 
-def _is_threaded(name: str) -> bool:
-    return files.text(Path(f"/sys/class/net/{name}/threaded")).strip() == "1"
-
-
 def _paths(told: Status) -> Iterator[PathToPeer]:
     """Yield the paths to a few peers; none if this process may not send ICMP."""
     if known(told.uplink) and known(told.mtu):
@@ -267,112 +253,6 @@ def _clock_is_synchronised() -> bool | None:
 
 
 # ---- other programs, and containers -------------------------------------------------------------
-
-
-def ask_etcd(told: Status) -> EtcdHealth | None:
-    """Ask the first server of etcd that a problem names; None without one, or without an answer.
-
-    Nothing secret is sent, so that a certificate that is not valid by this clock does no harm.
-    """
-    store = known(told.store)
-    problem = (known(store.problem) or "") if store else ""
-    found = re.search(r"(https?)://([^\s/()]+:\d+)", problem)
-    if not found or not problem.startswith("etcd "):
-        return None
-    import ssl  # on a healthy node none of these is needed
-    from email.utils import parsedate_to_datetime
-    from http.client import HTTPConnection, HTTPException, HTTPSConnection
-
-    scheme, server = found.groups()
-    anyone = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    anyone.check_hostname, anyone.verify_mode = False, ssl.CERT_NONE
-    secure = HTTPSConnection(server, timeout=_TIME_LIMIT, context=anyone)
-    connection = secure if scheme == "https" else HTTPConnection(server, timeout=_TIME_LIMIT)
-    try:
-        with closing(connection):
-            connection.request("GET", "/health")
-            answer = connection.getresponse()
-            ahead = clock.wall() - parsedate_to_datetime(answer.headers.get("Date", "")).timestamp()
-            said = answer.read(200).decode(errors="replace").strip()
-            return EtcdHealth(found[0], ahead, answer.status == 200, said)
-    except (OSError, HTTPException, ValueError):
-        return None
-
-
-def _with_sessions(told: Status, paths: Collection[PathToPeer], now: float) -> Status:
-    """Return the status with the sessions as they are now, after ``paths`` were probed.
-
-    The daemon reads charon's sessions every 10 s, and calls a peer of WireGuard silent after up to 90 s. A
-    probe through the tunnel asks for a handshake at once.
-    """
-    if "ipsec" in told.backends:
-        told = replace(told, peers=tuple(with_associations(told, _associations())))
-    if "wireguard" not in told.backends:
-        return told
-    # A node that does not answer at all may just be off.
-    there = {each.peer for each in paths if each.name == "underlay" and each.carried is not None}
-    silent = {each.peer for each in paths if each.name == "tunnel" and each.carried is None} & there
-    try:
-        devices = list(_devices(known(told.devices) or ()))
-    except OSError:
-        return told
-    return replace(told, peers=tuple(sessions_of(told, devices, silent, now)))
-
-
-def _associations() -> Mapping[str, ConnectionSas]:
-    """Return the SAs that charon and the kernel have, by the peer's subnet; none without permission."""
-    from flanneld.backends.ipsec import charon
-    from flanneld.backends.ipsec.resources import by_connection, connection_of
-    from flanneld.errors import Retryable
-    from flanneld.network.xfrm_table import Associations
-
-    kernel = Associations()
-    try:
-        with charon.ViciConnection(time_limit=_TIME_LIMIT) as connection:
-            listed = [*connection.listing("list-sas", "list-sa")]
-        found = by_connection(listed, kernel.spis())
-    except (Retryable, OSError):
-        return {}
-    finally:
-        kernel.close()
-    named = {connection_of(name): sas for name, sas in found.items()}
-    return {str(each.peer): sas for each, sas in named.items() if each is not None}
-
-
-def _devices(names: Iterable[str]) -> Iterator[SeenDevice]:
-    from flanneld.network.genetlink import WireGuardDevices
-
-    kernel = WireGuardDevices()
-    try:
-        for name in names:
-            device = kernel.read(name)
-            if device is not None:
-                yield device
-    finally:
-        kernel.close()
-
-
-def _charon_of(told: Status) -> CharonState | None:
-    """Return the state of charon; None without ipsec or permission."""
-    if "ipsec" not in told.backends:
-        return None
-    from flanneld.backends.ipsec import charon
-    from flanneld.errors import Fatal, Retryable
-
-    if Path(charon.SOCKET).exists() and not os.access(charon.SOCKET, os.W_OK):
-        return None
-    try:
-        with charon.ViciConnection(time_limit=_TIME_LIMIT) as connection:
-            connection.ask("version")
-    except charon.NoCharon:
-        try:
-            charon.find_charon()
-        except Fatal:
-            return CharonState.NOT_INSTALLED
-        return CharonState.NOT_RUNNING
-    except Retryable:
-        return CharonState.HANGS
-    return CharonState.ANSWERS
 
 
 def read_containers(

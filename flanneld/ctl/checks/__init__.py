@@ -1,4 +1,7 @@
-"""Checks of the doctor: each is a function from facts about this host to findings, and reads nothing."""
+"""Checks of the doctor: each is a function from facts about this host to findings, and reads nothing.
+
+What reads the facts of some checks stands beside them.
+"""
 
 from __future__ import annotations
 

@@ -1,19 +1,26 @@
-"""Checks of an encrypted network: its sessions, and charon."""
+"""Checks of an encrypted network: its sessions, and charon; and how both are read."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import closing
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
 from flanneld.backends.registry import described
 from flanneld.compat.glog import counted
+from flanneld.ctl import compare
 from flanneld.ctl.checks import check, few
-from flanneld.ctl.paths import listed
+from flanneld.ctl.compare import Comparison
+from flanneld.ctl.paths import PathToPeer, listed
 from flanneld.diagnostics.status import PeerStatus, SessionStatus, Status, known
+from flanneld.errors import Fatal, Retryable
 from flanneld.findings import Advice, Finding, Severity
+from flanneld.runtime import files
 
 if TYPE_CHECKING:
     from flanneld.backends.ipsec.resources import ConnectionSas
@@ -21,7 +28,9 @@ if TYPE_CHECKING:
     from flanneld.network.genetlink import SeenDevice
 
 #: Tables of encrypting backends that are in the kernel: WireGuard's keys and peers, and policies of XFRM.
-KERNEL_TABLES = frozenset({"wireguard", "xfrm-policies"})
+_KERNEL_TABLES = frozenset({"wireguard", "xfrm-policies"})
+#: Seconds to wait for charon, which answers within milliseconds unless it hangs.
+_TIME_LIMIT = 2.0
 
 
 class CharonState(StrEnum):
@@ -31,6 +40,79 @@ class CharonState(StrEnum):
     HANGS = "hangs"
     NOT_RUNNING = "not running"
     NOT_INSTALLED = "not installed"
+
+
+def lacking_objects(told: Status) -> Iterator[Comparison]:
+    """Yield what the kernel lacks for encryption. A daemon that runs puts that back, or names a refusal."""
+    return (
+        each
+        for each in compare.outside(told)
+        if each.state == "missing" and each.value.key[0] in _KERNEL_TABLES
+    )
+
+
+def with_sessions(told: Status, paths: Collection[PathToPeer], now: float) -> Status:
+    """Return the status with the sessions as they are now, after ``paths`` were probed.
+
+    The daemon reads charon's sessions every 10 s, and calls a peer of WireGuard silent after up to 90 s. A
+    probe through the tunnel asks for a handshake at once.
+    """
+    if "ipsec" in told.backends:
+        told = replace(told, peers=tuple(with_associations(told, _associations())))
+    if "wireguard" not in told.backends:
+        return told
+    # A node that does not answer at all may just be off.
+    there = {each.peer for each in paths if each.name == "underlay" and each.carried is not None}
+    silent = {each.peer for each in paths if each.name == "tunnel" and each.carried is None} & there
+    try:
+        devices = list(_devices(known(told.devices) or ()))
+    except OSError:
+        return told
+    return replace(told, peers=tuple(sessions_of(told, devices, silent, now)))
+
+
+def _associations() -> Mapping[str, ConnectionSas]:
+    """Return the SAs that charon and the kernel have, by the peer's subnet; none without permission."""
+    from flanneld.backends.ipsec import charon
+    from flanneld.backends.ipsec.resources import by_connection, connection_of
+    from flanneld.network.xfrm_table import Associations
+
+    try:
+        with closing(Associations()) as kernel, charon.ViciConnection(time_limit=_TIME_LIMIT) as connection:
+            found = by_connection([*connection.listing("list-sas", "list-sa")], kernel.spis())
+    except (Retryable, OSError):
+        return {}
+    named = {connection_of(name): sas for name, sas in found.items()}
+    return {str(each.peer): sas for each, sas in named.items() if each is not None}
+
+
+def _devices(names: Iterable[str]) -> Iterator[SeenDevice]:
+    from flanneld.network.genetlink import WireGuardDevices
+
+    with closing(WireGuardDevices()) as kernel:
+        yield from filter(None, map(kernel.read, names))
+
+
+def charon_of(told: Status) -> CharonState | None:
+    """Return the state of charon; None without ipsec or permission."""
+    if "ipsec" not in told.backends:
+        return None
+    from flanneld.backends.ipsec import charon
+
+    if Path(charon.SOCKET).exists() and not os.access(charon.SOCKET, os.W_OK):
+        return None
+    try:
+        with charon.ViciConnection(time_limit=_TIME_LIMIT) as connection:
+            connection.ask("version")
+    except charon.NoCharon:
+        try:
+            charon.find_charon()
+        except Fatal:
+            return CharonState.NOT_INSTALLED
+        return CharonState.NOT_RUNNING
+    except Retryable:
+        return CharonState.HANGS
+    return CharonState.ANSWERS
 
 
 def with_associations(told: Status, associations: Mapping[str, ConnectionSas]) -> Iterator[PeerStatus]:
@@ -61,6 +143,11 @@ def standing(before: Status, after: Status) -> Iterator[str]:
             grows = last is not None and each.rx_bytes == last.rx_bytes and each.tx_bytes > last.tx_bytes
             if grows and each.state == "established":
                 yield peer.subnets[0]
+
+
+def is_threaded(name: str) -> bool:
+    """Return True if a device takes in packets in a thread of the kernel (threaded NAPI)."""
+    return files.text(Path(f"/sys/class/net/{name}/threaded")).strip() == "1"
 
 
 @check("M", "receiving", "WireGuard's devices take in what arrives")

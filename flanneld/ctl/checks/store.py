@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Container, Hashable, Iterator, Sequence
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
@@ -17,17 +19,20 @@ from flanneld.ctl.checks.containers import former_subnets
 from flanneld.ctl.nodes import Told, own_node
 from flanneld.ctl.paths import takes_mtu
 from flanneld.ctl.source import SourcePart, last_words
-from flanneld.diagnostics.status import known
+from flanneld.diagnostics.status import Status, known
 from flanneld.errors import LEASES_END
 from flanneld.findings import Advice, Finding, Severity
 from flanneld.model import LEASE_ENDS_SOON, lies_in
 from flanneld.network.host_settings import Topic
+from flanneld.runtime.clock import wall
 from flanneld.subnet.etcd.keys import remedy_for
 
 if TYPE_CHECKING:
     from flanneld.config import Config
     from flanneld.ctl.checks import Facts
 
+#: Seconds to wait for etcd, which answers within milliseconds unless it hangs.
+_TIME_LIMIT = 2.0
 #: Seconds by which the clocks of etcd and of this host may differ.
 _CLOCK_OFF = 300.0
 
@@ -42,6 +47,36 @@ class EtcdHealth(Struct, frozen=True, gc=False):
     ahead: float
     is_healthy: bool
     said: str
+
+
+def ask_etcd(told: Status) -> EtcdHealth | None:
+    """Ask the first server of etcd that a problem names; None without one, or without an answer.
+
+    Nothing secret is sent, so that a certificate that is not valid by this clock does no harm.
+    """
+    store = known(told.store)
+    problem = (known(store.problem) or "") if store else ""
+    found = re.search(r"(https?)://([^\s/()]+:\d+)", problem)
+    if not found or not problem.startswith("etcd "):
+        return None
+    import ssl  # on a healthy node none of these is needed
+    from email.utils import parsedate_to_datetime
+    from http.client import HTTPConnection, HTTPException, HTTPSConnection
+
+    scheme, server = found.groups()
+    anyone = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    anyone.check_hostname, anyone.verify_mode = False, ssl.CERT_NONE
+    secure = HTTPSConnection(server, timeout=_TIME_LIMIT, context=anyone)
+    connection = secure if scheme == "https" else HTTPConnection(server, timeout=_TIME_LIMIT)
+    try:
+        with closing(connection):
+            connection.request("GET", "/health")
+            answer = connection.getresponse()
+            ahead = wall() - parsedate_to_datetime(answer.headers.get("Date", "")).timestamp()
+            said = answer.read(200).decode(errors="replace").strip()
+            return EtcdHealth(found[0], ahead, answer.status == 200, said)
+    except (OSError, HTTPException, ValueError):
+        return None
 
 
 # ---- C: news of the peers -----------------------------------------------------------------------

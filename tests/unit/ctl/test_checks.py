@@ -23,11 +23,10 @@ from flanneld.ctl.checks.containers import Container
 from flanneld.ctl.checks.encryption import CharonState, standing
 from flanneld.ctl.checks.kernel import NEW_MAC
 from flanneld.ctl.checks.others import CniFile, LeftRules
-from flanneld.ctl.checks.store import EtcdHealth
+from flanneld.ctl.checks.store import EtcdHealth, ask_etcd
 from flanneld.ctl.compare import Comparison, Difference, Outside, ShadowingRoute
 from flanneld.ctl.doctor import CHECKS, DoctorReport, examine
 from flanneld.ctl.drops import Drop, Translation
-from flanneld.ctl.facts import ask_etcd
 from flanneld.ctl.losses import Lost
 from flanneld.ctl.output import table_lines
 from flanneld.ctl.paths import DISCOVERY, TO_CONTAINERS, PathToPeer
