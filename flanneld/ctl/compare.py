@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
+from functools import cache
 from typing import Any, ClassVar
 
 from msgspec import Struct
@@ -67,11 +68,8 @@ class RouteTaken(Struct, frozen=True, gc=False):
         return f"via {self.gateway} dev {self.device}" if self.gateway else f"dev {self.device}"
 
 
-class DesiredObject(Struct, frozen=True, gc=False):
-    """One desired object of this kernel."""
-
-    owner: str
-    value: Resource
+#: A desired object of this kernel, after its owner.
+DesiredObject = tuple[str, Resource]
 
 
 class Difference(Struct, frozen=True, gc=False):
@@ -114,7 +112,11 @@ def read(told: Status, desired: Sequence[DesiredObject]) -> ActualState:
     """Return the kernel's objects. Raises ``OSError``."""
     kernel = Kernel()
     should = {value.name: value for value in resources(told.local) if isinstance(value, Link)}
-    present = tuple(_completed(link, should.get(link.name)) for link in kernel.links())
+    # rtnetlink does not tell all properties of a device.
+    present = tuple(
+        replace(link, make=links.completed(should[link.name], link.make)) if link.name in should else link
+        for link in kernel.links()
+    )
     devices = known(told.devices) or [
         link.name
         for link in present
@@ -125,15 +127,16 @@ def read(told: Status, desired: Sequence[DesiredObject]) -> ActualState:
     bridging = frozenset(name for name, make in ours.items() if isinstance(make, Vxlan))
     kernel.domain = Domain(told.uplink_name, frozenset(devices), tuple(told.ranges), bridging=bridging)
     by_table: dict[object, dict[Key, Resource]] = defaultdict(dict)
-    for item in desired:
-        if not isinstance(item.value, Link):
-            by_table[item.value.key[0]][item.value.key] = item.value
+    for _, value in desired:
+        if not isinstance(value, Link):
+            by_table[value.key[0]][value.key] = value
     # With known peers, an administrator's route must not count as left over.
     adopt = not told.knows_peers
     objects: dict[Resource, bool] = dict.fromkeys(ours.values(), True)
     for table in tables(kernel):
         for seen in _held_still(table, Scope(by_table[table.name], adopt=adopt)):
-            objects[_itself(seen.resource)] = seen.claim is not Claim.FOREIGN
+            it = seen.resource.route if isinstance(seen.resource, Behind) else seen.resource
+            objects[it] = seen.claim is not Claim.FOREIGN
     return ActualState(objects, present)
 
 
@@ -145,43 +148,23 @@ def _held_still(table: Table, scope: Scope) -> list[Seen]:
     return list(table.read(scope))
 
 
-def _itself(resource: Resource) -> Resource:
-    """Return a route that stands behind another one as the route that it is."""
-    return resource.route if isinstance(resource, Behind) else resource
-
-
-def _completed(link: SeenLink, should: Link | None) -> SeenLink:
-    """Return a device with the wanted properties that rtnetlink does not tell."""
-    return replace(link, make=links.completed(should, link.make)) if should else link
-
-
 def route_lookup() -> Callable[[IPAddress], RouteTaken]:
     """Return a function for route lookups on one socket. It raises ``OSError``."""
-    kernel = Kernel()
-    names: dict[int, str] = {}
-
-    def name_of(index: int) -> str:
-        if index not in names:
-            names[index] = socket.if_indextoname(index)
-        return names[index]
+    view, name_of = HostView(), cache(socket.if_indextoname)
 
     def look_up(target: IPAddress) -> RouteTaken:
-        way = kernel.look_up_route(target)
-        if way is None or way.kind not in (RTN_UNICAST, RTN_LOCAL):
-            return RouteTaken("")
-        try:
-            return RouteTaken(name_of(way.index), way.gateway, is_here=way.kind == RTN_LOCAL)
-        except OSError:
-            return RouteTaken("")
+        way = view.look_up_route(target)
+        if way is not None and way.kind in (RTN_UNICAST, RTN_LOCAL):
+            with suppress(OSError):  # the interface is gone
+                return RouteTaken(name_of(way.index), way.gateway, is_here=way.kind == RTN_LOCAL)
+        return RouteTaken("")
 
     return look_up
 
 
 def desired_objects(told: Status) -> list[DesiredObject]:
     """Return each object that should be in this kernel."""
-    return [
-        DesiredObject(owner, value) for owner, item in _items(told) if (value := item.resource) is not None
-    ]
+    return [(owner, value) for owner, item in _items(told) if (value := item.resource) is not None]
 
 
 def _items(told: Status) -> Iterator[tuple[str, ObjectStatus]]:
@@ -203,20 +186,20 @@ def compare(
     at_key = {value.key: value for value in ours}
     replaced: set[Key] = set()
     entries = []
-    for item in desired:
-        other = at_key.get(item.value.key)
-        if item.value in found.objects:
+    for owner, value in desired:
+        other = at_key.get(value.key)
+        if value in found.objects:
             if not but_ok:
-                entries.append(Comparison(item.value, "ok", item.owner))
-        elif item.value in contested:
+                entries.append(Comparison(value, "ok", owner))
+        elif value in contested:
             continue
         elif other is None:
-            entries.append(Comparison(item.value, "missing", item.owner))
+            entries.append(Comparison(value, "missing", owner))
         else:
             replaced.add(other.key)
-            drift = tuple(differences(item.value, other, found))
-            entries.append(Comparison(item.value, "different", item.owner, other, drift))
-    known = {item.value for item in desired}
+            drift = tuple(differences(value, other, found))
+            entries.append(Comparison(value, "different", owner, other, drift))
+    known = {value for _, value in desired}
     extra = [value for value in ours if value not in known and value.key not in replaced]
     return entries + [Comparison(value, "not wanted") for value in extra]
 
@@ -224,12 +207,12 @@ def compare(
 def _all_are_right(desired: Sequence[DesiredObject], found: Mapping[Resource, bool], number: int) -> bool:
     """Return True if all is there, and nothing beside it is ours, as a rule; ``number`` is that of ours."""
     right: set[Key] = set()
-    for item in desired:
-        is_ours = found.get(item.value)
+    for _, value in desired:
+        is_ours = found.get(value)
         if is_ours is None:
             return False
         if is_ours:
-            right.add(item.value.key)
+            right.add(value.key)
     return len(right) == number
 
 
