@@ -50,7 +50,7 @@ _UNKNOWN = "unknown"
 
 def _status(source: DataSource, _arguments: argparse.Namespace) -> CommandAnswer:
     health = known(source.status.health)
-    wrong = health is not None and bool(health.missing or health.late or known(health.conditions))
+    wrong = health is not None and bool(health.missing or health.late or source.status.conditions)
     return _noted(
         source,
         [status_table(source)],
@@ -67,7 +67,7 @@ def _peers(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
     return _noted(
         source,
         [nodes.peers_table(source, is_wide=_is_wide(arguments))],
-        partial(_part, source, "peers"),
+        lambda: {"peers": source.document().get("peers", [])},
         wrong=wrong,
     )
 
@@ -238,11 +238,6 @@ def _noted(
     missing = [*map(str, source.unknown), *more]
     notes = [output.in_lines(f"not known: {why}" for why in missing)] if missing else []
     return [*shown, *notes], lambda: plain() | {"not_known": missing}, wrong
-
-
-def _part(source: DataSource, name: str) -> dict[str, Any]:
-    """Return a list of the document, as it is."""
-    return {name: source.document().get(name, [])}
 
 
 #: Each command with its meaning.

@@ -17,6 +17,8 @@ from flanneld.compat.glog import counted
 from flanneld.ctl.output import State, TextTable, when
 from flanneld.ctl.source import DataSource
 from flanneld.diagnostics.status import (
+    LeaseStatus,
+    NetworkStatus,
     PeerStatus,
     ProbeStatus,
     SessionStatus,
@@ -110,22 +112,15 @@ class Cluster(Struct, frozen=True, gc=False):
 Ask = Callable[[Iterable[IPAddress]], Mapping[IPAddress, Reply]]
 
 
-class Probes(Struct, frozen=True):
-    """Ways to ask other nodes. Each may raise ``OSError``."""
-
-    query: Ask
-    echo: Ask
-
-
-def gather(told: Status, probes: Probes, now: float) -> Cluster:
+def gather(told: Status, query: Ask, echo: Ask, now: float) -> Cluster:
     """Ask all nodes of a status. Raises ``OSError`` if this process may not send ICMP."""
     own = our_addresses(told)
     peers = [_of_peer(each, own) for each in told.each_peer]
-    queried = probes.query(_targets(peers))
+    queried = query(_targets(peers))
     silent = [each for each in peers if each.target and _told(queried[each.target]) is None]
     # In one survey, because a second one would wait for all silent hosts again.
     hosts = [ip for each in silent if each.in_overlay for ip in addresses(each.public_ips[:1])]
-    echoed = probes.echo([*_targets(silent), *hosts])
+    echoed = echo([*_targets(silent), *hosts])
     asked = [_with_replies(each, queried, echoed) for each in peers]
     ours = [own_node(told)] if told.lease is not UNSET else []
     return Cluster((*ours, *asked), frozenset(map(str, own)), now)
@@ -200,25 +195,23 @@ def _short(value: Any) -> Any:
 
 def own_node(status: Status) -> ClusterNode:
     """Return this node, by its own status."""
-    lease, uplink = known(status.lease), known(status.uplink)
-    network, health, store = known(status.network), known(status.health), known(status.store)
+    lease, network = known(status.lease) or LeaseStatus(()), known(status.network) or NetworkStatus()
+    uplink, health, store = known(status.uplink), known(status.health), known(status.store)
     made = vxlan_of(status)
     vni = made.vni if made else None
     return ClusterNode(
-        subnets=lease.subnets if lease else (),
+        subnets=lease.subnets,
         public_ips=uplink.public_ips if uplink else (),
-        macs=(known(lease.macs) or ()) if lease else (),
+        macs=known(lease.macs) or (),
         backend=status.backend,
         vnis=() if vni is None else (vni,),
-        expires=known(lease.expires) if lease else None,
+        expires=known(lease.expires),
         state="in the kernel",
         is_own=True,
         is_running=status.pid is not UNSET,  # only the daemon tells it
         told=Told(
             version=known(status.version),
-            network=tuple(
-                f"{each.network} /{each.subnet_len}" for each in (network.ranges if network else ())
-            ),
+            network=tuple(f"{each.network} /{each.subnet_len}" for each in network.ranges),
             backend=status.backend,
             vni=vni,
             port=made.port if made else None,
@@ -226,9 +219,7 @@ def own_node(status: Status) -> ClusterNode:
             uplink_mtu=uplink.mtu if uplink else None,
             store=store_kind(store.name) if store else None,
             ready=health.ready if health else True,
-            conditions=tuple(
-                sorted({each.part for each in (known(health.conditions) or ())} if health else ())
-            ),
+            conditions=tuple(sorted({each.part for each in status.conditions})),
         ),
     )
 
@@ -276,7 +267,7 @@ _MUTE = "does not answer queries"
 def read(source: DataSource) -> Cluster:
     """Ask all nodes. Raises ``OSError`` if this process may not send ICMP."""
     query = partial(survey.queries, port=port_of(source), within=_WITHIN)
-    return gather(source.status, Probes(query, echo), clock.wall())
+    return gather(source.status, query, echo, clock.wall())
 
 
 def echo(targets: Iterable[IPAddress]) -> dict[IPAddress, Reply]:
@@ -374,6 +365,10 @@ def table(cluster: Cluster, found: list[Remark], *, is_wide: bool = False) -> Te
     def told(name: str) -> Callable[[ClusterNode], str]:
         return lambda node: _text(getattr(node.told, name, None))
 
+    def note(node: ClusterNode) -> str:
+        mute = [_MUTE] if node.answers == "kernel" else []  # that explains missing columns
+        return "; ".join([*(each.text for each in by_node[node.name]), *mute])
+
     columns: dict[str, Callable[[ClusterNode], str]] = {
         **_lease("node", "public ip"),
         "state": lambda node: state(by_node[node.name]),
@@ -387,7 +382,7 @@ def table(cluster: Cluster, found: list[Remark], *, is_wide: bool = False) -> Te
     if is_wide:
         columns |= {"uplink mtu": told("uplink_mtu"), **_lease("mac", "lease ends")}
         columns["conditions"] = lambda node: ", ".join(node.told.conditions) if node.told else ""
-    columns["note"] = lambda node: "; ".join([*(each.text for each in by_node[node.name]), *_more(node)])
+    columns["note"] = note
     order = sorted(
         cluster.nodes, key=lambda each: (not each.is_own, [*State].index(state(by_node[each.name])))
     )
@@ -403,11 +398,6 @@ def state(found: list[Remark]) -> State:
     if any(each.rule.severity is Severity.PROBLEM for each in found):
         return State.PROBLEM
     return State.HINT if found else State.OK
-
-
-def _more(node: ClusterNode) -> list[str]:
-    """Return what is normal for a node of another kind, but explains missing columns."""
-    return [_MUTE] if node.answers == "kernel" else []
 
 
 def unanswered(cluster: Cluster, source: DataSource) -> list[str]:

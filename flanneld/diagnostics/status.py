@@ -309,6 +309,12 @@ class Status(Struct, frozen=True, gc=False):
         return uplink.name if uplink else ""
 
     @property
+    def conditions(self) -> tuple[Condition, ...]:
+        """The conditions of the daemon; none if they are unknown."""
+        health = known(self.health)
+        return (known(health.conditions) or ()) if health else ()
+
+    @property
     def each_peer(self) -> tuple[PeerStatus, ...]:
         """The peers; none if they are unknown."""
         return known(self.peers) or ()

@@ -297,8 +297,7 @@ def _conditions(
     severity: Severity = Severity.PROBLEM,
 ) -> Iterator[Finding]:
     """Yield a finding for each of the daemon's conditions of a part; ``before`` comes before the remedy."""
-    health = known(facts.status.health)
-    for each in (known(health.conditions) or ()) if health else ():
+    for each in facts.status.conditions:
         if each.part == part:
             problem, _, remedy = each.problem.partition("; ")
             yield Finding(problem, evidence, why, Advice(f"{before}{remedy}"), severity=severity)

@@ -17,7 +17,7 @@ from flanneld.ctl import nodes as commands
 from flanneld.ctl.checks import Facts
 from flanneld.ctl.checks.cluster import RULES, ClusterRule, cluster_findings, remarks
 from flanneld.ctl.doctor import CHECKS, DoctorReport, with_cluster
-from flanneld.ctl.nodes import Cluster, ClusterNode, Probes, Told, gather, own_node, told
+from flanneld.ctl.nodes import Cluster, ClusterNode, Told, gather, own_node, told
 from flanneld.ctl.output import table_lines
 from flanneld.ctl.paths import takes_mtu
 from flanneld.ctl.source import DataSource
@@ -340,7 +340,7 @@ def test_silent_nodes_alone_are_asked_by_icmp_at_both_places() -> None:
         }
         for number in (2, 4, 5)
     ]
-    found = gather(status_of({"peers": peers, "local": local}), Probes(asking("query"), asking("echo")), NOW)
+    found = gather(status_of({"peers": peers, "local": local}), asking("query"), asking("echo"), NOW)
     assert asked == [
         ("query", ["10.5.2.0", "10.5.4.0", "10.5.5.0"]),
         ("echo", ["10.5.4.0", "10.5.5.0", "198.18.0.4", "198.18.0.5"]),

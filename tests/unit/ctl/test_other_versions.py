@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from ipaddress import ip_address
 from typing import Any
@@ -21,7 +21,8 @@ from flanneld.ctl.output import table_lines
 from flanneld.ctl.source import _of_the_daemon
 from flanneld.diagnostics.status import NotUnderstood, Status
 from flanneld.errors import FlannelError
-from flanneld.network.survey import SILENCE
+from flanneld.model import IPAddress
+from flanneld.network.survey import SILENCE, Reply
 from flanneld.options import Options
 from flanneld.state.resources import Address
 from tests.unit.ctl.documents import object_of
@@ -91,11 +92,14 @@ def with_value(place: tuple[str | int, ...], value: object) -> bytes:
 
 def looks(status: Status) -> Iterator[Callable[[], object]]:
     """Yield what the commands do with a status that takes no packets."""
-    quiet = nodes.Probes(lambda to: dict.fromkeys(to, SILENCE), lambda to: dict.fromkeys(to, SILENCE))
+
+    def quiet(to: Iterable[IPAddress]) -> dict[IPAddress, Reply]:
+        return dict.fromkeys(to, SILENCE)
+
     yield lambda: examine(replace(WELL, status=status))
     yield lambda: paths.sample(status, lambda asked: [None] * len(asked))
     yield lambda: list(sessions_of(status, [], {"10.5.2.0/24"}, 1.0))
-    yield lambda: remarks(nodes.gather(status, quiet, 1.0))
+    yield lambda: remarks(nodes.gather(status, quiet, quiet, 1.0))
 
 
 @pytest.mark.parametrize("name", DOCUMENT)
