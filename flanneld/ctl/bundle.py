@@ -12,13 +12,12 @@ import os
 import re
 import tarfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from msgspec import Struct
-
+from flanneld.ctl.store_commands import OPTIONS_FILES
 from flanneld.errors import FlannelError, Retryable, cause_of
 from flanneld.options import Options
 from flanneld.runtime import clock
@@ -99,8 +98,7 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
 }
 #: Files that configure the daemon.
 FILES = (
-    "/etc/default/flanneld",
-    "/etc/sysconfig/flanneld",
+    *map(str, OPTIONS_FILES),
     "/etc/os-release",
     "/proc/sys/net/ipv4/ip_forward",
     "/proc/sys/net/ipv4/conf/all/rp_filter",
@@ -108,29 +106,22 @@ FILES = (
 )
 
 
-class Content(Struct, frozen=True):
-    """File of the archive, not yet redacted."""
-
-    name: str
-    text: str
-
-
 def default_name() -> str:
     """Return the archive's name if none is given, with the time in UTC."""
     return f"flannel-{clock.utc_text(clock.wall()).replace(':', '')}.tar.gz"
 
 
-def write(path: Path, contents: list[Content], secrets: set[str]) -> None:
-    """Write a compressed archive of redacted files that only its owner may read.
+def write(path: Path, contents: Iterable[tuple[str, str]], secrets: set[str]) -> None:
+    """Write a compressed archive that only its owner may read, of files by name and text, redacted.
 
     Raises ``FlannelError`` if the file exists or cannot be written.
     """
     stem = path.name.removesuffix(".gz").removesuffix(".tar")
     made = io.BytesIO()
     with tarfile.open(fileobj=made, mode="w:gz") as archive:
-        for content in contents:
-            data = redact(content.text, secrets).encode(errors="backslashreplace")[-LONGEST:]
-            entry = tarfile.TarInfo(f"{stem}/{content.name}")
+        for name, text in contents:
+            data = redact(text, secrets).encode(errors="backslashreplace")[-LONGEST:]
+            entry = tarfile.TarInfo(f"{stem}/{name}")
             entry.size, entry.mode, entry.mtime = len(data), 0o600, int(clock.wall())
             archive.addfile(entry, io.BytesIO(data))
     try:
@@ -142,14 +133,20 @@ def write(path: Path, contents: list[Content], secrets: set[str]) -> None:
         raise FlannelError(f"cannot write {path}: {cause_of(error)}", "name another file") from error
 
 
-def gather(answers: Mapping[str, Any], wanted: Options) -> list[Content]:
-    """Return the answers of flannelctl's commands, this host's files, and the output of its programs."""
-    paths = (*FILES, wanted.subnet_file, wanted.net_config_path)
-    return [
-        *(Content(f"{name}.json", json.dumps(answer, indent=2)) for name, answer in answers.items()),
-        *_files(paths),
-        *_outputs(CommandRunner(threading.Event(), LONGEST)),
-    ]
+def gather(answers: Mapping[str, Any], wanted: Options) -> Iterator[tuple[str, str]]:
+    """Yield name and text of each file: the answers of flannelctl, this host's files, output of programs."""
+    for name, answer in answers.items():
+        yield f"{name}.json", json.dumps(answer, indent=2)
+    for path in dict.fromkeys((*FILES, wanted.subnet_file, wanted.net_config_path)):
+        if (text := _read(Path(path))) is not None:
+            yield f"files{path}", text
+    runner = CommandRunner(threading.Event(), LONGEST)
+    for name, command in COMMANDS.items():
+        try:
+            output = runner.run(command, merged=True).output
+        except Retryable as error:
+            output = f"{error}\n"
+        yield name, output
 
 
 def known_secrets(wanted: Options) -> set[str]:
@@ -157,8 +154,8 @@ def known_secrets(wanted: Options) -> set[str]:
     found = {wanted.etcd_password, wanted.token}
     if wanted.token_file:
         found.add((_read(Path(wanted.token_file)) or "").strip())
-    for name in ("/etc/default/flanneld", "/etc/sysconfig/flanneld"):
-        found |= secrets_in(_read(Path(name)) or "")
+    for file in OPTIONS_FILES:
+        found |= secrets_in(_read(file) or "")
     with suppress(OSError):
         for path in Path(wanted.secret_dir).iterdir():
             # Files beside them, such as subnet.env, are world-readable.
@@ -167,28 +164,9 @@ def known_secrets(wanted: Options) -> set[str]:
     return found
 
 
-def _files(paths: tuple[str, ...]) -> Iterator[Content]:
-    for path in dict.fromkeys(paths):
-        if (text := _read(Path(path))) is not None:
-            yield Content(f"files{path}", text)
-
-
 def _read(path: Path) -> str | None:
     try:
         with path.open(errors="backslashreplace") as file:
             return file.read(LONGEST)
     except OSError:
         return None
-
-
-def _outputs(runner: CommandRunner) -> Iterator[Content]:
-    for name, command in COMMANDS.items():
-        yield Content(name, _output(lambda: runner.run(command, merged=True).output))  # noqa: B023 - called at once
-
-
-def _output(run: Callable[[], str]) -> str:
-    """Return the output of a command, or the reason why it has none."""
-    try:
-        return run()
-    except Retryable as error:
-        return f"{error}\n"

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flanneld.ctl import bundle
-from flanneld.ctl.bundle import MASK, Content, redact, secrets_in
+from flanneld.ctl.bundle import MASK, redact, secrets_in
 from flanneld.ctl.main import USAGE, run
 from flanneld.errors import FlannelError
 from flanneld.options import Options
@@ -91,7 +91,7 @@ def test_key_files_tell_what_to_mask(tmp_path: Path) -> None:
 
 def test_archive_is_its_owners_alone_and_replaces_nothing(tmp_path: Path) -> None:
     path = tmp_path / "a.tar.gz"
-    bundle.write(path, [Content("x", f"key {SECRET}")], {SECRET})
+    bundle.write(path, [("x", f"key {SECRET}")], {SECRET})
     assert path.stat().st_mode & 0o777 == 0o600
     with tarfile.open(path) as archive:
         member = archive.extractfile("a/x")
