@@ -22,7 +22,7 @@ def main() -> None:
     if is_limited and limit < _TOO_LITTLE:
         _end(_OUT_OF_MEMORY)
     try:
-        run = _load()
+        run = _load(is_limited=is_limited)
     except Exception:
         if not is_limited:
             raise
@@ -39,15 +39,16 @@ def main() -> None:
         _end(str(lack))
 
 
-def _load() -> Callable[[], None]:
+def _load(*, is_limited: bool) -> Callable[[], None]:
     """Load the daemon, which takes most of the memory that a start needs."""
     # Modules are full of objects and make few cycles: looking for those takes 7 % of a start.
     gc.set_threshold(_GARBAGE)
-    import logging
+    if is_limited:
+        import logging
 
-    # hashlib logs a traceback for each part that finds no memory. So it is loaded before the log is set up.
-    logging.getLogger().addHandler(logging.NullHandler())
-    import hashlib  # noqa: F401 - every client of a store needs it
+        # hashlib logs a traceback for each part that finds no memory: it is loaded before the log is set up.
+        logging.getLogger().addHandler(logging.NullHandler())
+        import hashlib  # noqa: F401 - some stores and backends need it
 
     from flanneld.main import main as run
 

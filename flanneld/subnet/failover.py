@@ -6,7 +6,6 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from copy import copy
 from typing import Generic, Protocol, Self, TypeVar
 
 from flanneld.compat.glog import V
@@ -77,6 +76,8 @@ class ServerRing(Generic[S]):
 
     def apart(self) -> Self:
         """Return the same servers with a last good one of its own, as for another API."""
+        from copy import copy  # most daemons use one API
+
         return copy(self)
 
     def in_turn(self) -> Iterator[S]:

@@ -47,10 +47,11 @@ def failure_text(error: Exception, seconds: float) -> str:
         return str(error)
     if isinstance(error, TimeoutError):
         return f"no answer within {seconds:g} s"
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return f"certificate verify failed: {error.verify_message}"
-    if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
-        return (error.reason or "TLS failed").lower().replace("_", " ")
+    if type(error).__module__ == "ssl":  # else its classes would load OpenSSL
+        if isinstance(error, ssl.SSLCertVerificationError):
+            return f"certificate verify failed: {error.verify_message}"
+        if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
+            return (error.reason or "TLS failed").lower().replace("_", " ")
     if isinstance(error, HTTPException) and not isinstance(error, RemoteDisconnected | IncompleteRead):
         return "it does not speak HTTP"
     return BROKEN
@@ -167,7 +168,7 @@ class _Http(HTTPConnection):
     def __init__(self, host: str, port: int, sock: socket) -> None:
         super().__init__(host, port)
         self.sock = sock
-        if isinstance(sock, ssl.SSLSocket):
+        if hasattr(sock, "pending"):  # one of ssl, whose class would load OpenSSL
             self.default_port = 443
 
     def response_class(  # type: ignore[override] # http.client only calls it
@@ -227,13 +228,16 @@ class LiveBody:
         # The line break after a chunk is in the buffer until the next chunk is read.
         if len(buffered) > 2:
             return True
-        return self._sock.pending() > 0 if isinstance(self._sock, ssl.SSLSocket) else bool(self._poll.poll(0))
+        pending = getattr(self._sock, "pending", None)  # one of ssl has that
+        return pending() > 0 if pending else bool(self._poll.poll(0))
 
     def _peek(self) -> bytes:
         self._sock.setblocking(False)
         try:
             return self._buffer.peek()
-        except ssl.SSLWantReadError:
+        except OSError as failure:
+            if type(failure).__name__ != "SSLWantReadError":  # a class that would load OpenSSL
+                raise
             return b""
         finally:
             self._sock.settimeout(self._limit)

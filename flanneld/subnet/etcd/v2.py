@@ -36,9 +36,10 @@ class V2Client(etcd.Client):  # type: ignore[misc] # python-etcd has no types
 
     api = "v2"
     names_ipv6 = False
+    version_prefix = "/v2"
 
     def __init__(self, transport: Transport, contact: Contact = lambda: None) -> None:
-        super().__init__()
+        # Without python-etcd's own, which would load urllib3 for connections that are never used.
         self._transport = transport
         self._contact = contact
         #: Position and timeout of the watch that is being requested.

@@ -108,8 +108,15 @@ def test_etcds_v3_api_and_lease_servers_need_no_urllib3() -> None:
     assert not {"urllib3", "requests", "etcd"} & loaded
 
 
+def test_etcd_without_tls_needs_neither_openssl_nor_urllib3() -> None:
+    loaded = loaded_after("import flanneld.main, flanneld.subnet.etcd.v2")
+    assert "etcd.client" in loaded
+    assert not {"_ssl", "_hashlib", "urllib3.connectionpool"} & loaded
+
+
 def test_neither_a_backend_of_ours_nor_http_looks_through_installed_packages() -> None:
-    program = "import flanneld.subnet.etcd.v2\nfrom flanneld.backends.registry import load\nload('vxlan')"
+    program = "import flanneld.runtime.sockets.connection_pools\n"
+    program += "from flanneld.backends.registry import load\nload('vxlan')"
     loaded = loaded_after(program)
     assert {"flanneld.backends.vxlan", "urllib3.connectionpool"} <= loaded
     assert not {"importlib.metadata", "zipfile"} & loaded
