@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from flanneld.ctl.checks import Facts
     from flanneld.ctl.nodes import Cluster, ClusterNode
 
+    #: Nodes that break a rule, each with a text for its line, and what finds them.
+    Broken = Iterator[tuple[ClusterNode, str]]
+    Look = Callable[[Cluster], Broken]
 Value = TypeVar("Value", bound=Hashable)
 #: Seconds. Every flannel renews a lease of a day an hour before its end, or earlier.
 _SOON = 3000.0
@@ -33,17 +36,14 @@ _GOOD_STATES = ("in the kernel", "pending", "")
 
 
 class ClusterRule(Struct, frozen=True):
-    """A rule. ``look`` yields the nodes that break it, each with a text for its line.
-
-    ``problem`` follows ``1 node`` and ``2 nodes`` alike.
-    """
+    """A rule. ``problem`` follows ``1 node`` and ``2 nodes`` alike."""
 
     name: str
     meaning: str
     problem: str
     why: str
     advice: str
-    look: Callable[[Cluster], Iterator[tuple[ClusterNode, str]]]
+    look: Look
     severity: Severity = Severity.PROBLEM
     #: True if the text names all nodes that it is about, and is the same for each of them.
     names_nodes: bool = False
@@ -101,7 +101,7 @@ def _if_it_has_left(subnet: str = "SUBNET") -> str:
     return f"if its host has left: flannelctl lease delete {subnet}; {LEASES_END}"
 
 
-def _silent_nodes(cluster: Cluster) -> Iterator[tuple[ClusterNode, str]]:
+def _silent_nodes(cluster: Cluster) -> Broken:
     for node in cluster.nodes:
         if not node.is_running:
             yield node, "no daemon answers here"
@@ -111,29 +111,21 @@ def _silent_nodes(cluster: Cluster) -> Iterator[tuple[ClusterNode, str]]:
             yield node, f"its host answers at {node.public_ips[0]}, its end of the tunnel does not"
 
 
-def _unusable(cluster: Cluster) -> Iterator[tuple[ClusterNode, str]]:
+def _unusable(cluster: Cluster) -> Broken:
     for node in cluster.nodes:
         if node.state not in _GOOD_STATES:
             yield node, f"{node.state}: {node.reason}"
 
 
-def _sick(cluster: Cluster) -> Iterator[tuple[ClusterNode, str]]:
+def _sick(cluster: Cluster) -> Broken:
     for node in cluster.nodes:
         if node.told and (node.told.conditions or not node.told.ready):
-            parts = ", ".join(node.told.conditions)
-            yield (
-                node,
-                "; ".join(
-                    filter(
-                        None, ("" if node.told.ready else "not ready", f"trouble: {parts}" if parts else "")
-                    )
-                ),
-            )
+            readiness = [] if node.told.ready else ["not ready"]
+            trouble = [f"trouble: {', '.join(node.told.conditions)}"] if node.told.conditions else []
+            yield node, "; ".join(readiness + trouble)
 
 
-def _unlike(
-    cluster: Cluster, name: str, value: Callable[[ClusterNode], Value | None]
-) -> Iterator[tuple[ClusterNode, str]]:
+def _unlike(cluster: Cluster, name: str, value: Callable[[ClusterNode], Value | None]) -> Broken:
     """Yield the nodes whose value differs from that of most nodes. Unknown values do not count."""
     known = [(node, found) for node in cluster.nodes if (found := value(node)) is not None]
     usual = Counter(found for _, found in known).most_common(1)
@@ -142,13 +134,12 @@ def _unlike(
             yield node, f"{name} {shown(found)}, most have {shown(usual[0][0])}"
 
 
-def _by_told(
-    cluster: Cluster, name: str, value: Callable[[Told], Value | None]
-) -> Iterator[tuple[ClusterNode, str]]:
-    yield from _unlike(cluster, name, lambda node: value(node.told) if node.told else None)
+def _by_told(name: str, value: Callable[[Told], Value | None]) -> Look:
+    """Return what finds the nodes that tell another value than most."""
+    return lambda cluster: _unlike(cluster, name, lambda node: value(node.told) if node.told else None)
 
 
-def _config(cluster: Cluster) -> Iterator[tuple[ClusterNode, str]]:
+def _config(cluster: Cluster) -> Broken:
     if cluster.stored is not None:  # however many still run the former one
         for node in cluster.nodes:
             runs = node.told or Told(backend=node.backend, vni=node.vni)
@@ -157,50 +148,31 @@ def _config(cluster: Cluster) -> Iterator[tuple[ClusterNode, str]]:
         return
     yield from _unlike(cluster, "backend", lambda node: node.backend or None)
     yield from _unlike(cluster, "VNI", lambda node: node.vni)
-    yield from _by_told(cluster, "port", lambda told: told.port)
-    yield from _by_told(cluster, "network", lambda told: told.network or None)
+    yield from _by_told("port", lambda told: told.port)(cluster)
+    yield from _by_told("network", lambda told: told.network or None)(cluster)
 
 
-def _mtu(cluster: Cluster) -> Iterator[tuple[ClusterNode, str]]:
-    if cluster.stored is not None and any(_config(cluster)):
-        return  # the nodes that run another config are named
-    yield from _by_told(cluster, "MTU", lambda told: told.mtu)
+def _mtu(cluster: Cluster) -> Broken:
+    if cluster.stored is None or not any(_config(cluster)):  # the nodes that run another config are named
+        yield from _by_told("MTU", lambda told: told.mtu)(cluster)
 
 
-def _store(cluster: Cluster) -> Iterator[tuple[ClusterNode, str]]:
-    # A client of a lease server uses the server's store, which may be of any kind.
-    yield from _by_told(cluster, "store", lambda told: None if told.store == "remote" else told.store)
+def _shared(name: str, values: Callable[[ClusterNode], tuple[str, ...]]) -> Look:
+    """Return what finds the nodes that share a value that should be one node's own."""
+
+    def look(cluster: Cluster) -> Broken:
+        owners: dict[str, list[ClusterNode]] = defaultdict(list)
+        for node in cluster.nodes:
+            for value in dict.fromkeys(values(node)):
+                owners[value].append(node)
+        for value, nodes in owners.items():
+            for node in nodes if len(nodes) > 1 else ():
+                yield node, f"{few([each.place for each in nodes])} share the {name} {value}"
+
+    return look
 
 
-def _version(cluster: Cluster) -> Iterator[tuple[ClusterNode, str]]:
-    yield from _by_told(cluster, "version", lambda told: told.version)
-
-
-def _shared(
-    cluster: Cluster, name: str, values: Callable[[ClusterNode], tuple[str, ...]]
-) -> Iterator[tuple[ClusterNode, str]]:
-    """Yield the nodes that share a value that should be one node's own."""
-    owners: dict[str, list[ClusterNode]] = defaultdict(list)
-    for node in cluster.nodes:
-        for value in dict.fromkeys(values(node)):
-            owners[value].append(node)
-    for value, nodes in owners.items():
-        for node in nodes if len(nodes) > 1 else ():
-            yield node, f"{few([each.place for each in nodes])} share the {name} {value}"
-
-
-def _public_ip(cluster: Cluster) -> Iterator[tuple[ClusterNode, str]]:
-    # Nodes behind one NAT have one public IP, and WireGuard tells them apart by their keys.
-    yield from _shared(
-        cluster, "public IP", lambda node: () if node.backend == "wireguard" else node.public_ips
-    )
-
-
-def _mac(cluster: Cluster) -> Iterator[tuple[ClusterNode, str]]:
-    yield from _shared(cluster, "MAC", lambda node: node.macs)
-
-
-def _overlap(cluster: Cluster) -> Iterator[tuple[ClusterNode, str]]:
+def _overlap(cluster: Cluster) -> Broken:
     """Compare each subnet with the widest one before it: sorted by first address, only that can reach it."""
     nets = sorted(
         ((net, node) for node in cluster.nodes for net in networks(node.subnets)),
@@ -214,14 +186,14 @@ def _overlap(cluster: Cluster) -> Iterator[tuple[ClusterNode, str]]:
             widest = (net, node)
 
 
-def _lease(cluster: Cluster) -> Iterator[tuple[ClusterNode, str]]:
+def _lease(cluster: Cluster) -> Broken:
     for node in cluster.nodes:
         left = _SOON if node.expires is None else node.expires - cluster.now
         if left < _SOON:
             yield node, f"its lease ends in {left / 60:.0f} min" if left > 0 else "its lease has expired"
 
 
-def _translated(cluster: Cluster) -> Iterator[tuple[ClusterNode, str]]:
+def _translated(cluster: Cluster) -> Broken:
     for node in cluster.nodes:
         seen = node.told.seen if node.told and node.in_overlay else None
         if seen and seen not in cluster.own:
@@ -277,7 +249,8 @@ RULES = (
         "with leases in another store",
         "nodes of one store do not see those of the other, unless -etcd-api=both joins them",
         "give all nodes the same -etcd-api, -remote or -kube-subnet-mgr",
-        _store,
+        # A client of a lease server uses the server's store, which may be of any kind.
+        _by_told("store", lambda told: None if told.store == "remote" else told.store),
         Severity.HINT,
     ),
     ClusterRule(
@@ -286,7 +259,7 @@ RULES = (
         "with another version",
         "they work together; an upgrade may have stopped halfway",
         "complete the upgrade",
-        _version,
+        _by_told("version", lambda told: told.version),
         Severity.HINT,
     ),
     ClusterRule(
@@ -295,7 +268,8 @@ RULES = (
         "with a public IP that is used twice",
         "packets for one of them reach the other",
         f"give each node its own with -public-ip or -iface; {LEASES_END}",
-        _public_ip,
+        # Nodes behind one NAT have one public IP, and WireGuard tells them apart by their keys.
+        _shared("public IP", lambda node: () if node.backend == "wireguard" else node.public_ips),
         names_nodes=True,
     ),
     ClusterRule(
@@ -304,7 +278,7 @@ RULES = (
         "with a MAC that is used twice",
         "only one of them is reached: cloned machines have one MAC",
         f"on the clone: stop flanneld, {NEW_MAC}, start flanneld",
-        _mac,
+        _shared("MAC", lambda node: node.macs),
         names_nodes=True,
     ),
     ClusterRule(
