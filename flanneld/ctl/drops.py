@@ -34,6 +34,8 @@ from flanneld.network.firewall.foreign import BaseChain, Opening
 from flanneld.network.firewall.placing import PLACES, driver
 from flanneld.network.firewall.rules import FLANNEL_POSTRTG, NATIVE_POSTRTG, NATIVE_TABLE, POSTROUTING
 
+#: Reads this host's base chains at the first call: they may have thousands of rules.
+Bases = Callable[[], Sequence[BaseChain]]
 #: Networks named by rules for which a peer is looked up, at most.
 _MENTIONED = 64
 
@@ -65,13 +67,13 @@ class Drop(Struct, frozen=True, gc=False):
         return f"{self.verb} {self.flow}: {self.rule or 'its policy'}{unless}"
 
 
-def drops_towards(told: Status, devices: Mapping[Family, str]) -> Callable[[IPAddress], list[Drop]]:
+def drops_towards(
+    told: Status, devices: Mapping[Family, str], bases: Bases
+) -> Callable[[IPAddress], list[Drop]]:
     """Return a function for what is dropped here of the packets from and to the peer with an address.
 
-    ``devices`` are those of containers. The packet filters are read once, for the first peer: they may have
-    thousands of rules.
+    ``devices`` are those of containers.
     """
-    bases = cache(lambda: read_bases(told))
 
     def towards(target: IPAddress) -> list[Drop]:
         peers = [each for each in reached_peers(told) if any(target in net for net in each.networks)]
@@ -136,6 +138,11 @@ def read_translations(told: Status, devices: dict[Family, str], bases: list[Base
                 alike = found.get(key, Translation(str(base), foreign.text_of(base, decided.by), ()))
                 found[key] = replace(alike, commands=tuple(dict.fromkeys((*alike.commands, spare))))
     return list(found.values())
+
+
+def bases_of(told: Status) -> Bases:
+    """Return the function that reads them, once."""
+    return cache(lambda: read_bases(told))
 
 
 def read_bases(told: Status) -> list[BaseChain]:

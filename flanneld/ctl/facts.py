@@ -117,7 +117,7 @@ def gather(source: DataSource) -> Facts:
         paths=paths,
         filtered=tuple(drops.read_drops(told, ways, bases)),
         translated=tuple(drops.read_translations(told, ways, bases)),
-        lost=tuple(losses.lost_packets(told, names, ways)),
+        lost=tuple(losses.lost_packets(told, names, ways, lambda: bases)),
         containers=tuple(read_containers(told, found.links, {address for _, address in addresses})),
         pinned=tuple(losses.pinned(told, {link.name: link.index for link in found.links})),
         unresolved=_unresolved(paths),

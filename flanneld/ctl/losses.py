@@ -15,12 +15,13 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from flanneld.ctl.compare import NOWHERE, RouteTaken, follows, wanted_route
-from flanneld.ctl.drops import read_bases
+from flanneld.ctl.drops import Bases
 from flanneld.ctl.paths import (
     FROM_CONTAINERS,
     FROM_NODES,
     TO_CONTAINERS,
     TO_NODES,
+    Flow,
     ParsedPeer,
     chosen_of,
     container_of,
@@ -30,6 +31,7 @@ from flanneld.diagnostics.status import Status, addresses, known
 from flanneld.findings import Command, command, line
 from flanneld.model import FAMILIES, Family, IPAddress, family_of
 from flanneld.network.firewall import foreign
+from flanneld.network.firewall.foreign import BaseChain
 from flanneld.network.host import HostView
 from flanneld.network.host_settings import FORWARDING, sysctl
 from flanneld.network.routing import MAIN_RULE, RTN_LOCAL, PolicyRule
@@ -109,6 +111,7 @@ def lost_packets(
     told: Status,
     names: Mapping[int, str],
     container_devices: Mapping[Family, str],
+    bases: Bases,
     chosen: Sequence[ParsedPeer] | None = None,
 ) -> list[Lost]:
     """Return each cause of a loss once, on the way to the ``chosen`` peers or to some. Raises ``OSError``."""
@@ -116,7 +119,7 @@ def lost_packets(
     chosen = chosen_of(told) if chosen is None else chosen
     asked = list(questions(told, chosen, container_devices))
     if any(any(rule.mark) for each in asked for rule in host.rules(each.target.version)):
-        marks = _marks(told, chosen, container_devices)
+        marks = _marks(flows(told, chosen, container_devices), bases())
         asked = [replace(each, mark=marks.get((each.source, each.target, each.iif), 0)) for each in asked]
     wrong = ((each, way) for each in asked if (way := host.ask(each)) is not None)
     lost = by_cause(asked, ((each, host.explain(each, way, told)) for each, way in wrong))
@@ -124,11 +127,10 @@ def lost_packets(
 
 
 def _marks(
-    told: Status, chosen: Sequence[ParsedPeer], devices: Mapping[Family, str]
+    found: Iterable[Flow], bases: Sequence[BaseChain]
 ) -> dict[tuple[IPAddress | None, IPAddress, str | None], int]:
     """Return the marks that packets have when they are routed, by sender, receiver and interface."""
-    bases = read_bases(told)
-    packets = ((each.packet, each.hooks & _BEFORE_ROUTING) for each in flows(told, chosen, devices))
+    packets = ((each.packet, each.hooks & _BEFORE_ROUTING) for each in found)
     marked = ((packet, foreign.marked(bases, packet, hooks)) for packet, hooks in packets)
     return {(packet.source, packet.destination, packet.iif): mark for packet, mark in marked if mark}
 

@@ -14,7 +14,7 @@ from msgspec.structs import asdict, replace
 
 from flanneld.ctl.checks.containers import container_devices
 from flanneld.ctl.compare import wanted_route
-from flanneld.ctl.drops import drops_towards
+from flanneld.ctl.drops import bases_of, drops_towards
 from flanneld.ctl.losses import host_addresses, lost_packets
 from flanneld.ctl.nodes import answer_remedy, our_addresses, port_of, target_of, told, vxlan_of
 from flanneld.ctl.output import State, TextTable, in_lines
@@ -169,7 +169,8 @@ def examine(source: DataSource, wanted: Wanted, tell: Callable[[str], None]) -> 
     has_sizes = known(status.mtu) and known(status.uplink)
     sizes = paths(peers, status, path_mtus, container) if has_sizes else []
     devices = container_devices(status, host_addresses())
-    drops, port = drops_towards(status, devices), port_of(source)
+    bases, port = bases_of(status), port_of(source)
+    drops = drops_towards(status, devices, bases)
     is_mute = False
     for peer in peers:
         found = list(Walk(peer, status, port, wanted.count, tell).stages(container))
@@ -179,7 +180,7 @@ def examine(source: DataSource, wanted: Wanted, tell: Callable[[str], None]) -> 
             for each in drops(peer.networks[0].network_address)
         ] + [
             Result("lookup", peer.place, State.PROBLEM, each.packets, each.note)
-            for each in lost_packets(status, names(), devices, [parsed(peer)])
+            for each in lost_packets(status, names(), devices, bases, [parsed(peer)])
             if each.cause != "uplink"  # which may be meant so
         ]
         is_silent = not any(each.arrived for each in found if each.stage in AT_THE_NODE)

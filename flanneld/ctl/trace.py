@@ -17,7 +17,7 @@ from flanneld.ctl.compare import (
     route_lookup,
     wanted_route,
 )
-from flanneld.ctl.drops import Drop, drops_towards, masquerading_rules
+from flanneld.ctl.drops import Drop, bases_of, drops_towards, masquerading_rules
 from flanneld.ctl.losses import Lost, does_not_forward, host_addresses, lost_packets
 from flanneld.ctl.nodes import handshake
 from flanneld.ctl.output import State
@@ -70,8 +70,9 @@ def examine(target: IPAddress, told: Status, sender: IPAddress | None) -> list[H
         devices = {**devices, sender.version: container.attached_to}
     names = {link.index: link.name for link in found.links}
     peers = [parsed(each) for each in reached_peers(told) if _subnet_with(target, each.networks)]
-    lost = lost_packets(told, names, devices, peers) if peers else []
-    drops = drops_towards(told, devices)(target)
+    bases = bases_of(told)
+    lost = lost_packets(told, names, devices, bases, peers) if peers else []
+    drops = drops_towards(told, devices, bases)(target)
     hops = trace(target, told, found, route_lookup(), drops, masquerading_rules(told), lost)
     if peers and does_not_forward(target):
         first.append(Hop("forwarding", "off", State.PROBLEM, "this node passes no packet of a container on"))

@@ -52,21 +52,23 @@ class PolicyRule(Struct, frozen=True, gc=False):
     iif: str = ""
     #: Mark and mask of packets that it is about.
     mark: tuple[int, int] = (0, 0)
-    #: It has a condition that is not looked at here.
+    #: It has a condition that is not looked at here; it is about the packets that do not fulfil them all.
     is_narrow: bool = False
+    is_inverted: bool = False
 
     @property
     def is_default(self) -> bool:
         return self.priority in _DEFAULT
 
     def may_match(self, target: IPAddress, source: IPAddress | None, iif: str, mark: int = 0) -> bool:
-        """Return True if a packet has these properties of the rule."""
+        """Return True if the rule is about a packet, as far as its conditions are looked at here."""
         sides = ((self.destination, target), (self.source, source))
-        if self.is_narrow or self.family != target.version:
+        if self.family != target.version:
             return False
         value, mask = self.mark
         is_inside = all(net is None or (ip is not None and ip in net) for net, ip in sides)
-        return is_inside and self.iif in ("", iif) and mark & mask == value
+        fulfils = is_inside and self.iif in ("", iif) and mark & mask == value
+        return not fulfils if self.is_inverted else fulfils and not self.is_narrow
 
 
 def request(family: Family) -> bytes:
@@ -85,7 +87,9 @@ def decode(data: bytes, offset: int, end: int) -> PolicyRule:
     iif, oif = text_of(found, _IIF), text_of(found, _OIF)
     table = number(found.get(_TABLE)) or table
     mark = number(found.get(_MARK)), number(found.get(_MASK))
+    is_inverted = bool(flags & _INVERT)
     words = [
+        *(("not",) if is_inverted else ()),
         *(("from", str(source)) if source else ("from", "all")),
         *(("to", str(destination)) if destination else ()),
         *(("fwmark", f"{mark[0]:#x}/{mark[1]:#x}") if any(mark) else ()),
@@ -94,8 +98,8 @@ def decode(data: bytes, offset: int, end: int) -> PolicyRule:
         _ACTIONS.get(action, "lookup"),
         *((_TABLES.get(table, str(table)),) if action == 1 else ()),
     ]
-    narrow, priority = bool(oif or tos or flags & _INVERT), number(found.get(_PRIORITY))
-    return PolicyRule(FAMILY[family], priority, " ".join(words), source, destination, iif, mark, narrow)
+    narrow, priority, text = bool(oif or tos), number(found.get(_PRIORITY)), " ".join(words)
+    return PolicyRule(FAMILY[family], priority, text, source, destination, iif, mark, narrow, is_inverted)
 
 
 _RTA_DST, _RTA_SRC, _RTA_IIF, _RTA_PREFSRC, _RTA_MULTIPATH, _RTA_MARK, _RTA_VIA = 1, 2, 3, 7, 9, 16, 18

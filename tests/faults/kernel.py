@@ -198,6 +198,15 @@ FAULTS = {
         ),
         peer_blind=BEHIND,
     ),
+    "rule for all but a mark": Fault(
+        "lookups",
+        "not from all fwmark 0x7/0xffffffff lookup 100 diverts packets of its containers",
+        (
+            "ip link add other0 up type bridge; ip route add {subnet} dev other0 table 100",
+            "ip rule add not fwmark 7 lookup 100 priority 100",
+        ),
+        after=("ip rule del priority 100; ip rule del priority 99; ip link del other0",),
+    ),
     "rule by mark, for the tunnel": Fault(
         "lookups",
         "fwmark 0x7/0xffffffff lookup 100 diverts packets to other nodes",

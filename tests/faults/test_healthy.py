@@ -140,6 +140,7 @@ STRICT_HOST = (
     "ip link add vpn0 up type bridge; ip address add 10.200.0.2/24 dev vpn0",
     "ip route add 10.201.0.0/16 via 10.200.0.1; ip route add default via 10.200.0.1 table 100",
     "ip rule add to 203.0.113.0/24 lookup 100; ip rule add fwmark 7 lookup 100",
+    "ip rule add not fwmark 51820 lookup 200; ip rule add lookup main suppress_prefixlength 0",
     "sysctl -w net.ipv4.conf.eth0.rp_filter=1",
 )
 STRICT_NO_MORE = (
@@ -152,6 +153,7 @@ STRICT_NO_MORE = (
     "iptables-nft -D FORWARD -o docker0 -j DOCKER; iptables-nft -F DOCKER-USER",
     "iptables-nft -X DOCKER; iptables-nft -X DOCKER-USER",
     "iptables-nft -t nat -D POSTROUTING -s 172.17.0.0/16 ! -o docker0 -j MASQUERADE",
+    "ip rule del not fwmark 51820; ip rule del lookup main suppress_prefixlength 0",
     "ip rule del fwmark 7; ip rule del to 203.0.113.0/24; ip link del docker0; ip link del vpn0",
     "sysctl -w net.ipv4.conf.eth0.rp_filter=0",
 )

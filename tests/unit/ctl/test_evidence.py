@@ -138,6 +138,11 @@ def test_flows_are_those_between_nodes_and_between_containers() -> None:
         (PolicyRule(4, 100, "tos", is_narrow=True), False),
         (PolicyRule(4, 100, "fwmark", mark=(0x700, 0xFF00)), False),
         (PolicyRule(4, 100, "fwmark", mark=(0x400, 0xFF00)), True),
+        (PolicyRule(4, 100, "not fwmark", mark=(0x700, 0xFF00), is_inverted=True), True),
+        (PolicyRule(4, 100, "not fwmark", mark=(0x400, 0xFF00), is_inverted=True), False),
+        (PolicyRule(4, 100, "not oif", iif="eth0", is_narrow=True, is_inverted=True), True),
+        (PolicyRule(4, 100, "not oif", iif="cni0", is_narrow=True, is_inverted=True), False),
+        (PolicyRule(6, 100, "not from", source=ip_network("fd00::/8"), is_inverted=True), False),
         (PolicyRule(6, 100, "from all"), False),
     ],
 )

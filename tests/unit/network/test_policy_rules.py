@@ -35,6 +35,7 @@ def dumped(*attributes: bytes, family: int = AF_INET, lengths: tuple[int, int] =
         (dumped(action=UNREACHABLE), "from all unreachable"),
         (dumped(action=PROHIBIT), "from all prohibit"),
         (dumped(u32(MARK, 0x200), u32(MASK, 0xFF00), table=100), "from all fwmark 0x200/0xff00 lookup 100"),
+        (dumped(u32(MARK, 7), u32(MASK, 0xFF), flags=INVERT), "not from all fwmark 0x7/0xff lookup main"),
         (dumped(attribute(IIF, b"eth0\0")), "from all iif eth0 lookup main"),
         (dumped(attribute(OIF, b"eth1\0")), "from all oif eth1 lookup main"),
         (dumped(attribute(FROM, bytes([10, 5, 1, 0])), lengths=(0, 24)), "from 10.5.1.0/24 lookup main"),
@@ -50,6 +51,7 @@ def test_conditions_of_a_rule_are_read() -> None:
     data = attribute(FROM, source.network_address.packed)
     rule = dumped(data, u32(PRIORITY, 99), attribute(IIF, b"eth0\0"), family=AF_INET6, lengths=(0, 64))
     assert rule == PolicyRule(6, 99, "from fd00::/64 iif eth0 lookup main", source, None, "eth0")
+    assert dumped(flags=INVERT) == PolicyRule(4, 0, "not from all lookup main", is_inverted=True)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +62,6 @@ def test_conditions_of_a_rule_are_read() -> None:
         (dumped(u32(MARK, 1)), False),
         (dumped(attribute(OIF, b"eth1\0")), True),
         (dumped(tos=8), True),
-        (dumped(flags=INVERT), True),
         (dumped(flags=1), False),
     ],
 )
