@@ -8,14 +8,19 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import socket
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from ipaddress import IPv4Address, IPv4Network
 
+from msgspec import Struct
+
 from flanneld.compat.glog import V
 from flanneld.model import IPNetwork
+from flanneld.network.firewall.fate import Packet
 from flanneld.network.processes import GET_POLICY, NETLINK_XFRM, has_xfrm_policies
+from flanneld.network.rtnetlink.messages import FAMILY, network_of
 from flanneld.network.rtnetlink.netlink import (
     NLM_F_REQUEST,
     MalformedNetlink,
@@ -80,6 +85,60 @@ def decode_policy(data: bytes, offset: int, end: int) -> XfrmPolicy | None:
     """Parse a policy in a dump; None if it is not for packets like ours. Raises ``MalformedNetlink``."""
     selector, info = unpack(_WHOLE, data, offset, end)
     return _decode(bytes(selector), bytes(info), attributes(data, offset + _WHOLE.size, end))
+
+
+#: linux/in.h: numbers of the protocols of the network's packets.
+_PROTOCOLS = {"icmp": 1, "ipencap": 4, "tcp": 6, "udp": 17, "esp": 50, "ipv6-icmp": 58}
+
+
+class SeenPolicy(Struct, frozen=True, gc=False):
+    """Policy of any program and family. Protocol, port and ``device`` are 0 if it is about all."""
+
+    direction: Direction
+    source: IPNetwork
+    destination: IPNetwork
+    protocol: int
+    port: int
+    device: int
+    priority: int
+    index: int
+    action: int
+
+    def is_about(self, packet: Packet, names: Mapping[int, str]) -> bool:
+        """Return True if the policy selects a packet; ``names`` are those of devices by index."""
+        return (
+            packet.source in self.source
+            and packet.destination in self.destination
+            and self.protocol in (0, _PROTOCOLS.get(packet.protocol or ""))
+            and self.port in (0, packet.dport)
+            and (not self.device or names.get(self.device) in (packet.iif, packet.oif))
+        )
+
+    def __str__(self) -> str:
+        words = {"src": self.source, "dst": self.destination, "proto": self.protocol, "dport": self.port}
+        text = " ".join(f"{name} {value}" for name, value in words.items() if value)
+        return f"{text} dir {self.direction.name.lower()} action {Action(self.action).name.lower()}"
+
+
+def decode_any(data: bytes, offset: int, end: int) -> SeenPolicy | None:
+    """Parse a policy in a dump; None for those of sockets, senders' ports and marks. Raises as above."""
+    selector, info = unpack(_WHOLE, data, offset, end)
+    to, source, port, _, own_port, _, family, *bits, protocol, device, _ = _SELECTOR.unpack(bytes(selector))
+    *_, priority, index, direction, action, _, _ = _INFO.unpack(bytes(info))
+    is_other = own_port or direction not in tuple(Direction) or action not in tuple(Action)
+    if is_other or family not in FAMILY or _is_apart(attributes(data, offset + _WHOLE.size, end)):
+        return None
+    size = 4 if family == _AF_INET else 16
+    ends = network_of(source[:size], bits[1]), network_of(to[:size], bits[0])
+    rest = protocol, socket.ntohs(port), device, priority, index, action
+    return SeenPolicy(Direction(direction), *ends, *rest)
+
+
+def read_policies() -> list[SeenPolicy]:
+    """Return the policies of all programs, the decisive ones first. Raises ``OSError``."""
+    with closing(open_xfrm()) as kernel:
+        found = filter(None, (decode_any(*each) for each in kernel.dump(GET_POLICY, b"")))
+        return sorted(found, key=lambda each: each.priority)
 
 
 def decode_spi(data: bytes, offset: int, end: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from contextlib import suppress
 from ipaddress import IPv4Address, IPv4Network
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -30,6 +31,9 @@ NETWORK, OWN, PEER = IPv4Network("10.5.0.0/16"), IPv4Network("10.5.1.0/24"), IPv
 HERE, THERE = IPv4Address("192.0.2.1"), IPv4Address("192.0.2.2")
 TUNNELS = tunnel_policies(OWN, PEER, HERE, THERE)
 GUARDS = guards(NETWORK, OWN)
+GOLDEN = Path(__file__).parents[1] / "golden"
+#: Dump of Linux 6.12 with policies of `ip xfrm policy`.
+RECORDED = [*map(bytes.fromhex, (GOLDEN / "xfrm-policies.hex").read_text().split())]
 PACKED = [xfrm_table.pack_policy(each) for each in (*TUNNELS, *GUARDS)]
 
 addresses = st.integers(0, 2**32 - 1).map(IPv4Address)
@@ -56,6 +60,16 @@ def test_packed_value_is_read_back(policy: XfrmPolicy) -> None:
     assert decode(xfrm_table.pack_policy(policy)) == policy
 
 
+def test_policies_of_all_programs_are_read_but_for_marks_and_ports_of_senders() -> None:
+    found = filter(None, (xfrm_table.decode_any(each, 0, len(each)) for each in RECORDED))
+    assert [(str(each), each.priority, each.index, each.device) for each in found] == [
+        ("src fc00:5::/48 dst fc00:5::/48 dir out action block", 0, 25, 1),
+        ("src 198.18.0.2/32 dst 0.0.0.0/0 proto 17 dir in action allow", 8, 16, 0),
+        ("src 198.18.0.2/32 dst 0.0.0.0/0 proto 17 dport 8472 dir in action block", 7, 8, 0),
+        ("src 10.5.0.0/16 dst 10.6.0.0/16 dir fwd action block", 0, 2, 0),
+    ]
+
+
 @pytest.mark.parametrize("policy", GUARDS)
 def test_removal_names_a_policy_by_its_selector(policy: XfrmPolicy) -> None:
     """In struct xfrm_userpolicy_id an index that is not 0 precedes the selector."""
@@ -70,11 +84,13 @@ def test_sizes_are_the_kernels() -> None:
     assert len(xfrm_table.pack_policy(TUNNELS[0])) == 168 + 4 + 64
 
 
-@given(tampered_bytes(PACKED))
+@given(tampered_bytes([*PACKED, *RECORDED]))
 def test_no_tampered_dump_is_more_than_malformed(data: bytes) -> None:
     with suppress(MalformedNetlink):
         policy = decode(data)
         assert policy is None or policy.source.version == 4
+    with suppress(MalformedNetlink):
+        xfrm_table.decode_any(data, 0, len(data))
 
 
 @pytest.mark.parametrize("kind", [16, 21, 31], ids=["type", "mark", "interface"])
