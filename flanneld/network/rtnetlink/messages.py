@@ -67,6 +67,8 @@ _NDA_DST, _NDA_LLADDR, _NDA_CACHEINFO, _NDA_PORT, _NDA_VNI, _NDA_IFINDEX = 1, 2,
 #: Attributes that the kernel only sends if they differ from the device's (drivers/net/vxlan, vxlan_fdb_info).
 _OVERRIDES = frozenset({_NDA_PORT, _NDA_VNI, _NDA_IFINDEX})
 _IFA_ADDRESS, _IFA_LOCAL, _IFA_FLAGS = 1, 2, 8
+#: Flag of an IPv6 address that another host has (linux/if_addr.h).
+IFA_F_DADFAILED = 0x08
 #: Metric that IPv6 substitutes for 0 (linux/ipv6_route.h, IP6_RT_PRIO_USER).
 IPV6_DEFAULT_METRIC = 1024
 
