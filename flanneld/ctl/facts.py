@@ -5,12 +5,11 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import struct
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
@@ -44,20 +43,20 @@ from flanneld.network.host import HostView, entered, named_namespaces, number_of
 from flanneld.network.host_settings import WrongSetting
 from flanneld.network.rtnetlink import devices, links, traffic_control
 from flanneld.network.rtnetlink.links import SeenLink, is_flannels
-from flanneld.network.rtnetlink.messages import RTN_UNICAST
+from flanneld.network.rtnetlink.messages import RTN_UNICAST, mac_text
 from flanneld.network.rtnetlink.netlink import NetlinkSocket
 from flanneld.runtime import clock, files
 from flanneld.state.resources import Link, Tun, Vxlan
 from flanneld.subnet import subnet_file
 
-if TYPE_CHECKING:
-    pass
-
 _GC_THRESH = Path("/proc/sys/net/ipv4/neigh/default/gc_thresh3")
 #: Namespaces looked at, at most: a node has 110 pods, if Kubernetes is not told otherwise.
 _MANY = 256
-#: States of a bridge's port that passes nothing on (linux/if_bridge.h): disabled, blocking.
-_BR_BLOCKED = frozenset({"0", "4"})
+#: Files of a bridge's port: option of bridge(8), and the values with which it does not pass all packets on.
+#: States are disabled and blocking (linux/if_bridge.h).
+_PORT = {"state": ("state", "04"), "unicast_flood": ("flood", "0"), "learning": ("learning", "0")}
+#: struct __fdb_entry (linux/if_bridge.h): MAC address, port, 1 for an address of the bridge itself.
+_FDB_ENTRY = struct.Struct("=6sxB8x")
 #: Directory and suffixes of CNI configs; runtimes use the first by name (libcni, ConfFiles).
 _CNI_DIRECTORY = "/etc/cni/net.d"
 _CNI_SUFFIXES = (".conf", ".conflist", ".json")
@@ -76,9 +75,12 @@ def gather(source: DataSource) -> Facts:
     names = {link.index: link.name for link in found.links}
     ways_out = {told.uplink_name, *devices, *ways.values()}
     queues = {index: name for index, name in names.items() if name in ways_out}
-    paths, now, queued = _walked(told, queues)
+    before = traffic_control.queue_drops(queues)
+    paths, now = tuple(_paths(told)), clock.wall()
+    queued = traffic_control.queue_drops(queues) - before
     former, told = told, with_sessions(told, paths, now)
     bases = drops.read_bases(told)
+    passed = frozenset(passing(told, paths))
     lacks_segmentation, queues_used = _speed(told.uplink_name)
     lacking = lacking_objects(told) if source.origin == "store" else ()
     return Facts(
@@ -119,25 +121,15 @@ def gather(source: DataSource) -> Facts:
         translated=tuple(drops.read_translations(told, ways, bases)),
         lost=tuple(losses.lost_packets(told, names, ways, lambda: bases)),
         containers=tuple(read_containers(told, found.links, {address for _, address in addresses})),
-        pinned=tuple(losses.pinned(told, {link.name: link.index for link in found.links})),
-        unresolved=_unresolved(paths),
+        pinned=tuple(
+            losses.permanent(HostView(), filter(None, map(found.link, {told.uplink_name, *ways.values()})))
+        ),
+        unresolved=dict(
+            losses.unresolved(each.target for each in paths if each.name == "underlay" and not each.carried)
+        ),
         refusing=frozenset(_refusing(told, paths)),
-        passing=frozenset(passing(told, paths)),
-    )
-
-
-def _walked(
-    told: Status, queues: Mapping[int, str]
-) -> tuple[tuple[PathToPeer, ...], float, Counter[tuple[str, str]]]:
-    """Return the paths, when they were probed, and what queues dropped meanwhile."""
-    before = traffic_control.queue_drops(queues)
-    paths, now = tuple(_paths(told)), clock.wall()
-    return paths, now, traffic_control.queue_drops(queues) - before
-
-
-def _unresolved(paths: Iterable[PathToPeer]) -> dict[str, str]:
-    return dict(
-        losses.unresolved(each.target for each in paths if each.name == "underlay" and not each.carried)
+        passing=passed,
+        claims=tuple(losses.claims(told, paths, passed)),
     )
 
 
@@ -284,15 +276,27 @@ def read_containers(
 def _of_this_host(seen: tuple[Container, SeenLink], host: HostView, names: Mapping[int, str]) -> Container:
     """Return a container with what this host tells of it: the way to it, and its end of the veth pair."""
     each, end = seen
-    state = files.text(Path(f"/sys/class/net/{end.name}/brport/state")).strip()
+    port, bridge = Path(f"/sys/class/net/{end.name}/brport"), names.get(end.master, end.name)
+    values = ((option, files.text(port / name).strip(), bad) for name, (option, bad) in _PORT.items())
+    off = tuple(option for option, value, bad in values if value and value in bad)
     return replace(
         each,
         reached_by=_device_to(host, each.address, names),
-        attached_to=names.get(end.master, end.name),
+        attached_to=bridge,
         port=end.name,
         port_mtu=end.mtu,
-        is_blocked=state in _BR_BLOCKED,
+        off=off,
+        is_learnt=not off or each.mac in _learnt(bridge),
     )
+
+
+def _learnt(bridge: str) -> set[str]:
+    """Return the MAC addresses whose port a bridge knows."""
+    try:
+        table = Path(f"/sys/class/net/{bridge}/brforward").read_bytes()
+    except OSError:
+        return set()
+    return {mac_text(mac) for mac, is_own in _FDB_ENTRY.iter_unpack(table) if not is_own}
 
 
 def _device_to(host: HostView, address: IPAddress, names: Mapping[int, str]) -> str:
@@ -309,6 +313,7 @@ def _inside(
     host_addresses: Collection[IPAddress],
 ) -> Iterator[tuple[Container, SeenLink]]:
     links = {link.index: link for link in view.links() if link.index in ends}
+    pinned = {link.name: tuple(losses.permanent(view, [link])) for link in links.values()}
     for family in FAMILIES:
         for seen in view.addresses(family) if family in targets else ():
             link = links.get(seen.index)
@@ -318,8 +323,19 @@ def _inside(
                 if way is not None and way.gateway is not None and not way.gateway.is_link_local:
                     is_routed = is_routed and way.gateway in host_addresses
                 is_routed = is_routed and link.up
-                one = Container(str(path), link.name, seen.address, is_routed, link.mtu, is_up=link.up)
-                yield one, ends[link.index]
+                yield (
+                    Container(
+                        str(path),
+                        link.name,
+                        seen.address,
+                        is_routed,
+                        link.mtu,
+                        is_up=link.up,
+                        mac=link.mac,
+                        pinned=pinned[link.name],
+                    ),
+                    ends[link.index],
+                )
 
 
 def _left_rules(told: Status) -> Iterator[LeftRules]:

@@ -6,10 +6,13 @@ Routes are looked up as the kernel does for such packets.
 from __future__ import annotations
 
 import errno
+import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -17,12 +20,14 @@ from msgspec.structs import replace
 from flanneld.ctl.compare import NOWHERE, RouteTaken, follows, wanted_route
 from flanneld.ctl.drops import Bases
 from flanneld.ctl.paths import (
+    BRIEFLY,
     FROM_CONTAINERS,
     FROM_NODES,
     TO_CONTAINERS,
     TO_NODES,
     Flow,
     ParsedPeer,
+    PathToPeer,
     chosen_of,
     container_of,
     flows,
@@ -30,18 +35,25 @@ from flanneld.ctl.paths import (
 from flanneld.diagnostics.status import Status, addresses, known
 from flanneld.findings import Command, command, line
 from flanneld.model import FAMILIES, Family, IPAddress, family_of
+from flanneld.network import survey
 from flanneld.network.firewall import foreign
 from flanneld.network.firewall.foreign import BaseChain
 from flanneld.network.host import HostView
 from flanneld.network.host_settings import FORWARDING, sysctl
 from flanneld.network.routing import MAIN_RULE, RTN_LOCAL, PolicyRule
+from flanneld.network.rtnetlink.links import SeenLink
 from flanneld.network.rtnetlink.messages import (
+    IFA_F_DADFAILED,
     RTM_GETNEIGH,
     decode_neighbor,
     decode_unresolved,
     neighbors_request,
 )
+from flanneld.runtime import files
 from flanneld.state.resources import Neighbor
+
+if TYPE_CHECKING:
+    from flanneld.network.xfrm_table import SeenPolicy
 
 #: End of a policy rule's text that leads to the main table.
 _TO_MAIN = " lookup main"
@@ -60,6 +72,8 @@ def host_addresses() -> Iterator[tuple[str, IPAddress]]:
 _STRICT, _LOOSE = 1, 2
 #: Value of arp_ignore to answer for no address, and its path.
 _NEVER, _ARP_IGNORE = 8, "net/ipv4/conf/{}/arp_ignore"
+#: What the kernel dropped by policies, and their directions (linux/xfrm.h) at hooks.
+_XFRM_DROPS, _WAYS = Path("/proc/net/xfrm_stat"), {"input": 0, "postrouting": 1, "forward": 2}
 #: Hooks whose marks a route lookup sees.
 _BEFORE_ROUTING = frozenset({"prerouting", "output"})
 _FORWARDING, _RP_FILTER = "net/ipv4/conf/{}/forwarding", "net/ipv4/conf/{}/rp_filter"
@@ -69,8 +83,9 @@ class Lost(Struct, frozen=True, gc=False):
     """Packets that the kernel drops or misroutes. ``commands`` correct that; none if it takes a decision.
 
     ``cause`` is ``filter`` (reverse path), ``forwarding`` of an interface, its ``arp``, ``uplink`` (another
-    interface than the daemon's), ``rule``, ``no rule`` (none leads to the main table) or ``route``; ``about``
-    is its interface or text. ``number`` of the ``asked`` packets of this kind are lost so, in ``families``.
+    interface than the daemon's), ``policy`` (of XFRM), ``rule``, ``no rule`` (none leads to the main table)
+    or ``route``; ``about`` is its interface or text. ``number`` of the ``asked`` packets of this kind are
+    lost so, in ``families``.
     """
 
     packets: str
@@ -123,7 +138,13 @@ def lost_packets(
         asked = [replace(each, mark=marks.get((each.source, each.target, each.iif), 0)) for each in asked]
     wrong = ((each, way) for each in asked if (way := host.ask(each)) is not None)
     lost = by_cause(asked, ((each, host.explain(each, way, told)) for each, way in wrong))
-    return [*lost, *_mute({told.uplink_name, container_devices.get(4, "")})]
+    lost += _mute({told.uplink_name, container_devices.get(4, "")})
+    if re.search(r"PolBlock\s+[1-9]", files.text(_XFRM_DROPS)):
+        from flanneld.network.xfrm_table import read_policies  # most hosts have none
+
+        with suppress(OSError):  # only root can read them
+            lost += blocked(told, read_policies(), flows(told, chosen, container_devices), names)
+    return lost
 
 
 def _marks(
@@ -133,6 +154,29 @@ def _marks(
     packets = ((each.packet, each.hooks & _BEFORE_ROUTING) for each in found)
     marked = ((packet, foreign.marked(bases, packet, hooks)) for packet, hooks in packets)
     return {(packet.source, packet.destination, packet.iif): mark for packet, mark in marked if mark}
+
+
+def blocked(
+    told: Status, policies: Sequence[SeenPolicy], packets: Iterable[Flow], names: Mapping[int, str]
+) -> Iterator[Lost]:
+    """Yield the policies of XFRM, the decisive ones first, that block packets (pure).
+
+    With ipsec those of guards are no fault, and charon's packets and those that it encrypts pass them by.
+    """
+    from flanneld.network.xfrm import ALLOW_PRIORITY
+
+    is_ipsec = "ipsec" in told.backends
+    found: dict[SeenPolicy, list[Flow]] = {}
+    for flow in packets:
+        for hook in sorted(flow.hooks & _WAYS.keys()) if not is_ipsec or "forward" in flow.hooks else ():
+            about = (each for each in policies if each.direction == _WAYS[hook])
+            first = next((each for each in about if each.is_about(flow.packet, names)), None)
+            if first and first.action and not (is_ipsec and first.priority >= ALLOW_PRIORITY):
+                found.setdefault(first, []).append(flow)
+    for each, lost in found.items():
+        which = f"index {each.index} dir {each.direction.name.lower()}"
+        families = frozenset(flow.family for flow in lost)
+        yield Lost(lost[0].name, "policy", which, f"ip xfrm policy: {each}", families=families)
 
 
 def _mute(names: Iterable[str]) -> Iterator[Lost]:
@@ -319,18 +363,45 @@ def unresolved(nodes: Iterable[IPAddress]) -> Iterator[tuple[str, str]]:
                 yield str(node), str(hop)
 
 
-def pinned(told: Status, indexes: Mapping[str, int]) -> Iterator[tuple[str, str, str]]:
-    """Yield address, MAC and device of permanent neighbours on the uplink that are other nodes."""
-    device = told.uplink_name
-    nodes = {ip for peer in told.each_peer for ip in peer.public_ips}
-    if device not in indexes or not nodes:
-        return
-    view = HostView()
-    for family in FAMILIES:
-        for item in view.dump(RTM_GETNEIGH, neighbors_request(family, indexes[device])):
-            seen = decode_neighbor(*item, lambda _: device)
-            if isinstance(seen, Neighbor) and str(seen.address) in nodes:
-                yield str(seen.address), seen.mac, device
+class Claim(Struct, frozen=True, gc=False):
+    """An address of ours or of a silent node, and the MAC address of a host that has it.
+
+    Of ours in IPv6 the kernel knows that another host has it, and no ``mac``. ``length`` is of the prefix.
+    """
+
+    address: IPAddress
+    mac: str = ""
+    length: int = 32
+
+
+def claims(
+    told: Status, paths: Sequence[PathToPeer], passing: Collection[tuple[str, int]]
+) -> Iterator[Claim]:
+    """Yield who has our addresses on the uplink, and those of silent nodes; none while all peers answer."""
+    silent = {
+        each.peer
+        for each in paths
+        if each.carried is None and (each.peer, each.target.version) not in passing
+    }
+    uplink = known(told.uplink)
+    if silent and uplink:
+        nodes = [each.target for each in paths if each.peer in silent and each.name == "underlay"]
+        with suppress(OSError):
+            for address, mac in survey.holders(uplink.name, [*addresses(uplink.addresses), *nodes], BRIEFLY):
+                yield Claim(address, mac)
+        for each in HostView().addresses(6):
+            if each.flags & IFA_F_DADFAILED:
+                yield Claim(each.address, length=each.length)
+
+
+def permanent(view: HostView, devices: Iterable[SeenLink]) -> Iterator[Neighbor]:
+    """Yield the neighbours whose MAC addresses are fixed by hand on some devices."""
+    for link in devices:
+        for family in FAMILIES:
+            for item in view.dump(RTM_GETNEIGH, neighbors_request(family, link.index)):
+                seen = decode_neighbor(*item, {link.index: link.name}.get)
+                if isinstance(seen, Neighbor):
+                    yield seen
 
 
 def _does_not_pass_on(question: Question) -> bool:

@@ -37,6 +37,34 @@ IN_CONTAINERS = {
         "the bridge passes no packets to veth1",
         ("bridge link set dev veth1 state 0",),
     ),
+    "port to which the bridge floods nothing, and of which it learns nothing": Fault(
+        "bridge port",
+        "bridge -d link show dev veth1: flood off, learning off",
+        ("bridge link set dev veth1 flood off learning off; ip link set veth1 type bridge_slave fdb_flush",),
+    ),
+    "port to which the bridge floods nothing": Fault(
+        "bridge port",
+        "veth1, a container's port, has flood off",
+        ("bridge link set dev veth1 flood off",),
+        cuts=False,
+        severity=HINT,
+    ),
+    "wrong permanent neighbour in a container": Fault(
+        "pinned neighbours",
+        "the MAC address of {own_ip} is fixed by hand: 02:00:00:00:00:99",
+        (INSIDE + "ip neigh replace {own_ip} lladdr 02:00:00:00:00:99 dev eth0 nud permanent",),
+    ),
+    "wrong permanent neighbour in a container, IPv6": Fault(
+        "pinned neighbours",
+        "02:00:00:00:00:99",
+        (INSIDE + "ip neigh replace {own_ip6} lladdr 02:00:00:00:00:99 dev eth0 nud permanent",),
+        DUAL,
+    ),
+    "wrong permanent neighbour for a container": Fault(
+        "pinned neighbours",
+        "dev cni0 lladdr 02:00:00:00:00:99 PERMANENT",
+        ("ip neigh replace {container_ip} lladdr 02:00:00:00:00:99 dev cni0 nud permanent",),
+    ),
     "veth pair with a smaller MTU at this host's end": Fault(
         "containers",
         "1 container whose veth pair has a smaller MTU at one end",

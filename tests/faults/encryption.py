@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from tests.faults.cluster import OTHER, gone
 from tests.faults.fault import (
+    BEHIND,
     Fault,
     configured,
     listener,
@@ -23,12 +24,13 @@ from tests.faults.fault import (
     without_charon,
 )
 from tests.faults.firewall import flushed
-from tests.faults.world import IPSEC, WIREGUARD, Step, World
+from tests.faults.world import IPSEC, VXLAN_XFRM, WIREGUARD, Step, World
 from tests.lab import wait_for
 from tests.netns.charons import charon_of
 
 DEVICE = "flannel-wg"
 START = "start the daemon"
+BLOCK, UNBLOCK = "ip xfrm policy add ", "ip xfrm policy delete "
 #: Selector of a policy that lets packets to some peers leave unencrypted.
 OPEN = "src 10.5.0.0/16 dst 10.5.128.0/17 dir out"
 
@@ -61,6 +63,23 @@ def to_charon(number: signal.Signals) -> Callable[[World], None]:
 
 
 FAULTS = {
+    "policy of XFRM that blocks packets of containers": Fault(
+        "lookups",
+        "src 10.5.0.0/16 dst 10.5.0.0/16 dir fwd action block",
+        (BLOCK + "src 10.5.0.0/16 dst 10.5.0.0/16 dir fwd action block",),
+        VXLAN_XFRM,
+        heal=(UNBLOCK + "src 10.5.0.0/16 dst 10.5.0.0/16 dir fwd",),
+        advice=UNBLOCK + "index",
+        peer_blind=BEHIND,
+    ),
+    "policy of XFRM that blocks the tunnel": Fault(
+        "lookups",
+        "src {peer}/32 dst 0.0.0.0/0 proto 17 dport 8472 dir in action block",
+        (BLOCK + "src {peer} proto udp dport 8472 dir in action block",),
+        VXLAN_XFRM,
+        heal=(UNBLOCK + "src {peer} proto udp dport 8472 dir in",),
+        advice=UNBLOCK + "index",
+    ),
     "INPUT drops the port, wireguard": Fault(
         "filters",
         "UDP 51820 from its peers",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 from tests.faults.fault import (
     BEHIND,
     HINT,
@@ -15,7 +18,8 @@ from tests.faults.fault import (
     stop,
     without_kind,
 )
-from tests.faults.world import DUAL, HOST_GW, UDP, World
+from tests.faults.world import DUAL, HOST_GW, UDP, Step, World
+from tests.lab.namespace import Namespace, batch, remove
 
 #: A route that would take answers to the peer elsewhere. The tunnel's own packets are bound to the uplink.
 SECOND = ("ip link add other0 up type bridge; ip route add {peer} dev other0",)
@@ -51,6 +55,32 @@ def filtered(device: str, way: str, program: str) -> Fault:
         heal=(f"tc filter del dev {device} {way} pref 7 bpf",),
         after=(f"tc qdisc del dev {device} clsact",),
     )
+
+
+def twin(address: str, *calls: str) -> Step:
+    """Return the step that gives another host of the underlay an address, and has it call others by ARP."""
+
+    def act(world: World) -> None:
+        switch = world.lab.switch
+        host = Namespace(f"{switch.name}-twin")
+        batch(f"netns add {host.name}")
+        switch.ip(f"link add twin type veth peer name eth0 netns {host.name}", "link set twin master br0 up")
+        host.ip("link set eth0 up", f"address add {address.format(**world.words)} dev eth0 nodad")
+        for each in calls:
+            again = f"while sleep 0.05; do ip neigh flush dev eth0; ping -c 1 -W 0.1 {each}; done"
+            with Path(os.devnull).open("wb") as output:
+                host.start("sh", "-c", again.format(**world.words), output=output)
+
+    return act
+
+
+def no_twin(world: World) -> None:
+    remove([Namespace(f"{world.lab.switch.name}-twin")])
+    for node in world.nodes:  # they would send there for up to 45 s
+        node.run("ip", "neigh", "flush", "dev", "eth0")
+
+
+SET_ANEW = "ip address del {node6}/64 dev eth0; ip address add {node6}/64 dev eth0"
 
 
 def undone_twice(world: World) -> None:
@@ -217,6 +247,28 @@ FAULTS = {
         ),
         heal=("ip rule del priority 100",),
         after=("ip link del other0; iptables-nft -t mangle -F OUTPUT",),
+    ),
+    "another host has the address of the node": Fault(
+        "duplicate addresses",
+        "another host has our address {node}",
+        (twin("{node}/24", "{peer}"),),
+        heal=(no_twin,),
+        advice="on the wrong host: ip address del {node} dev ITS_DEVICE",
+        peer_sees="duplicate addresses",
+        within=3,
+    ),
+    "another host has the address of the node, IPv6": Fault(
+        "duplicate addresses",
+        "ip address show dev eth0: dadfailed",
+        (
+            twin("{node6}/64"),
+            f"sysctl -w net.ipv6.conf.eth0.accept_dad=1; {SET_ANEW}",
+        ),
+        DUAL,
+        heal=(no_twin, SET_ANEW),
+        advice=SET_ANEW,
+        after=("sysctl -w net.ipv6.conf.eth0.accept_dad=0; ip route replace default via fd00:18::fe",),
+        within=3,
     ),
     "uplink that answers no ARP request": Fault(
         "lookups",

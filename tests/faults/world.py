@@ -34,10 +34,13 @@ class Kind:
     flags: tuple[str, ...] = ()
     api: str = "v2"
     routed: int = 0
+    #: Feature of the kernel that the faults need, if it is not that of the backend.
+    needs: str = ""
 
     def marked(self, value: object, name: str, *marks: pytest.MarkDecorator) -> Any:
         """Return a parameter of a test, marked with its network and with what the kernel needs for it."""
-        needs = {"ipip": "ipip", "wireguard": "wireguard", "ipsec": "esp"}.get(self.backend["Type"])
+        of_backend = {"ipip": "ipip", "wireguard": "wireguard", "ipsec": "esp"}
+        needs = self.needs or of_backend.get(self.backend["Type"])
         own = [pytest.mark.shares(repr(self)), *([pytest.mark.needs_kernel(needs)] if needs else ())]
         return pytest.param(value, id=name, marks=[*marks, *own])
 
@@ -46,6 +49,7 @@ class Kind:
 
 
 VXLAN = Kind()
+VXLAN_XFRM = Kind(needs="esp")
 VXLAN_V3 = Kind(api="v3", flags=("--etcd-api=v3",))
 DUAL = Kind(config=DUAL_STACK)
 HOST_GW = Kind({"Type": "host-gw"})
@@ -160,6 +164,7 @@ class World:
                 words[f"container_address{mark}"] = (
                     f"{node.container().addresses[family]}/{words[f'own{mark}'].partition('/')[2]}"
                 )
+                words[f"container_ip{mark}"] = node.container().addresses[family]
                 words[f"own_ip{mark}"] = words[f"own_gateway{mark}"].partition("/")[0]
                 words[f"own_mac{mark}"] = (node.link(device) or {}).get("address", "")
                 words[f"mac{mark}"] = (peer.link(device) or {}).get("address", "")

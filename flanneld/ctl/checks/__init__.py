@@ -13,7 +13,7 @@ from msgspec import Struct, field
 from flanneld.diagnostics.status import PeerStatus, Status, known, resources
 from flanneld.findings import Finding
 from flanneld.network.rtnetlink.links import SeenLink, is_flannels
-from flanneld.state.resources import Vxlan
+from flanneld.state.resources import Neighbor, Vxlan
 from flanneld.subnet.subnet_file import Previous
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from flanneld.ctl.checks.store import EtcdHealth
     from flanneld.ctl.compare import Comparison, ShadowingRoute
     from flanneld.ctl.drops import Drop, Translation
-    from flanneld.ctl.losses import Lost
+    from flanneld.ctl.losses import Claim, Lost
     from flanneld.ctl.paths import PathToPeer
     from flanneld.ctl.source import Unknown
     from flanneld.model import IPAddress, IPNetwork
@@ -120,10 +120,12 @@ class Facts(Struct, frozen=True, gc=False):
     #: Packets that the kernel drops or misroutes.
     lost: tuple[Lost, ...] = ()
     containers: tuple[Container, ...] = ()
-    #: Permanent neighbours on the uplink that are peers: address, MAC, device.
-    pinned: tuple[tuple[str, str, str], ...] = ()
+    #: Neighbours on the uplink and on bridges of containers whose MAC addresses are fixed by hand.
+    pinned: tuple[Neighbor, ...] = ()
     #: Public IPs of silent nodes whose next hop answers neither ARP nor NDP, with that hop.
     unresolved: Mapping[str, str] = field(default_factory=dict)
+    #: Hosts that have our addresses, or those of silent nodes.
+    claims: tuple[Claim, ...] = ()
     #: Public IPs of nodes that refuse the tunnel's UDP port.
     refusing: frozenset[str] = frozenset()
     #: Peers, each with a family, that answer no echo and pass packets on to their containers or refuse TCP.

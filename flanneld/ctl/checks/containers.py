@@ -10,9 +10,10 @@ from msgspec import Struct
 from flanneld.compat.glog import counted
 from flanneld.ctl.checks import check, few
 from flanneld.diagnostics.status import PeerStatus, Status, known
-from flanneld.findings import Advice, Command, Finding, Fix, command
+from flanneld.findings import Advice, Command, Finding, Fix, Severity, command
 from flanneld.model import Family, IPAddress, IPNetwork
 from flanneld.network.iproute2_commands import entering, set_link
+from flanneld.state.resources import Neighbor
 
 if TYPE_CHECKING:
     from flanneld.ctl.checks import Facts
@@ -35,10 +36,15 @@ class Container(Struct, frozen=True, gc=False):
     reached_by: str = ""
     attached_to: str = ""
     is_up: bool = True
-    #: This host's end of the veth pair, and True if the bridge passes nothing to it.
+    #: This host's end of the veth pair, and what its bridge does not do for it, as bridge(8) names that.
     port: str = ""
     port_mtu: int = 0
-    is_blocked: bool = False
+    off: tuple[str, ...] = ()
+    #: True if the bridge knows the port of its MAC address, so that it need not flood.
+    is_learnt: bool = True
+    mac: str = ""
+    #: Neighbours whose MAC addresses are fixed by hand inside.
+    pinned: tuple[Neighbor, ...] = ()
 
 
 def container_devices(
@@ -205,16 +211,28 @@ def attachment(facts: Facts) -> Iterator[Finding]:
 @check("G", "bridge port", "the bridge passes packets to each container")
 def bridge_port(facts: Facts) -> Iterator[Finding]:
     # A bridge that is down disables all its ports, and enables them when it is up.
-    blocked = (each for each in facts.containers if each.is_blocked and each.is_up)
-    for port in sorted({each.port for each in blocked if _is_up(facts, each.attached_to)}):
-        is_up = _is_up(facts, port)
-        forward = command("bridge", "link", "set", "dev", port, "state", 3)
+    bad = (each for each in facts.containers if each.off and each.is_up and _is_up(facts, each.attached_to))
+    for port, each in sorted({each.port: each for each in bad}.items()):
+        is_up, is_stopped = _is_up(facts, port), "state" in each.off
+        is_lost = is_stopped or ("flood" in each.off and not each.is_learnt)
+        passing = (word for option in each.off for word in (option, 3 if option == "state" else "on"))
         yield Finding(
-            f"the bridge passes no packets to {port}, a container's port",
-            "its state is disabled or blocking" if is_up else f"{port} is down",
-            "no packet gets to the container behind it or from it",
-            Fix((forward if is_up else set_link(port, "up"),)),
+            f"the bridge passes no packets to {port}, a container's port"
+            if is_lost
+            else f"{port}, a container's port, has {' and '.join(each.off)} off",
+            f"{port} is down"
+            if not is_up
+            else "its state is disabled or blocking"
+            if is_stopped
+            else f"bridge -d link show dev {port}: {', '.join(f'{option} off' for option in each.off)}",
+            "no packet gets to the container behind it or from it"
+            if is_stopped
+            else "packets to a MAC address whose port the bridge does not know are lost, or go to all ports",
+            Fix(
+                (command("bridge", "link", "set", "dev", port, *passing) if is_up else set_link(port, "up"),)
+            ),
             about=port,
+            severity=Severity.PROBLEM if is_lost else Severity.HINT,
         )
 
 

@@ -16,13 +16,15 @@ from flanneld.ctl.checks.host import let_in
 from flanneld.ctl.paths import DISCOVERY, TO_CONTAINERS
 from flanneld.findings import Advice, Command, Finding, Fix, Severity, command, line
 from flanneld.network.host_settings import Topic
+from flanneld.network.iproute2_commands import entering
 from flanneld.network.rtnetlink.links import is_flannels
 from flanneld.network.rtnetlink.traffic_control import ORDINARY, WITH_FILTERS
 from flanneld.state.resources import Route
 
 if TYPE_CHECKING:
     from flanneld.ctl.checks import Facts
-    from flanneld.ctl.losses import Lost
+    from flanneld.ctl.losses import Claim, Lost
+    from flanneld.model import IPAddress
 
 
 class LeftRules(Struct, frozen=True, gc=False):
@@ -105,6 +107,8 @@ def misrouted(facts: Facts) -> Iterator[Finding]:
             problem = f"no policy rule leads {each.packets} to {each.about}"
         elif each.cause == "arp":
             problem = f"{each.about} answers no ARP request"
+        elif each.cause == "policy":
+            problem = f"the XFRM policy {each.about} blocks {each.packets}"
         elif each.cause == "forwarding":
             problem = f"{each.about} does not forward {each.packets}"
         elif each.cause == "route" and not _is_missing(facts, each):
@@ -132,6 +136,8 @@ def _is_missing(facts: Facts, lost: Lost) -> bool:
 def _way_out(lost: Lost, facts: Facts) -> str:
     if lost.cause == "rule":
         return f"give the rule conditions that spare the nodes' addresses, or {_removal(lost)}"
+    if lost.cause == "policy":
+        return f"see who needs it, by ip xfrm policy; else remove it: ip xfrm policy delete {lost.about}"
     if lost.removal or lost.packets != TO_CONTAINERS:
         text = f"ip route del {lost.removal}" if lost.removal else f"`ip route get {lost.about}` shows it"
         return f"remove the route that leads astray, if nobody needs it: {text}"
@@ -164,17 +170,51 @@ def uplink_choice(facts: Facts) -> Iterator[Finding]:
             )
 
 
-@check("A", "pinned neighbours", "no MAC address of another node is fixed by hand")
+@check("A", "pinned neighbours", "no MAC address of a node is fixed by hand, and no wrong one of a container")
 def pinned_neighbours(facts: Facts) -> Iterator[Finding]:
     silent = {str(each.target) for each in facts.paths if each.name == "underlay" and each.carried is None}
-    for address, mac, device in facts.pinned:
+    nodes = {ip for peer in (facts.peers if facts.pinned else ()) for ip in peer.public_ips}
+    own = {link.mac for link in facts.links}
+    right = {address: own for _, address in facts.addresses}
+    right |= {each.address: {each.mac} for each in facts.containers}
+    inside = [(each.path, pin) for each in facts.containers for pin in each.pinned]
+    for path, pin in dict.fromkeys([*(("", each) for each in facts.pinned), *inside]):
+        address, is_node = str(pin.address), pin.device == facts.status.uplink_name and not path
+        if address not in nodes if is_node else pin.mac in right.get(pin.address, {pin.mac}):
+            continue
         yield Finding(
-            f"the MAC address of the node {address} is fixed by hand: {mac}",
-            f"ip neigh: {address} dev {device} lladdr {mac} PERMANENT",
-            "the kernel does not ask for the node's MAC address, so packets go to a former one",
-            Fix((command("ip", "neigh", "del", address, "dev", device),)),
+            f"the MAC address of {address} is fixed by hand: {pin.mac}",
+            f"ip neigh{f' in {path}' if path else ''}: {address} dev {pin.device} lladdr {pin.mac} PERMANENT",
+            "the kernel does not ask who has that address, so packets go to a former or wrong MAC address",
+            Fix((command(*entering(path), "ip", "neigh", "del", address, "dev", pin.device),)),
             about=address,
-            severity=Severity.PROBLEM if address in silent else Severity.HINT,
+            severity=Severity.HINT if is_node and address not in silent else Severity.PROBLEM,
+        )
+
+
+@check("J", "duplicate addresses", "no other host has the address of this node, or of a silent one")
+def duplicate_addresses(facts: Facts) -> Iterator[Finding]:
+    ours = {address: name for name, address in facts.addresses}
+    own = {link.mac for link in facts.links}
+    by_address: dict[IPAddress, dict[str, Claim]] = {}
+    for each in facts.claims:
+        by_address.setdefault(each.address, {})[each.mac] = each
+    for address, found in by_address.items():
+        name, macs = ours.get(address), few(sorted(found.keys() - own))
+        if len(found.keys() - own) < (1 if name else 2):  # a silent node answers itself
+            continue
+        again = f"{address}/{next(iter(found.values())).length} dev {name}"
+        yield Finding(
+            f"another host has our address {address}" if name else f"two hosts have the address {address}",
+            f"an ARP probe was answered by {macs}" if macs else f"ip address show dev {name}: dadfailed",
+            "packets for this address, and for the containers behind it, go to either host",
+            Advice(
+                f"find {macs} at the switch; on the wrong host: ip address del {address} dev ITS_DEVICE"
+                if macs
+                else f"take it from the other host; then ip address del {again}; ip address add {again}"
+            ),
+            about=str(address),
+            severity=Severity.PROBLEM if name else Severity.HINT,
         )
 
 

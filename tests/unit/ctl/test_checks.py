@@ -27,20 +27,20 @@ from flanneld.ctl.checks.store import EtcdHealth, ask_etcd
 from flanneld.ctl.compare import Comparison, Difference, Outside, ShadowingRoute
 from flanneld.ctl.doctor import CHECKS, DoctorReport, examine
 from flanneld.ctl.drops import Drop, Translation
-from flanneld.ctl.losses import Lost
+from flanneld.ctl.losses import Claim, Lost
 from flanneld.ctl.output import table_lines
 from flanneld.ctl.paths import DISCOVERY, TO_CONTAINERS, PathToPeer
 from flanneld.ctl.source import SourcePart, Unknown
 from flanneld.findings import Advice, Fix, Severity
 from flanneld.network import host_settings
 from flanneld.network.rtnetlink.links import SeenLink
-from flanneld.state.resources import ForeignLink, Resource, Route, Vxlan
+from flanneld.state.resources import ForeignLink, Neighbor, Resource, Route, Vxlan
 from flanneld.subnet.subnet_file import Previous
 from tests.local_etcd import answering, server
 from tests.unit.ctl.documents import object_of, status_of
 
 NOW = 1_000_000.0
-MAC = "02:00:00:00:00:01"
+MAC, OTHER_MAC = "02:00:00:00:00:01", "02:00:00:00:00:99"
 VXLAN = Vxlan("flannel.1", 1, 2, IPv4Address("192.0.2.1"), 8472, MAC, 1450)
 ROUTE = Route(IPv4Network("10.5.2.0/24"), "flannel.1", IPv4Address("10.5.2.0"), onlink=True)
 
@@ -327,8 +327,8 @@ CASES: dict[str, list[Facts]] = {
     ],
     "receiving": [STUCK],
     "bridge port": [
-        replace(container(port="veth1", is_blocked=True), links=(*WELL.links, link("veth1", up=up)))
-        for up in (True, False)
+        replace(container(port="veth1", off=off, is_learnt=False), links=(*WELL.links, link("veth1", up=up)))
+        for up, off in ((True, ("state",)), (False, ("state",)), (True, ("flood",)), (True, ("learning",)))
     ],
     "kernel support": [replace(WELL, lacking=(NO_WIREGUARD,))],
     "charon": [
@@ -376,6 +376,7 @@ CASES: dict[str, list[Facts]] = {
         lost("rule", "100: from all blackhole", ACCEPT),
         lost("rule", "100: from all blackhole"),
         lost("no rule", "the main table", ACCEPT),
+        lost("policy", "index 9 dir out"),
         lost("forwarding", "cni0", ACCEPT),
         lost("route", "192.0.2.2"),
         replace(WELL, lost=(Lost(TO_CONTAINERS, "route", "", "no route", removal="blackhole 10.5.1.0/25"),)),
@@ -383,7 +384,19 @@ CASES: dict[str, list[Facts]] = {
     ],
     "strict filter": [lost("filter", "eth0", ACCEPT)],
     "uplink choice": [lost("uplink", "eth1")],
-    "pinned neighbours": [replace(WELL, pinned=(("192.0.2.2", MAC, "eth0"),))],
+    "pinned neighbours": [
+        replace(WELL, pinned=(Neighbor("eth0", ip_address("192.0.2.2"), MAC),)),
+        replace(container(mac=MAC), pinned=(Neighbor("cni0", CONTAINER.address, OTHER_MAC),)),
+        container(pinned=(Neighbor("eth0", ip_address("10.5.1.1"), OTHER_MAC),)),
+    ],
+    "duplicate addresses": [
+        replace(WELL, claims=claims)
+        for claims in (
+            (Claim(ip_address("192.0.2.1"), OTHER_MAC),),
+            (Claim(ip_address("192.0.2.1"), length=64),),
+            (Claim(ip_address("192.0.2.2"), OTHER_MAC), Claim(ip_address("192.0.2.2"), "02:00:00:00:00:98")),
+        )
+    ],
     "container routes": [
         container(is_routed=False),
         container(is_routed=False, is_up=False),
@@ -905,7 +918,7 @@ def test_peer_that_answers_is_not_stuck_however_little_it_sends() -> None:
 
 def test_port_of_a_bridge_that_is_down_is_no_finding_of_its_own() -> None:
     facts = replace(
-        container(port="veth1", is_blocked=True),
+        container(port="veth1", off=("state",)),
         links=(link("eth0"), flannel(), replace(bridge("cni0", 1450), up=False), link("veth1")),
     )
     assert [check.name for check, _ in examine(facts)] == ["bridge down"]

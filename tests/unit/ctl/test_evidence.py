@@ -15,7 +15,7 @@ from flanneld.ctl.checks.encryption import sessions_of, with_associations
 from flanneld.ctl.compare import ActualState, RouteTaken
 from flanneld.ctl.drops import dropped
 from flanneld.ctl.facts import lacking_features
-from flanneld.ctl.losses import Lost, Question, _before, _Host, by_cause, questions
+from flanneld.ctl.losses import Lost, Question, _before, _Host, blocked, by_cause, questions
 from flanneld.ctl.paths import chosen_of, sample
 from flanneld.diagnostics.status import PeerStatus, Status, known
 from flanneld.model import FAMILIES
@@ -24,6 +24,8 @@ from flanneld.network.firewall.fate import DROP, Packet, Rule, Test
 from flanneld.network.firewall.foreign import BaseChain
 from flanneld.network.genetlink import SeenDevice, SeenPeer
 from flanneld.network.routing import PolicyRule
+from flanneld.network.xfrm import Direction
+from flanneld.network.xfrm_table import SeenPolicy
 from flanneld.state.resources import Address, Route, Vxlan
 from tests.unit.ctl.documents import object_of, status_of
 
@@ -52,6 +54,9 @@ def document(peers: int) -> dict[str, Any]:
     }
 
 
+OWN, PEERS = ip_network("10.5.0.0/16"), ip_network("10.6.0.0/16")
+#: A policy's ends: this node, and all others.
+TUNNEL: dict[str, Any] = {"source": ip_network("192.0.2.1/32"), "destination": ip_network("0.0.0.0/0")}
 LARGE = status_of(document(5000))
 
 
@@ -149,6 +154,48 @@ def test_flows_are_those_between_nodes_and_between_containers() -> None:
 def test_policy_rule_matches_by_addresses_and_interface(rule: PolicyRule, matches: bool) -> None:
     assert rule.may_match(ip_address("10.6.0.2"), ip_address("10.5.1.2"), "cni0", 0x401) == matches
     assert not rule.is_default
+
+
+def policy(action: int = 1, **changes: Any) -> SeenPolicy:
+    ends = {"source": OWN, "destination": PEERS}
+    plain = {"direction": Direction.OUT, "protocol": 0, "port": 0, "device": 0, "priority": 9, "index": 5}
+    return SeenPolicy(**{**plain, **ends, "action": action, **changes})
+
+
+@pytest.mark.parametrize(
+    ("policies", "packets"),
+    [
+        ([policy()], [paths.FROM_CONTAINERS]),
+        ([policy(direction=Direction.FWD)], [paths.FROM_CONTAINERS]),
+        ([policy(direction=Direction.IN)], []),
+        ([policy(0, priority=1), policy()], []),
+        ([policy(protocol=6, port=80)], []),
+        ([policy(device=3)], [paths.FROM_CONTAINERS]),
+        ([policy(device=4)], []),
+        (
+            [policy(source=ip_network("10.6.0.0/24"), destination=ip_network("10.5.0.0/16"))],
+            [paths.TO_CONTAINERS],
+        ),
+        ([policy(**TUNNEL)], ["UDP 8472 to its peers"]),
+        ([policy(**TUNNEL, port=8472, protocol=17)], ["UDP 8472 to its peers"]),
+        ([policy(**TUNNEL, port=8472, protocol=6)], []),
+    ],
+)
+def test_policy_of_xfrm_blocks_what_no_policy_before_it_is_about(
+    policies: list[SeenPolicy], packets: list[str]
+) -> None:
+    told = status_of(document(1))
+    found = blocked(told, policies, paths.flows(told, chosen_of(told), {4: "cni0"}), {3: "flannel.1"})
+    assert [each.packets for each in found] == packets
+
+
+def test_guards_of_ipsec_and_policies_for_its_own_packets_are_no_fault() -> None:
+    told = encrypted("ipsec", session())
+    peer: dict[str, Any] = {"source": ip_network("0.0.0.0/0"), "destination": ip_network("198.18.0.0/16")}
+    policies = [policy(**peer), policy(priority=0xFFFF_FFFF)]
+    packets = list(paths.flows(told, chosen_of(told), {4: "cni0"}))
+    assert {each.name for each in packets} > {"UDP 500 to its peers", paths.FROM_CONTAINERS}
+    assert list(blocked(told, policies, packets, {})) == []
 
 
 # ---- encrypted networks --------------------------------------------------------------------------
