@@ -197,6 +197,7 @@ def join(
     previous, last_run = loaded.previous, loaded.last_run
     kernel, uplink = elected.kernel, elected.uplink
     machine = loaded.effects.machine_of(kernel, uplink)
+    former = tuple(dict.fromkeys((*previous.networks, *last_run.former)))
     written = last_run.claim(machine, manager.name, previous.subnets)
     facts = LocalFacts(written, earlier=last_run.earlier)
     family = config.families[0]
@@ -213,7 +214,7 @@ def join(
             loaded.make_backend,
             uplink,
             stored,
-            previous.networks,
+            former,
             structs.replace(loaded.services, is_others=is_others),
         ),
     )
@@ -228,7 +229,7 @@ def join(
     lease = waiting.ask(
         "a lease", partial(loaded.reach, lambda: acquire(config, attributes, previous.subnets, local))
     )
-    last_run.joined(machine, manager.name, lease)
+    last_run.joined(machine, manager.name, lease, former)
     last_run.record(path_mtu=uplink_manager.lowered)
     return Member(
         options, manager, config, previous, last_run, kernel, elected.monitor, uplink_manager, lease
@@ -254,7 +255,7 @@ def desired(member: Member, effects: Effects) -> LocalNode:
         member.lease,
         lambda stale: effects.kernel_tables(member.kernel, stale, networks, options),
         extras=tuple(Blackhole(net) for net in blackholes if net is not None),
-        former=member.previous.networks,
+        former=last_run.former,
         devices=last_run.devices,
         adopts=last_run.adopts,
         adopted=last_run.adopted,

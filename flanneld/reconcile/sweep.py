@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 
 from msgspec.structs import replace
 
 from flanneld.compat.glog import counted
 from flanneld.errors import cause_of
-from flanneld.model import IPNetwork
+from flanneld.model import IPNetwork, lies_in
 from flanneld.network.host import HostKernel
 from flanneld.network.rtnetlink.links import is_flannels
 from flanneld.reconcile import last_run
@@ -80,11 +80,18 @@ class LeftBehind:
                 cause_of(failure),
             )
 
-    def record_sweep(self) -> None:
-        """Record for the next run that everything but devices has been swept or adopted."""
+    def record_sweep(self, unclear: Iterable[IPNetwork]) -> set[IPNetwork]:
+        """Record for the next run that everything but devices has been swept or adopted.
+
+        Return the ``unclear`` subnets in former networks: only with their leases the routes to them go.
+        """
+        domain = self._kernel.domain
+        outside = [each for each in domain.former if each not in dict(domain.ranges)]
+        awaited = {net for net in unclear if any(lies_in(net, each) for each in outside)}
         if self._adopts:
             self._record(adopted=frozenset(self._adopted()))
-        self._record(adopts=False)
+        self._record(adopts=False, former=tuple(outside) if awaited else ())
+        return awaited
 
     def _adopted(self) -> Iterator[IPNetwork]:
         """Yield the correct routes of another flanneld: they are not rewritten only to be marked."""
@@ -137,12 +144,15 @@ class Sweep:
         self._left_behind = left_behind
         self._removal_guard = removal_guard
         self._was_in_sync = False
+        #: Subnets of leases in former networks, to which routes are kept.
+        self._awaited: set[IPNetwork] = set()
         #: Time of the next attempt, in seconds on ``clock.now``.
         self.due = math.inf
 
     def is_unfinished(self) -> bool:
-        """Return True if stale objects of an earlier run are still there."""
-        return self._permits.sweeps
+        """Return True if there are stale objects of an earlier run that may be removed."""
+        is_over = bool(self._awaited) and not self._awaited <= self._peers.unclear
+        return self._permits.sweeps or is_over
 
     def run(self, now: float) -> bool:
         """Sweep, unless the removal guard stops it. Return False if the tables could not be read.
@@ -168,7 +178,7 @@ class Sweep:
             return False
         if not self._removal_guard.sweep_is_held:
             self.due = now + RETRY
-            self._left_behind.record_sweep()
+            self._awaited = self._left_behind.record_sweep(self._peers.unclear)
             self._tables.reconciler.adopt = self._permits.sweeps = False
             self.due = math.inf
         return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -441,6 +442,65 @@ def test_address_in_the_former_network_goes_and_an_operators_stays(lab: Lab) -> 
     own = node.subnet().replace("/24", "/32")
     assert own.startswith("10.6.")
     wait_for(lambda: set(node.addresses("flannel.1")) == {own, "192.0.2.1/32"}, SOON, "the old one to go")
+
+
+#: The daemon, which dies once it has written subnet.env, and before the sweep.
+DIES_EARLY = """
+import os, signal, sys
+
+is_written = False
+
+def on_event(event, args):
+    global is_written
+    if is_written:
+        os.kill(os.getpid(), signal.SIGKILL)
+    is_written = event == "os.rename" and str(args[1]).endswith("subnet.env")
+
+from flanneld.main import main
+
+sys.addaudithook(on_event)
+main()
+"""
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_objects_of_the_former_network_go_also_after_a_run_that_died_before_the_sweep(
+    lab: Lab, dies: bool
+) -> None:
+    node, peer = lab.cluster({"Type": "vxlan", "DirectRouting": True}, flags=["--ip-blackhole-route"])
+    former = peer.subnet()
+    node.wait_for_route(former)
+    for each in (node, peer):
+        each.stop()
+    lab.etcd.put_config({"Network": "10.6.0.0/16", "Backend": {"Type": "vxlan"}})
+    if dies:
+        node.start("--ip-blackhole-route", command=[sys.executable, "-c", DIES_EARLY])
+        wait_for(lambda: not node.running, what="its end")
+        assert "10.6." in node.subnet_file.read_text()
+        assert any(each.startswith("10.5.") for each in node.addresses("flannel.1"))
+    node.start("--ip-blackhole-route")
+    node.wait_ready()
+    wait_for(lambda: in_sync(node), SOON, "the first snapshot")
+
+    def left() -> list[str]:
+        routes = [route["dst"] for route in node.routes("")]
+        return [each for each in (*routes, *node.addresses("flannel.1")) if each.startswith("10.5.")]
+
+    wait_for(lambda: set(left()) <= {former}, SOON, f"the objects of the former network to go: {left()}")
+    assert node.subnet() in destinations(node)
+    # The peer does not know the new network yet.
+    lab.etcd.delete_lease(former)
+    wait_for(lambda: not left(), SOON, "the route to go with the lease")
+
+
+def test_routes_of_a_family_that_the_network_no_longer_has_go(lab: Lab) -> None:
+    node, peer = lab.cluster({"Type": "host-gw"}, **DUAL_STACK)
+    former = peer.subnet(6)
+    wait_for(lambda: former in {each["dst"] for each in node.routes(family=6)}, what="the route to a peer")
+    node.stop()
+    lab.etcd.put_config({"Network": "10.5.0.0/16", "Backend": {"Type": "host-gw"}})
+    start(node)
+    node.wait_for_no_route(former, SOON, family=6)
 
 
 def test_devices_are_kept_on_record_until_they_were_swept(lab: Lab) -> None:

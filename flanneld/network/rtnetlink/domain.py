@@ -157,7 +157,8 @@ class Domain(Struct, frozen=True, gc=False):
 
     @property
     def families(self) -> tuple[Family, ...]:
-        return tuple(network.version for network, _ in self.ranges)
+        networks = (*(network for network, _ in self.ranges), *self.former)
+        return tuple(dict.fromkeys(network.version for network in networks))
 
     def owns_route(self, seen: SeenRoute, *, adopt: bool) -> bool:
         if seen.route.device in self.links:
@@ -195,8 +196,8 @@ class Domain(Struct, frozen=True, gc=False):
             for network, length in self.ranges
         )
 
-    def owns_blackhole(self, blackhole: Blackhole) -> bool:
-        return _within(blackhole.destination, self._networks(adopt=False))
+    def owns_blackhole(self, blackhole: Blackhole, *, adopt: bool) -> bool:
+        return _within(blackhole.destination, self._networks(adopt=adopt))
 
 
 #: Domain of a host without flanneld.

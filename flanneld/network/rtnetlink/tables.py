@@ -329,7 +329,7 @@ class RouteTable(_KernelTable):
             elif seen is not None:
                 yield Seen(seen.route, _claim(domain.owns_route(seen, adopt=scope.adopt)))
             elif (blackhole := rtnl.decode_blackhole(*item)) is not None:
-                yield Seen(blackhole, _claim(domain.owns_blackhole(blackhole)))
+                yield Seen(blackhole, _claim(domain.owns_blackhole(blackhole, adopt=scope.adopt)))
             elif (other := rtnl.outline(*item)) is not None:
                 yield Seen(RivalRoute(other[0]), Claim.FOREIGN)
 

@@ -360,7 +360,8 @@ class Kernel:
                 yield RTN_BROADCAST, network_around(last, 32), self.indexes[name]
 
     def left_behind(self, domain: Domain) -> list[Resource]:
-        found: list[Resource] = [each for each in self.blackholes.values() if domain.owns_blackhole(each)]
+        guards = self.blackholes.values()
+        found: list[Resource] = [each for each in guards if domain.owns_blackhole(each, adopt=True)]
         for each in self.all_routes():
             is_unmarked = each.protocol == PROTO_BOOT and domain.owns_route(
                 SeenRoute(each.route, each.protocol), adopt=True

@@ -210,7 +210,8 @@ class Routes(KernelTable):
     def _seen(self, scope: Scope) -> Iterator[Seen]:
         """Yield the first route to each prefix, and one of ours behind it that is not wanted."""
         for guard in self._kernel.blackholes.values():
-            yield Seen(guard, Claim.OURS if self._kernel.domain.owns_blackhole(guard) else Claim.FOREIGN)
+            is_ours = self._kernel.domain.owns_blackhole(guard, adopt=scope.adopt)
+            yield Seen(guard, Claim.OURS if is_ours else Claim.FOREIGN)
         for by_network in self._kernel.routes.values():
             for there in by_network.values():
                 found = [each for each in there if each.metric == 0]
