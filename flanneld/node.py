@@ -220,8 +220,9 @@ class Node:
             f"{member.config.backend_type}: subnet {member.lease} through {member.uplink_manager.uplink.name}"
         )
         self._say_status(*filter(None, (self.file_problem,)))
-        self._look_at_host()
+        # First: what the service manager starts once we are ready may ask the status socket.
         self._beside(self, Phase.SERVES)
+        self._look_at_host()
         if not self.options.ip_masq:
             self.tasks.start("firewall", self._forward, self._cancel_firewall)
 

@@ -44,6 +44,7 @@ class Recorder(logging.Handler):
         logging.getLogger("flanneld").addHandler(self)
         sys.addaudithook(self._audit)
         start, send, set_option = threading.Thread.start, socket.socket.send, socket.socket.setsockopt
+        send_all = socket.socket.sendall
 
         def started(thread: threading.Thread) -> None:
             if thread.name == ASKED_BEFORE:
@@ -56,6 +57,11 @@ class Recorder(logging.Handler):
                 self.note("netlink", "dump")
             return send(sock, data, *rest)
 
+        def all_sent(sock: socket.socket, data: Any, *rest: Any) -> None:
+            if sock.family == socket.AF_UNIX and bytes(data[:6]) == b"READY=":
+                self.note("manager", data.decode())
+            send_all(sock, data, *rest)
+
         def option_set(sock: socket.socket, level: int, option: int, *value: Any) -> None:
             if (level, option) == (_SOL_NETLINK, _ADD_MEMBERSHIP):
                 self.note("netlink", "listens")
@@ -63,6 +69,7 @@ class Recorder(logging.Handler):
 
         threading.Thread.start = started  # type: ignore[method-assign, assignment]
         socket.socket.send = sent  # type: ignore[method-assign, assignment]
+        socket.socket.sendall = all_sent  # type: ignore[method-assign, assignment]
         socket.socket.setsockopt = option_set  # type: ignore[method-assign, assignment]
 
     def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:

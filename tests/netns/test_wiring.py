@@ -75,6 +75,10 @@ def test_masquerading_precedes_subnet_env_and_its_repairs_follow_it(effects: lis
     assert rules < file < thread
 
 
+def test_status_socket_answers_before_the_service_manager_is_told(effects: list[str]) -> None:
+    assert place(effects, "file flanneld.sock") < place(effects, "manager READY=1")
+
+
 def test_config_is_told_once_there_is_a_lease(lab: Lab) -> None:
     node = lonely(lab)
     node.start("--iface=absent0", "--iface-wait=600")
