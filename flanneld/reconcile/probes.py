@@ -130,6 +130,8 @@ _PAUSE, _AGAIN = 30.0, 5.0
 #: MTU in bytes below which one of several peers does not lower ours, as it may be broken, or filter. Paths of
 #: the Internet carry this (IPv6's least).
 _BY_ONE = SMALLEST[6]
+#: Seconds without an answer after which a node is no other peer: longer than a reboot takes.
+_DEAD = 600.0
 
 #: Returns for each target a size that its path carries, at most the wanted one, or None without an answer.
 Measure = Callable[[Sequence[tuple[IPAddress, int]]], Sequence[int | None]]
@@ -141,7 +143,7 @@ def agreed(
     """Return the end of the path that carries least, and the MTU for it; None without one (pure).
 
     Only paths with two equal sizes count: a busy node or a lossy path makes a size look too large once, and
-    hardly twice in the same way. Below ``_BY_ONE`` two peers must agree, unless there is no other peer.
+    hardly twice in the same way. Below ``_BY_ONE`` two peers must agree, unless there is no other one.
     """
     same = sorted((target for target, size in now.items() if before.get(target) == size), key=now.__getitem__)
     if not same:
@@ -168,18 +170,21 @@ class PathMtuFollower:
         self._least = max(SMALLEST[net.version] for net in own.key if net is not None)
         #: Sizes that the paths carry which seem to carry less than the MTU.
         self._short: Mapping[IPAddress, int] = {}
+        #: Time of each node's last answer, and before that of the first look at its lease.
+        self._answered: dict[LeaseKey, float] = {}
         self._once = Once()
 
-    def step(self, _now: float) -> float:
+    def step(self, now: float) -> float:
         """Measure, and lower the MTU after two equal results. Return the time of the next round."""
         uplinks = self._controller.uplink_manager
         before, mtu = self._short, uplinks.mtu
         try:
-            self._short = self._look(mtu)
+            self._short = self._look(mtu, now)
         except OSError as failure:
             self._once.warn(log, "socket", f"Cannot measure paths to peers: {cause_of(failure)}")
             return clock.now() + _PAUSE
-        found = agreed(before, self._short, alone=len(self._controller.peers.view().leases) == 1)
+        alive = sum(now - at < _DEAD for at in self._answered.values())
+        found = agreed(before, self._short, alone=alive == 1)
         if found is not None:
             target, lower = found[0], max(found[1], self._least)
             self._short = {}  # also if the MTU is as low as it may be: other paths get their turn
@@ -192,14 +197,18 @@ class PathMtuFollower:
                 self._controller.lower_mtu(lower)
         return clock.now() + (_AGAIN if self._short else _PAUSE)
 
-    def _look(self, mtu: int) -> dict[IPAddress, int]:
+    def _look(self, mtu: int, now: float) -> dict[IPAddress, int]:
         """Return what the paths carry that carry less than the MTU. Raises ``OSError``.
 
         A measurement sends many packets. A peer that limits ICMP answers some of them, and all at a glance.
         """
-        found = list(self._short) or self._some_targets()
+        targets = self._targets(now)
+        shuffle(others := list(targets))
+        found = list(dict.fromkeys([*(self._short.keys() & targets), *others[:_FEW]]))
         for measure in (self._glance, self._measure):
             sizes = measure([(target, mtu) for target in found]) if found else ()
+            answered = (target for target, size in zip(found, sizes, strict=True) if size)
+            self._answered |= dict.fromkeys(map(targets.__getitem__, answered), now)
             short = {target: size for target, size in zip(found, sizes, strict=True) if size and size < mtu}
             found = list(short)
         # Of many packets at once, a queue on the way may lose some that it carries alone.
@@ -207,12 +216,15 @@ class PathMtuFollower:
         confirmed = zip(short.items(), above, strict=True)
         return {target: size for (target, size), seen in confirmed if seen and seen <= size}
 
-    def _some_targets(self) -> list[IPAddress]:
-        """Return addresses of some peers' ends of the tunnel."""
+    def _targets(self, now: float) -> dict[IPAddress, LeaseKey]:
+        """Return the addresses of all peers' ends of the tunnel."""
         peers = self._controller.peers
         at_base, view = answering(self._own, peers.local_resources()), peers.view()
-        followed = [lease for lease in view.leases if lease.key not in view.reasons]
-        nets = [net for lease in followed for family in FAMILIES if (net := lease.net(family)) is not None]
-        found = [net.network_address for net in nets if net.version in at_base]
-        shuffle(found)
-        return found[:_FEW]
+        self._answered = {lease.key: self._answered.get(lease.key, now) for lease in view.leases}
+        return {
+            net.network_address: lease.key
+            for lease in view.leases
+            if lease.key not in view.reasons
+            for net in lease.key
+            if net is not None and net.version in at_base
+        }

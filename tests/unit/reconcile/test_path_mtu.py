@@ -49,9 +49,9 @@ class Fixture:
         found = ((wanted, self.sizes.get(target, wanted)) for target, wanted in questions)
         return [None if size is None else min(size, wanted) for wanted, size in found]
 
-    def run(self, *rounds: dict[IPAddress, int | None]) -> list[int]:
+    def run(self, *rounds: dict[IPAddress, int | None], now: float = 0.0) -> list[int]:
         for self.sizes in rounds:
-            self.follower.step(0.0)
+            self.follower.step(now)
         return self.lowered
 
 
@@ -96,6 +96,16 @@ def test_one_of_several_peers_lowers_the_mtu_no_further_than_paths_of_the_intern
     number: int, sizes: dict[IPAddress, int | None], lowered: list[int]
 ) -> None:
     assert Fixture(number=number).run(*[sizes] * 5) == lowered
+
+
+def test_peer_is_the_only_one_once_the_others_have_long_been_silent() -> None:
+    node = Fixture()
+    silent: dict[IPAddress, int | None] = {TWO: 600, THREE: None}
+    assert node.run({TWO: 600}, {TWO: 600}) == [1280]
+    assert node.run(silent, silent, now=599.0) == [1280]
+    assert node.run({TWO: 600}, now=602.0) == [1280]
+    assert node.run(silent, silent, now=1201.0) == [1280]
+    assert node.run(silent, silent, now=1203.0) == [1280, 600]
 
 
 def test_path_that_carries_less_than_every_path_must_leaves_the_others_their_turn() -> None:
