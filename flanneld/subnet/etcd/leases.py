@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import posixpath
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from msgspec import Struct, field
 
@@ -46,7 +46,7 @@ class Listing(Struct, frozen=True, gc=False):
     """
 
     at: Position
-    leases: Mapping[str, Lease] = field(default_factory=dict)
+    leases: dict[str, Lease] = field(default_factory=dict)
     unreadable: frozenset[LeaseKey] = frozenset()
     read_at: float = field(default_factory=clock.now)
 

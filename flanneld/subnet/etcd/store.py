@@ -343,11 +343,13 @@ class EtcdStore:
             if (path, lease) not in moved:
                 say_found(renewed)
             return renewed
-        for _, lease in mine[:1]:
+        for path, lease in mine[:1]:
             is_fit = fits(config, lease.key)
             why = "another node had its subnet before" if is_fit else "it does not fit the network config"
             log.info("Releasing the lease %s: %s", lease, why)
             self.give_back(lease)
+            # One of its subnets may fit and be free now, as after a change to one family.
+            listing.leases.pop(path)
         return None
 
     def _compare_identity(self, lease: Lease, attrs: LeaseAttrs) -> None:

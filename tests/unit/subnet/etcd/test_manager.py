@@ -222,6 +222,14 @@ def test_choice_of_a_subnet_is_told_once_however_often_it_is_tried(
     assert caplog.messages == ["Picking subnet in range 10.3.1.0 ... 10.3.25.0"]
 
 
+def test_subnet_of_the_family_that_stays_is_kept(store: EtcdPrefix) -> None:
+    config = parse(f'{{"Network": "10.3.0.0/16", "SubnetMin": "10.3.1.0", "SubnetMax": "10.3.25.0"{IPV6}}}')
+    both = store.manager().acquire(config, node(1), NOTHING)
+    lease = store.manager().acquire(NETWORK, node(1), both.key)
+    assert lease.key == (both.subnet, None)
+    assert [each.key for each in store.manager().read_leases()] == [lease.key]
+
+
 def test_a_previous_subnet_outside_of_the_range_is_not_taken(store: EtcdPrefix) -> None:
     lease = store.manager().acquire(NETWORK, node(1), (net("10.4.1.0/24"), None))
     assert lease.subnet
