@@ -337,6 +337,14 @@ def carried(backend: type[Backend], config: Config) -> list[SubnetRange]:
     return found
 
 
+def ports(backend: Backend | type[Backend], config: Config) -> tuple[tuple[str, int], ...]:
+    """Return protocol and port of a backend's packets, as the network config sets them; 0 for no port."""
+    return tuple(
+        (flow.protocol, (flow.option and config.backend.integer(flow.option, 0)) or flow.port)
+        for flow in backend.flows
+    )
+
+
 def read_options(config: Config, options: Iterable[Option]) -> dict[str, Any]:
     """Return the fields of a backend's settings. Raises ``Fatal`` for an unusable value."""
     try:
@@ -380,20 +388,28 @@ def with_also(first: LeaseAttrs, second: LeaseAttrs) -> LeaseAttrs:
     return replace(first, backend_v6_data={**(first.backend_v6_data or {}), KEY: also})
 
 
+def second(attrs: LeaseAttrs) -> dict[str, Any]:
+    """Return what a node announces of its second backend; empty without one. Any value may be in it."""
+    for data in (attrs.backend_data, attrs.backend_v6_data):
+        also = data.get(KEY) if isinstance(data, dict) else None
+        if isinstance(also, dict) and isinstance(also.get("Type"), str):
+            return also
+    return {}
+
+
 def announced(attrs: LeaseAttrs, backend_type: str) -> LeaseAttrs | None:
     """Return the attributes of a lease of this type; None if the node does not announce the type."""
     if attrs.backend_type == backend_type:
         return attrs
-    for data in (attrs.backend_data, attrs.backend_v6_data):
-        also = data.get(KEY) if isinstance(data, dict) else None
-        if isinstance(also, dict) and also.get("Type") == backend_type:
-            return replace(
-                attrs,
-                backend_type=backend_type,
-                backend_data=also.get("Data"),
-                backend_v6_data=also.get("V6Data"),
-            )
-    return None
+    also = second(attrs)
+    if also.get("Type") != backend_type:
+        return None
+    return replace(
+        attrs,
+        backend_type=backend_type,
+        backend_data=also.get("Data"),
+        backend_v6_data=also.get("V6Data"),
+    )
 
 
 # ---- checks of a peer's lease --------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from flanneld.backends.contract import Backend, Factory
+from flanneld.backends.contract import Backend, Factory, ports
 from flanneld.compat.flags import quoted
 from flanneld.config import Config
 from flanneld.errors import Fatal, shown
@@ -71,9 +71,5 @@ def described(name: str) -> type[Backend]:
 
 def clear_ports(config: Config) -> tuple[int, ...]:
     """Return the ports at which a config's tunnels take unencrypted packets; 0 is IP protocol 4, ipip."""
-    ports: list[int] = []
-    for each in filter(None, (config, config.also)):
-        backend = described(each.backend_type)
-        flows = () if backend.encrypts else backend.flows
-        ports += [(flow.option and each.backend.integer(flow.option, 0)) or flow.port for flow in flows]
-    return tuple(ports)
+    both = ((described(each.backend_type), each) for each in (config, config.also) if each)
+    return tuple(port for kind, each in both if not kind.encrypts for _, port in ports(kind, each))

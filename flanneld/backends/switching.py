@@ -20,6 +20,7 @@ from flanneld.backends.contract import (
     OtherBackend,
     announced,
     complete,
+    ports,
     read_options,
     with_also,
 )
@@ -47,7 +48,7 @@ def beside(make_first: Factory, make_second: Factory) -> Factory:
                 (make_first, make_second), (config, other), identities, strict=True
             )
         )
-        _refuse_pair(config, first, other, second)
+        refuse_pair((config, first), (other, second))
         return Switching(config.backend_type, first, second, **read_options(other, Switching.options))
 
     return make
@@ -59,17 +60,26 @@ def _host_for(config: Config, host: Host, identity: Any) -> Host:
     return replace(host, identity=identity, stored=stored or host.stored, is_shared=True)
 
 
-def _refuse_pair(config: Config, first: Backend, other: Config, second: Backend) -> None:
-    """Raise ``Fatal`` for two backends that cannot run on one node."""
+def refuse_pair(*pair: tuple[Config, Backend | type[Backend]]) -> None:
+    """Raise ``Fatal`` for two backends that cannot run on one node. Their classes tell it, too."""
     remedy = "choose another type there, or remove Backend.Also and switch all nodes at once"
-    if config.backend_type == other.backend_type:
-        raise Fatal(f"Backend.Type and Backend.Also.Type are both {config.backend_type}", remedy)
-    for each, backend in ((config, first), (other, second)):
+    one, other = (config.backend_type for config, _ in pair)
+    if one == other:
+        raise Fatal(f"Backend.Type and Backend.Also.Type are both {one}", remedy)
+    for each, backend in pair:
         if backend.stands_alone or not backend.has_peers:
             raise Fatal(f"{each.backend_type} cannot run beside another one, as Backend.Also asks", remedy)
-    if len({each.exit_policy for each in (first, second) if each.gives("tables")}) > 1:
-        pair = f"{config.backend_type} and {other.backend_type}"
-        raise Fatal(f"{pair} differ in what is removed when the daemon ends", remedy)
+    kinds = [each if isinstance(each, type) else type(each) for _, each in pair]
+    with_tables = [
+        each for (_, each), kind in zip(pair, kinds, strict=True) if kind.tables is not Backend.tables
+    ]
+    if len({each.exit_policy for each in with_tables}) > 1:
+        raise Fatal(f"{one} and {other} differ in what is removed when the daemon ends", remedy)
+    taken = [{port for _, port in ports(backend, config) if port} for config, backend in pair]
+    if common := taken[0] & taken[1]:
+        raise Fatal(
+            f"{one} and {other} both use UDP port {min(common)}", "choose another port for one of them"
+        )
 
 
 class Switching(Backend):

@@ -204,6 +204,7 @@ def own_node(status: Status) -> ClusterNode:
         public_ips=uplink.public_ips if uplink else (),
         macs=known(lease.macs) or (),
         backend=status.backend,
+        also=(known(network.also) if network else None) or UNSET,
         vnis=() if vni is None else (vni,),
         expires=known(lease.expires),
         state="in the kernel",
@@ -284,6 +285,7 @@ _OF_THE_LEASE: Mapping[str, Callable[[PeerStatus], str]] = {
     "node": lambda each: each.name,
     "public ip": lambda each: ",".join(each.public_ips),
     "backend": lambda each: each.backend or "",
+    "also": lambda each: each.also or "",
     "mac": lambda each: ",".join(each.macs),
     "lease ends": lambda each: when(each.expires) if each.expires else "",
 }
@@ -326,7 +328,7 @@ def peers_table(source: DataSource, *, is_wide: bool = False) -> TextTable:
         columns["received"] = of_sessions(lambda each: _bytes(each.rx_bytes))
         columns["sent"] = of_sessions(lambda each: _bytes(each.tx_bytes))
         columns["endpoint"] = of_sessions(lambda each: each.endpoint)
-    columns |= _lease("mac", "lease ends") if is_wide else {}
+    columns |= _lease("also", "mac", "lease ends") if is_wide else {}
     columns["reason"] = lambda peer: (
         peer.reason or (f"with {', '.join(peer.conflicts)}" if peer.conflicts else "")
     )
@@ -380,7 +382,7 @@ def table(cluster: Cluster, found: list[Remark], *, is_wide: bool = False) -> Te
         **{name: told(name) for name in ("port", "mtu", "version", "store")},
     }
     if is_wide:
-        columns |= {"uplink mtu": told("uplink_mtu"), **_lease("mac", "lease ends")}
+        columns |= {"uplink mtu": told("uplink_mtu"), **_lease("also", "mac", "lease ends")}
         columns["conditions"] = lambda node: ", ".join(node.told.conditions) if node.told else ""
     columns["note"] = note
     order = sorted(
@@ -428,6 +430,7 @@ def _described(node: ClusterNode, found: list[Remark]) -> dict[str, Any]:
         "answers": node.answers,
         "rtt": node.rtt,
         "backend": node.backend,
+        "also": node.also or None,
         "vni": node.vni,
         "expires": node.expires,
         **{

@@ -160,7 +160,7 @@ def checked(text: str) -> Config:
     """Parse a network config. Raises ``FlannelError`` also for a key of which a daemon only warns."""
     from flanneld.backends.contract import Backend, carried, read_options
     from flanneld.backends.registry import described, factory_for
-    from flanneld.backends.switching import Switching
+    from flanneld.backends.switching import Switching, refuse_pair
 
     wanted = config.parse(text)
     factory_for(wanted)  # a backend that there is
@@ -168,6 +168,8 @@ def checked(text: str) -> Config:
     for each, backend in found:
         carried(backend, each)
         read_options(each, backend.options + (Switching.options if each is wanted.also else ()))
+    if wanted.also:
+        refuse_pair(*found)
     wrong = [*wanted.warnings]
     if all(backend is not Backend for _, backend in found):  # other packages read theirs in ways of their own
         wrong += config.unread_keys(wanted)

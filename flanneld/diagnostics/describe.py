@@ -11,6 +11,7 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from flanneld import __version__
+from flanneld.backends.contract import second
 from flanneld.config import Config
 from flanneld.diagnostics.conditions import unhealthy_parts
 from flanneld.diagnostics.status import (
@@ -220,6 +221,7 @@ def _peer(peer: Lease, view: View, pending: Mapping[Key, Failure]) -> PeerStatus
         vnis=_vnis(peer),
         expires=_end(peer),
         backend=shown(peer.attrs.backend_type),
+        also=shown(second(peer.attrs).get("Type", "")) or UNSET,
         state=_state(peer, view, pending),
         reason=refusal.text if refusal else refused,
         code=refusal.code if refusal else "",

@@ -218,6 +218,8 @@ class PeerStatus(Struct, frozen=True, gc=False):
     conflicts: tuple[str, ...] = ()
     #: The node's name, if the store tells it.
     node: str | UnsetType = UNSET
+    #: Type of the backend that it runs beside the first, if it announces one.
+    also: str | UnsetType = UNSET
     objects: tuple[ObjectStatus, ...] = ()
     sessions: tuple[SessionStatus, ...] | UnsetType = UNSET
     probe: ProbeStatus | UnsetType | None = UNSET

@@ -252,6 +252,11 @@ def test_a_pair_that_cannot_be_is_refused(first: str, second: str, problem: str)
         made(first, second)
 
 
+def test_a_pair_at_one_port_is_refused() -> None:
+    with pytest.raises(Fatal, match="vxlan and wireguard both use UDP port 8472; choose another"):
+        made("vxlan", "wireguard", ListenPort=8472)
+
+
 @pytest.mark.parametrize("also", ["{}", '{"VNI": 2}', '"wireguard"', "[]"])
 def test_also_without_a_type_is_refused(also: str) -> None:
     with pytest.raises(ConfigError, match=r"Backend\.Also"):

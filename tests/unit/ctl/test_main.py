@@ -140,6 +140,7 @@ def test_wide_output_has_more_columns(
     where: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     peer = {"subnets": ["10.5.2.0/24"], "state": "pending", "macs": ["02:00:00:00:00:02"], "expires": 1e9}
+    peer["also"] = "wireguard"
     with daemon(tmp_path, json.dumps({"version": "1", "peers": [peer]}).encode()):
         shown = {}
         for words in (["peers"], ["peers", "-o", "wide"], ["nodes", "-o=wide"]):
@@ -148,7 +149,8 @@ def test_wide_output_has_more_columns(
     assert "02:00:00:00:00:02" not in shown["peers"]
     assert "02:00:00:00:00:02" in shown["peers -o wide"]
     assert "LEASE ENDS" in shown["peers -o wide"].splitlines()[0]
-    assert f"02:00:00:00:00:02  {when(1e9)}" in shown["nodes -o=wide"]
+    for each in ("peers -o wide", "nodes -o=wide"):
+        assert f"wireguard  02:00:00:00:00:02  {when(1e9)}" in shown[each]
 
 
 @pytest.mark.parametrize("words", [["--output", "json", "logs"], ["events", "--output", "json"]])

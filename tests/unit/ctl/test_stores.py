@@ -96,6 +96,7 @@ def test_reservation_of_a_named_network(file: LocalFile, capsys: pytest.CaptureF
 BACKEND = '{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan","MTU":1400}}'
 IPV6 = '{"EnableIPv4":false,"EnableIPv6":true,"IPv6Network":"fc00::/48"}'
 DUAL_STACK = '{"EnableIPv6":true,"Network":"10.5.0.0/16","IPv6Network":"fc00::/48","Backend":{"Type":"%s"}}'
+ALSO = '{"Network":"10.5.0.0/16","Backend":{"Type":"%s","Also":{"Type":"%s"}}}'
 CLOUD = '{"Network":"10.5.0.0/16","Backend":{"Type":"aws-vpc","RouteTableID":["a"]}}'
 
 
@@ -136,6 +137,10 @@ def test_config_is_written_checked_and_read(
         (IPV6.replace("}", ',"Backend":{"Type":"vxlan","Also":{"Type":"ipip"}}}'), "ipip carries IPv4 only"),
         (DUAL_STACK % "gce", "gce carries IPv4 only"),
         (DUAL_STACK % "ipsec", "ipsec carries IPv4 only"),
+        (ALSO % ("vxlan", "udp"), "udp cannot run beside another one"),
+        (ALSO % ("alloc", "vxlan"), "alloc cannot run beside another one"),
+        (ALSO % ("vxlan", "VXLAN"), "are both vxlan"),
+        (ALSO % ("vxlan", 'wireguard","ListenPort":8472,"PSK":"'), "both use UDP port 8472"),
         (CLOUD.replace("ID", "IDs"), "did you mean RouteTableID?"),
         (CLOUD.replace('["a"]', "7"), "Unexpected RouteTableID type. Must be string or array of strings"),
     ],

@@ -6,6 +6,7 @@ import json
 from ipaddress import IPv4Network
 
 import pytest
+from msgspec import UNSET
 
 from flanneld.diagnostics.describe import peers_of, states
 from flanneld.diagnostics.status import PeerStatus, encoded, known
@@ -33,6 +34,16 @@ def test_vni_of_a_lease_is_told_if_it_is_a_number(vni: object, vnis: list[int]) 
     lease = Lease(LeaseAttrs(backend_data={"VNI": vni}), IPv4Network("10.5.2.0/24"))
     (peer,) = peers_of(View([lease], {}, {}, {}, {}, synced=True), {})
     assert list(peer.vnis) == vnis
+
+
+@pytest.mark.parametrize(
+    ("also", "told"),
+    [({"Type": "vxlan"}, "vxlan"), ({"Type": ""}, UNSET), ({"Type": 7}, UNSET), ("vxlan", UNSET)],
+)
+def test_second_backend_of_a_peer_is_told(also: object, told: object) -> None:
+    lease = Lease(LeaseAttrs(backend_type="host-gw", backend_data={"Also": also}), IPv4Network("10.5.2.0/24"))
+    (peer,) = peers_of(View([lease], {}, {}, {}, {}, synced=True), {})
+    assert peer.also == told
 
 
 def test_texts_of_a_lease_are_bounded_and_escaped_in_status_metrics_and_log() -> None:
