@@ -301,9 +301,11 @@ def _act(arguments: argparse.Namespace, wanted: options.Options, *, as_json: boo
     logging.getLogger().setLevel(logging.ERROR)
     try:
         shown, plain, wrong = arguments.run(wanted, arguments)
-    except (FlannelError, OSError) as error:
-        said = str(error) if isinstance(error, FlannelError) else cause_of(error)
-        return _complain(said, PROBLEMS, as_json=as_json)
+    except FlannelError as error:
+        return _complain(str(error), PROBLEMS, as_json=as_json)
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        return _complain(f"{where}{cause_of(error)}", PROBLEMS, as_json=as_json)
     _say(shown, lambda: plain, as_json=as_json)
     return PROBLEMS if wrong else FINE
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,13 @@ from typing import Any
 from msgspec import Struct, field
 
 from flanneld import options
+from flanneld.backends.registry import BUILT_IN, described
 from flanneld.diagnostics import serving
 from flanneld.diagnostics.status import (
     EventStatus,
     LeaseStatus,
     NetworkStatus,
+    NotUnderstood,
     RangeStatus,
     Status,
     StoreStatus,
@@ -120,6 +123,9 @@ def find_source(words: Sequence[str], environ: Mapping[str, str], socket_path: s
 def _of_the_daemon(said: bytes, wanted: Options) -> DataSource:
     """Return the daemon's answer. Raises ``ValueError`` for anything else."""
     told, problems = decoded(said)
+    with suppress(NotUnderstood):
+        for each in told.backends - BUILT_IN.keys():
+            described(each or "")  # a package registers its kinds of devices when it is loaded
     strange = (
         Unknown(
             SourcePart.STATUS,

@@ -134,7 +134,7 @@ def _set_config(chosen: Options, arguments: argparse.Namespace) -> CommandAnswer
     from flanneld.subnet.etcd.keys import Conflict
 
     file = arguments.file
-    text = sys.stdin.read() if str(file) == "-" else file.read_text()
+    text = sys.stdin.read() if str(file) == "-" else file.read_text(errors="replace")
     wanted = checked(text)
     if chosen.kube_subnet_mgr:
         patch, namespace = json.dumps({"data": {"net-conf.json": text}}), "kubectl -n kube-flannel"

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
+from importlib.metadata import entry_points
 from ipaddress import IPv4Network
 from itertools import chain
 from pathlib import Path
@@ -19,6 +20,7 @@ from flanneld.backends.cloud.record import SUFFIX, Record, routes_in
 from flanneld.backends.extension.backend import ConfigCommandFailed, ConfigCommands
 from flanneld.backends.extension.journal import Journal, JournalEntry
 from flanneld.backends.ipsec import charon
+from flanneld.backends.registry import GROUP, described
 from flanneld.backends.udp.client import NoProxy, ProxyClient, ProxySilent
 from flanneld.errors import Fatal, cause_of
 from flanneld.model import lies_in
@@ -136,6 +138,8 @@ def clean_up(
     lock = InstanceLock(subnet_file.beside(path, "lock"))
     if not dry_run:
         _refuse_running(lock, path)
+    for each in entry_points(group=GROUP):
+        described(each.name)  # registers its kinds of devices
     return sweep_network(path, files, say, everything=everything, dry_run=dry_run)
 
 

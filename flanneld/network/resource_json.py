@@ -8,6 +8,8 @@ from ipaddress import IPv4Address, IPv4Network, IPv6Network, ip_address
 from operator import itemgetter
 from typing import Any
 
+from msgspec.structs import fields
+
 from flanneld.compat.json import address_number
 from flanneld.model import IPAddress, IPNetwork
 from flanneld.state.resources import Address, Blackhole, FdbEntry, Link, Neighbor, Resource, Route
@@ -37,7 +39,12 @@ def parse_network(text: str) -> IPNetwork:
 
 
 #: Parsers of fields that are strings in JSON, by the field's type.
-_READERS: dict[str, Callable[[str], Any]] = {"IPAddress": parse_address, "IPNetwork": parse_network}
+_READERS: dict[Any, Callable[[str], Any]] = {
+    IPAddress: parse_address,
+    IPAddress | None: parse_address,
+    IPNetwork: parse_network,
+    IPNetwork | None: parse_network,
+}
 
 
 def encode(resource: Resource) -> dict[str, Any] | None:
@@ -54,8 +61,8 @@ def encode(resource: Resource) -> dict[str, Any] | None:
 
 def decode(value: dict[str, Any]) -> Resource:
     """Return the resource of a JSON value. Raises ``LookupError``, ``TypeError`` or ``ValueError``."""
-    made, fields, readers = _shape(value["type"])
-    found = list(fields(value))
+    made, values, readers = _shape(value["type"])
+    found = list(values(value))
     for place, reader in readers:
         if found[place] is not None:
             found[place] = reader(found[place])
@@ -66,9 +73,9 @@ def decode(value: dict[str, Any]) -> Resource:
 def _shape(name: str) -> tuple[type[Resource], Callable[[Any], Any], list[tuple[int, Callable[[str], Any]]]]:
     """Return a resource's class, a getter of its fields, and the parsers by the field's place."""
     made = _types()[name]
-    fields = _fields(made)
-    readers = [(place, reader) for place, (_, reader) in enumerate(fields) if reader is not None]
-    return made, itemgetter(*(field for field, _ in fields)), readers
+    found = _fields(made)
+    readers = [(place, reader) for place, (_, reader) in enumerate(found) if reader is not None]
+    return made, itemgetter(*(name for name, _ in found)), readers
 
 
 @cache
@@ -83,9 +90,4 @@ def _fields(made: type) -> tuple[tuple[str, Callable[[str], Any] | None], ...]:
 
     The key is not among them: it follows from the others.
     """
-    annotations: dict[str, str] = made.__annotations__
-    return tuple(
-        (name, next((_READERS[each] for each in _READERS if annotation.startswith(each)), None))
-        for name, annotation in annotations.items()
-        if name != "key" and not annotation.startswith("ClassVar")
-    )
+    return tuple((each.name, _READERS.get(each.type)) for each in fields(made) if each.name != "key")

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -17,7 +18,10 @@ from flanneld.network.host import HostView
 from flanneld.network.rtnetlink import devices, links
 from flanneld.network.rtnetlink.links import Attribute, LinkCodec, LinkStep, SeenLink, link_info, number
 from flanneld.state.resources import ForeignLink, Link
+from tests.lab import Lab
 from tests.lab.namespace import Namespace, batch, remove
+from tests.netns.test_cleanup import cleanup
+from tests.netns.test_seeing import answer, findings
 
 _AGEING_TIME = 4
 
@@ -128,3 +132,60 @@ def test_a_registered_kind_is_known_by_its_names_and_as_json(host: Namespace) ->
     assert links.is_flannels(found)
     assert not links.is_flannels(replace(found, name="br0"))
     assert resource_json.decode(resource_json.encode(WANTED) or {}) == WANTED
+
+
+#: A backend with a kind of its own. Its annotations are classes, not texts.
+PACKAGE = """
+import re
+
+from flanneld.backends.host_gw import HostGw
+from flanneld.model import IPAddress
+from flanneld.network.rtnetlink.links import LinkCodec, register
+from flanneld.state.resources import Link
+
+
+class Pier(Link, frozen=True, gc=False):
+    make = "bridge"
+    name: str
+    mtu: int
+    up: bool = True
+    owner: IPAddress | None = None
+
+    def __str__(self):
+        return self.name
+
+
+class PierCodec(LinkCodec[Pier]):
+    resource = Pier
+    names = re.compile("pier0")
+
+
+register(PierCodec())
+
+
+class Backend(HostGw):
+    def local(self, own):
+        yield Pier("pier0", self.mtu)
+"""
+
+
+def test_device_of_a_packages_kind_is_shown_and_cleaned_up(
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = tmp_path / "pier-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: pier\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[flanneld.backends]\npier = pier:Backend\n")
+    (tmp_path / "pier.py").write_text(PACKAGE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    lab.etcd.put_config({"Network": "10.5.0.0/16", "Backend": {"Type": "pier"}})
+    (node,) = lab.add_nodes()
+    node.start()
+    node.wait_ready()
+    assert node.link("pier0")
+    (shown,) = answer(node, "routes")["objects"]
+    assert (shown["text"], shown["state"]) == ("pier0", "ok")
+    assert findings(node) == {}
+    node.stop()
+    assert "removed link pier0" in cleanup(node)
+    assert not node.link("pier0")

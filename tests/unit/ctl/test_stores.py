@@ -151,6 +151,8 @@ def test_config_that_no_daemon_would_take_is_not_written(
     ctl, new = Ctl(capsys, f"-store={file.keystore.database.path}"), tmp_path / "config.json"
     new.write_text(text)
     assert said in ctl("config", "set", str(new), status=PROBLEMS)["error"]
+    new.unlink()
+    assert str(new) in ctl("config", "set", str(new), status=PROBLEMS)["error"]
     assert ctl("config", "get") == {"config": CONFIG}
 
 
