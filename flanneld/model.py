@@ -299,50 +299,35 @@ class LeaseTable(Struct, gc=False):
         return tuple([lease.key for lease in gone if lease is not None])
 
 
-class _Prefix4(IPv4Network):
-    """IPv4 network that keeps its hash."""
+class _Prefix:
+    """A network of ``ipaddress`` that keeps its hash."""
 
     __slots__ = ("_hash",)
+    network_address: Any
+    _prefixlen: int
+
+    def __init__(self, address: Any, strict: bool = True) -> None:
+        super().__init__(address, strict)  # type: ignore[call-arg] # of the other base
+        self._hash = super().__hash__()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return super().__eq__(other)
+        same = self._hash == other._hash and self._prefixlen == other._prefixlen
+        return same and bool(self.network_address == other.network_address)
+
+
+class _Prefix4(_Prefix, IPv4Network):
     version = 4  # attributes, where ``ipaddress`` has properties
     max_prefixlen = 32
-    _hash: int
-    _prefixlen: int
-
-    def __init__(self, address: Any, strict: bool = True) -> None:
-        super().__init__(address, strict)
-        self._hash = super().__hash__()
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        if type(other) is not _Prefix4:
-            return super().__eq__(other)
-        same = self._hash == other._hash and self._prefixlen == other._prefixlen
-        return same and self.network_address == other.network_address
 
 
-class _Prefix6(IPv6Network):
-    """IPv6 network that keeps its hash."""
-
-    __slots__ = ("_hash",)
+class _Prefix6(_Prefix, IPv6Network):
     version = 6
     max_prefixlen = 128
-    _hash: int
-    _prefixlen: int
-
-    def __init__(self, address: Any, strict: bool = True) -> None:
-        super().__init__(address, strict)
-        self._hash = super().__hash__()
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        if type(other) is not _Prefix6:
-            return super().__eq__(other)
-        same = self._hash == other._hash and self._prefixlen == other._prefixlen
-        return same and self.network_address == other.network_address
 
 
 _P = TypeVar("_P", _Prefix4, _Prefix6)
