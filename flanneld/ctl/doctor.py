@@ -1,19 +1,27 @@
-"""``flannelctl doctor``: run the checks and show their findings."""
+"""``flannelctl doctor``: read facts about this host, run the checks over them and show their findings."""
 
 from __future__ import annotations
 
+import errno
+import json
+import os
 import shlex
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from msgspec import UNSET, Struct
 
+from flanneld.backends.registry import described
 from flanneld.compat.glog import counted
+from flanneld.ctl import compare, drops, losses, nodes
 from flanneld.ctl.checks import (
     THEMES,
     Check,
     Facts,
+    LackingFeature,
     cluster,
     containers,
     encryption,
@@ -22,11 +30,30 @@ from flanneld.ctl.checks import (
     others,
     store,
 )
+from flanneld.ctl.compare import ActualState
+from flanneld.ctl.losses import host_addresses, number
 from flanneld.ctl.output import State, TextTable, in_lines
+from flanneld.ctl.paths import BRIEFLY, PathToPeer, carriers, passing, sample
 from flanneld.ctl.source import DataSource
+from flanneld.diagnostics.status import Status, known, resources
 from flanneld.errors import Retryable
 from flanneld.findings import Command, Finding, Fix, Severity
+from flanneld.model import FAMILIES
+from flanneld.network import host_settings, interfaces, processes, survey
+from flanneld.network.firewall.edits import RuleOwnership
+from flanneld.network.firewall.foreign import has_firewalld
+from flanneld.network.firewall.netlink import has_guard
+from flanneld.network.firewall.placing import PLACES, commands_of, stale_rules
+from flanneld.network.firewall.placing import described as as_text
+from flanneld.network.host import HostView
+from flanneld.network.host_settings import WrongSetting
+from flanneld.network.rtnetlink import devices, links, traffic_control
+from flanneld.network.rtnetlink.links import SeenLink, is_flannels
+from flanneld.network.rtnetlink.netlink import NetlinkSocket
+from flanneld.runtime import clock, files
 from flanneld.runtime.command import CommandRunner
+from flanneld.state.resources import Link, Tun, Vxlan
+from flanneld.subnet import subnet_file
 
 #: The modules of checks. Of one theme, the checks and findings of the first come first.
 _MODULES = (store, containers, encryption, host, kernel, cluster, others)
@@ -116,13 +143,9 @@ class DoctorReport(Struct, frozen=True):
     @classmethod
     def of(cls, source: DataSource, *, is_cluster: bool) -> DoctorReport:
         """Examine this host, and the cluster if asked to. Raises ``OSError``."""
-        from flanneld.ctl.facts import gather
-
         facts = gather(source)
         if not is_cluster:
             return cls(examine(facts), facts.unknown)
-        from flanneld.ctl import nodes
-
         stored = facts.stored if source.origin == "daemon" else UNSET
         nodes_seen, found = nodes.examine(source, stored)
         unknown = [*facts.unknown, *nodes.unanswered(nodes_seen, source)]
@@ -195,3 +218,230 @@ def _plain(check: Check, finding: Finding) -> dict[str, Any]:
         "fix": remedy.commands if isinstance(remedy, Fix) else None,
         "advice": None if isinstance(remedy, Fix) else remedy.text,
     }
+
+
+# ---- facts about this host ----------------------------------------------------------------------
+
+_GC_THRESH = Path("/proc/sys/net/ipv4/neigh/default/gc_thresh3")
+#: Directory and suffixes of CNI configs; runtimes use the first by name (libcni, ConfFiles).
+_CNI_DIRECTORY = "/etc/cni/net.d"
+_CNI_SUFFIXES = (".conf", ".conflist", ".json")
+
+
+def gather(source: DataSource) -> Facts:
+    """Read the facts that can be read. Raises ``OSError`` if the kernel cannot be read at all."""
+    told = source.status
+    path = Path(source.options.subnet_file)
+    desired = compare.desired_objects(told)
+    found = compare.read(told, desired)
+    ours = [link for link in found.links if is_flannels(link)]
+    addresses = tuple(host_addresses())
+    devices = known(told.devices) or [link.name for link in ours]
+    ways = containers.container_devices(told, addresses, devices)
+    names = {link.index: link.name for link in found.links}
+    ways_out = {told.uplink_name, *devices, *ways.values()}
+    queues = {index: name for index, name in names.items() if name in ways_out}
+    before = traffic_control.queue_drops(queues)
+    paths, now = tuple(_paths(told)), clock.wall()
+    queued = traffic_control.queue_drops(queues) - before
+    former, told = told, encryption.with_sessions(told, paths, now)
+    bases = drops.read_bases(told)
+    passed = frozenset(passing(told, paths))
+    lacks_segmentation, queues_used = _speed(told.uplink_name)
+    lacking = encryption.lacking_objects(told) if source.origin == "store" else ()
+    return Facts(
+        status=told,
+        origin=source.origin,
+        unknown=source.unknown,
+        now=now,
+        subnet_file=str(path),
+        has_subnet_file=path.exists(),
+        previous=subnet_file.read(path),
+        links=found.links,
+        addresses=addresses,
+        entries=(*compare.compare(told, desired, found, but_ok=True), *lacking),
+        detours=tuple(compare.shadowing_routes(told, found, compare.route_lookup())),
+        host=_host_findings(source),
+        managed=tuple(_managed(ours)),
+        firewalls=tuple(_firewalls()),
+        is_guarded=any(map(has_guard, FAMILIES)),
+        left_rules=tuple(_left_rules(told)),
+        cni=tuple(cni_confs(Path(_CNI_DIRECTORY))),
+        traffic={link.name: _traffic(link.name) for link in ours},
+        port_owners=dict(_port_owners(told, found.links)),
+        offload=dict(_offload(ours)),
+        uplink_lacks_segmentation=lacks_segmentation,
+        queues=queues_used,
+        standing=tuple(encryption.standing(former, told))
+        if any(map(encryption.is_threaded, devices))
+        else (),
+        kernel=_kernel(),
+        lacking=tuple(lacking_features(told, found)),
+        charon=encryption.charon_of(told),
+        gc_thresh=number(_GC_THRESH),
+        etcd=store.ask_etcd(told),
+        queued=queued,
+        tc_filters=tuple(traffic_control.filters(queued, queues)),
+        stored=nodes.stored_config(source) if source.origin == "daemon" else None,
+        clock_is_synchronised=_clock_is_synchronised(),
+        paths=paths,
+        filtered=tuple(drops.read_drops(told, ways, bases)),
+        translated=tuple(drops.read_translations(told, ways, bases)),
+        lost=tuple(losses.lost_packets(told, names, ways, lambda: bases)),
+        containers=tuple(
+            containers.read_containers(told, found.links, {address for _, address in addresses})
+        ),
+        pinned=tuple(
+            losses.permanent(HostView(), filter(None, map(found.link, {told.uplink_name, *ways.values()})))
+        ),
+        unresolved=dict(
+            losses.unresolved(each.target for each in paths if each.name == "underlay" and not each.carried)
+        ),
+        refusing=frozenset(_refusing(told, paths)),
+        passing=passed,
+        claims=tuple(losses.claims(told, paths, passed)),
+    )
+
+
+def lacking_features(told: Status, found: ActualState) -> Iterator[LackingFeature]:
+    """Yield the missing features. Only for a missing device the kernel is asked whether it can make it."""
+    wanted = [link for link in resources(told.local) if isinstance(link, Link)]
+    missing = {link.make: link for link in wanted if found.link(link.name) is None}
+    for kind, link in missing.items():
+        if kind != Tun.make and devices.lacks(kind):
+            yield LackingFeature(kind, f"it cannot make a device of this kind; wanted: {link}", kind)
+    for each in (each for kind in told.backends for each in described(kind or "").kernel_features):
+        try:
+            NetlinkSocket(protocol=each.protocol).close()
+        except OSError as failure:
+            if failure.errno == errno.EPROTONOSUPPORT:
+                reason = "it does not know the netlink protocol for it"
+                yield LackingFeature(each.name, reason, each.modules)
+
+
+def _refusing(told: Status, paths: Collection[PathToPeer]) -> Iterator[str]:
+    """Yield the public IPs of the nodes behind a silent tunnel that refuse its UDP port."""
+    silent = {path.peer for path in paths if path.name == "tunnel" and path.carried is None}
+    asked = [
+        (node, each.peer_port)
+        for peer in (told.each_peer if silent else ())
+        if peer.subnets[0] in silent
+        for each in carriers(told, peer)
+        if each.protocol == "udp" and each.peer_port
+        for node in peer.addresses
+        if node.version == each.family
+    ]
+    yield from map(str, survey.refused(dict.fromkeys(asked), BRIEFLY))
+
+
+def _host_findings(source: DataSource) -> tuple[WrongSetting, ...]:
+    told = source.status
+    families = tuple(network.version for network, _ in told.ranges) or FAMILIES[:1]
+    services = known(told.kube_subnet_mgr)
+    services = source.options.kube_subnet_mgr if services is None else services
+    return host_settings.findings(host_settings.read_facts(families, told.uplink_name, services=services))
+
+
+def _managed(ours: list[SeenLink]) -> Iterator[tuple[str, str]]:
+    """Yield our devices that other programs manage, according to those programs' files in /run."""
+    for link in ours:
+        if "managed=true" in files.text(Path(f"/run/NetworkManager/devices/{link.index}")).split():
+            yield link.name, "NetworkManager"
+        state = files.text(Path(f"/run/systemd/netif/links/{link.index}"))
+        if "ADMIN_STATE=configured" in state or "ADMIN_STATE=configuring" in state:
+            yield link.name, "systemd-networkd"
+
+
+def _firewalls() -> Iterator[str]:
+    if has_firewalld():
+        yield "firewalld"
+    if "ENABLED=yes" in files.text(Path("/etc/ufw/ufw.conf")):
+        yield "ufw"
+
+
+def _traffic(name: str) -> tuple[int, int]:
+    where = Path(f"/sys/class/net/{name}/statistics")
+    return number(where / "rx_packets"), number(where / "tx_packets")
+
+
+def _offload(ours: list[SeenLink]) -> Iterator[tuple[str, bool]]:
+    """Yield our devices with their checksum offload."""
+    for link in ours:
+        with suppress(OSError):
+            yield link.name, interfaces.offloads_checksums(link.name)
+
+
+def _speed(uplink: str) -> tuple[bool, tuple[int, int]]:
+    """Return if the uplink leaves segmentation of VXLAN to the CPU, and its queues; nothing if unreadable.
+
+    More queues than CPUs are of no use.
+    """
+    lacks, queues = False, (0, 0)
+    with suppress(OSError):
+        lacks = interfaces.lacks_feature(uplink, "tx-udp_tnl-segmentation")
+    with suppress(OSError):
+        used, possible = interfaces.channels(uplink)
+        queues = used, min(possible, os.cpu_count() or 1)
+    return lacks, queues
+
+
+def _paths(told: Status) -> Iterator[PathToPeer]:
+    """Yield the paths to a few peers; none if this process may not send ICMP."""
+    if known(told.uplink) and known(told.mtu):
+        with suppress(OSError):
+            yield from sample(told, survey.glance_at_mtu)
+
+
+def _port_owners(told: Status, present: Sequence[SeenLink]) -> Iterator[tuple[str, str]]:
+    """Yield the VXLAN devices that are not up because something else has their port."""
+    up = {link.name for link in present if link.up}
+    for link in resources(told.local):
+        if isinstance(link, Vxlan) and link.name not in up:
+            owner = processes.find_owner(link.port, devices=links.at_port_of(link, present))
+            if owner:
+                yield link.name, owner
+
+
+def _kernel() -> tuple[int, int]:
+    major, minor, *_ = [*os.uname().release.split("-")[0].split("."), "0", "0"]
+    return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else (0, 0)
+
+
+def _clock_is_synchronised() -> bool | None:
+    """Return True if the clock is synchronised, None if unknown."""
+    if Path("/run/systemd/timesync").is_dir():
+        return Path("/run/systemd/timesync/synchronized").exists()
+    return None
+
+
+# ---- other programs, and containers -------------------------------------------------------------
+
+
+def _left_rules(told: Status) -> Iterator[others.LeftRules]:
+    """Yield stale rules, as far as they are readable; none without a daemon that names its own place."""
+    firewall = known(told.firewall)
+    elsewhere = [place for place in PLACES if firewall and place != firewall.place]
+    for network, _ in told.ranges:
+        for place in elsewhere:
+            try:
+                there, edits = stale_rules(place, network.version, RuleOwnership((network,)))
+            except Retryable:
+                continue
+            if there and edits:
+                lines = tuple(f"{there.name}: {line}" for line in as_text(edits))
+                yield others.LeftRules(lines, tuple(commands_of(place, network.version, edits)))
+
+
+def cni_confs(directory: Path) -> Iterator[others.CniFile]:
+    """Yield the CNI configs in the order of container runtimes. Invalid files are skipped."""
+    for path in sorted(directory.glob("*")):
+        if path.suffix in _CNI_SUFFIXES and (types := _types(path)):
+            yield others.CniFile(str(path), types)
+
+
+def _types(path: Path) -> tuple[str, ...]:
+    try:
+        conf = json.loads(path.read_bytes())
+        return tuple(str(each["type"]) for each in conf.get("plugins", [conf]))
+    except (OSError, ValueError, TypeError, AttributeError, KeyError):
+        return ()

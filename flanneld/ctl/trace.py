@@ -51,8 +51,7 @@ def examine(target: IPAddress, told: Status, sender: IPAddress | None) -> list[H
 
     Raises ``FlannelError`` without such a container, ``OSError`` if the kernel does not tell.
     """
-    from flanneld.ctl.checks.containers import container_devices
-    from flanneld.ctl.facts import read_containers
+    from flanneld.ctl.checks.containers import container_devices, read_containers
 
     found = read(told, desired_objects(told))
     addresses = tuple(host_addresses())

@@ -2,21 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+import struct
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from flanneld.compat.glog import counted
 from flanneld.ctl.checks import check, few
+from flanneld.ctl.losses import permanent
+from flanneld.ctl.paths import container_of
 from flanneld.diagnostics.status import PeerStatus, Status, known
 from flanneld.findings import Advice, Command, Finding, Fix, Severity, command
-from flanneld.model import Family, IPAddress, IPNetwork
+from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork
+from flanneld.network.host import HostView, entered, named_namespaces, number_of
 from flanneld.network.iproute2_commands import entering, set_link
+from flanneld.network.rtnetlink.links import SeenLink
+from flanneld.network.rtnetlink.messages import RTN_UNICAST, mac_text
+from flanneld.runtime import files
 from flanneld.state.resources import Neighbor
 
 if TYPE_CHECKING:
     from flanneld.ctl.checks import Facts
+
+
+#: Namespaces looked at, at most: a node has 110 pods, if Kubernetes is not told otherwise.
+_MANY = 256
+#: Files of a bridge's port: option of bridge(8), and the values with which it does not pass all packets on.
+#: States are disabled and blocking (linux/if_bridge.h).
+_PORT = {"state": ("state", "04"), "unicast_flood": ("flood", "0"), "learning": ("learning", "0")}
+#: struct __fdb_entry (linux/if_bridge.h): MAC address, port, 1 for an address of the bridge itself.
+_FDB_ENTRY = struct.Struct("=6sxB8x")
 
 
 class Container(Struct, frozen=True, gc=False):
@@ -60,6 +80,97 @@ def container_devices(
         if name not in ours and any(address in net for net in own):
             found.setdefault(address.version, name)
     return found
+
+
+def read_containers(
+    told: Status, host_links: Collection[SeenLink], host_addresses: Collection[IPAddress]
+) -> list[Container]:
+    """Return the containers in named namespaces; none without the permission to enter those.
+
+    A host may have other namespaces with such addresses: only an end of a veth pair of ours counts.
+    """
+    networks = [network for network, _ in told.ranges]
+    subnets = {net.version: net for peer in told.each_peer for net in peer.networks}
+    targets = {family: container_of(subnet) for family, subnet in subnets.items()}
+    ends: dict[int, dict[int, SeenLink]] = {}
+    names = {link.index: link.name for link in host_links}
+    for link in host_links:
+        if link.make.make == "veth" and link.namespace >= 0:
+            ends.setdefault(link.namespace, {})[link.link] = link
+    found: list[tuple[Container, SeenLink]] = []
+    host = HostView()
+    for path in islice(named_namespaces() if networks and targets and ends else (), _MANY):
+        with suppress(OSError):
+            indexes = ends.get(number_of(host, path))
+            if indexes:
+                with entered(path):
+                    found += _inside(path, HostView(), networks, targets, indexes, host_addresses)
+    return [_of_this_host(each, host, names) for each in found]
+
+
+def _of_this_host(seen: tuple[Container, SeenLink], host: HostView, names: Mapping[int, str]) -> Container:
+    """Return a container with what this host tells of it: the way to it, and its end of the veth pair."""
+    each, end = seen
+    port, bridge = Path(f"/sys/class/net/{end.name}/brport"), names.get(end.master, end.name)
+    values = ((option, files.text(port / name).strip(), bad) for name, (option, bad) in _PORT.items())
+    off = tuple(option for option, value, bad in values if value and value in bad)
+    return replace(
+        each,
+        reached_by=_device_to(host, each.address, names),
+        attached_to=bridge,
+        port=end.name,
+        port_mtu=end.mtu,
+        off=off,
+        is_learnt=not off or each.mac in _learnt(bridge),
+    )
+
+
+def _learnt(bridge: str) -> set[str]:
+    """Return the MAC addresses whose port a bridge knows."""
+    try:
+        table = Path(f"/sys/class/net/{bridge}/brforward").read_bytes()
+    except OSError:
+        return set()
+    return {mac_text(mac) for mac, is_own in _FDB_ENTRY.iter_unpack(table) if not is_own}
+
+
+def _device_to(host: HostView, address: IPAddress, names: Mapping[int, str]) -> str:
+    way = host.look_up_route(address)
+    return names.get(way.index, "") if way is not None and way.kind == RTN_UNICAST else ""
+
+
+def _inside(
+    path: Path,
+    view: HostView,
+    networks: Collection[IPNetwork],
+    targets: Mapping[Family, IPAddress],
+    ends: Mapping[int, SeenLink],
+    host_addresses: Collection[IPAddress],
+) -> Iterator[tuple[Container, SeenLink]]:
+    links = {link.index: link for link in view.links() if link.index in ends}
+    pinned = {link.name: tuple(permanent(view, [link])) for link in links.values()}
+    for family in FAMILIES:
+        for seen in view.addresses(family) if family in targets else ():
+            link = links.get(seen.index)
+            if link is not None and any(seen.address in net for net in networks):
+                way = view.look_up_route(targets[family])
+                is_routed = way is not None and way.kind == RTN_UNICAST
+                if way is not None and way.gateway is not None and not way.gateway.is_link_local:
+                    is_routed = is_routed and way.gateway in host_addresses
+                is_routed = is_routed and link.up
+                yield (
+                    Container(
+                        str(path),
+                        link.name,
+                        seen.address,
+                        is_routed,
+                        link.mtu,
+                        is_up=link.up,
+                        mac=link.mac,
+                        pinned=pinned[link.name],
+                    ),
+                    ends[link.index],
+                )
 
 
 #: Bridges that container runtimes make for their containers, by default.

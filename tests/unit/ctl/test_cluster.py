@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from flanneld.backends.registry import BUILT_IN, described
 from flanneld.config import parse
-from flanneld.ctl import facts
+from flanneld.ctl import doctor
 from flanneld.ctl import nodes as commands
 from flanneld.ctl.checks import Facts
 from flanneld.ctl.checks.cluster import RULES, ClusterRule, cluster_findings, remarks
@@ -257,7 +257,7 @@ def test_doctor_of_the_cluster_asks_the_store_once(
 ) -> None:
     """With a daemon its network config is one of the facts of this host."""
     calls: list[DataSource] = []
-    monkeypatch.setattr(facts, "gather", lambda _: Facts())
+    monkeypatch.setattr(doctor, "gather", lambda _: Facts())
     monkeypatch.setattr(commands, "read", lambda _: Cluster())
     monkeypatch.setattr(commands, "stored_config", calls.append)
     DoctorReport.of(DataSource(origin, Status()), is_cluster=True)

@@ -13,8 +13,8 @@ from flanneld.backends.ipsec.resources import ConnectionSas
 from flanneld.ctl import paths
 from flanneld.ctl.checks.encryption import sessions_of, with_associations
 from flanneld.ctl.compare import ActualState, RouteTaken
+from flanneld.ctl.doctor import lacking_features
 from flanneld.ctl.drops import dropped
-from flanneld.ctl.facts import lacking_features
 from flanneld.ctl.losses import Lost, Question, _before, _Host, blocked, by_cause, questions
 from flanneld.ctl.paths import chosen_of, sample
 from flanneld.diagnostics.status import PeerStatus, Status, known

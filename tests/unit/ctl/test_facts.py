@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from flanneld.ctl import facts
+from flanneld.ctl import doctor
 from flanneld.ctl.checks.others import CniFile
-from flanneld.ctl.facts import cni_confs
+from flanneld.ctl.doctor import cni_confs
 from flanneld.network import interfaces
 
 
@@ -45,4 +45,4 @@ def test_queues_without_a_cpu_are_of_no_use(
 ) -> None:
     monkeypatch.setattr(interfaces, "channels", lambda _name: (1, 4))
     monkeypatch.setattr(os, "cpu_count", lambda: cpus)
-    assert facts._speed("lo") == (False, queues)
+    assert doctor._speed("lo") == (False, queues)
