@@ -10,6 +10,7 @@ import os
 import platform
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 from msgspec import Struct
@@ -43,8 +44,8 @@ class Metric(Struct, frozen=True):
     type: str
     name: str
     meaning: str
-    labels: tuple[str, ...]
     read: Read
+    labels: tuple[str, ...] = ()
 
     def samples(self, node: Node) -> Iterator[tuple[tuple[str, ...], float] | Histogram]:
         """Yield label values with a number each, or a histogram."""
@@ -148,17 +149,7 @@ def _refusals(reconciler: Controller) -> Reading:
 # ---- definitions --------------------------------------------------------------------------------
 
 
-def _gauge(name: str, meaning: str, read: Read, *labels: str) -> Metric:
-    return Metric("gauge", name, meaning, labels, read)
-
-
-def _counter(name: str, meaning: str, read: Read, *labels: str) -> Metric:
-    return Metric("counter", name, meaning, labels, read)
-
-
-def _histogram(name: str, meaning: str, read: Read) -> Metric:
-    return Metric("histogram", name, meaning, (), read)
-
+_gauge, _counter, _histogram = (partial(Metric, kind) for kind in ("gauge", "counter", "histogram"))
 
 #: All metrics, in the order of the page.
 METRICS = (
@@ -166,29 +157,28 @@ METRICS = (
         "flannel_build_info",
         "1, with the running versions as labels",
         lambda _: {(__version__, platform.python_version()): 1},
-        "version",
-        "python",
+        ("version", "python"),
     ),
     _gauge("flannel_ready", "1 if this node is ready for containers", lambda node: not node.missing()),
     _gauge(
         "flannel_condition",
         "1 while this part of the daemon or its host is unhealthy; see `flannelctl status`",
         lambda node: {each.part: bool(each.problem) for each in parts(node)},
-        "part",
+        ("part",),
     ),
     _gauge(
         "flannel_subnet_info",
         "1 for each subnet of our lease",
         _lease(lambda lease: {str(net): 1 for net in lease.key if net is not None}),
-        "subnet",
+        ("subnet",),
     ),
     _gauge(
         "flannel_public_ip_info",
         "1 for each address at which peers reach us",
         _of_the_reconciler(_public_ips),
-        "ip",
+        ("ip",),
     ),
-    _gauge("flannel_mtu_bytes", "largest packet that the device takes", _of_the_reconciler(_mtus), "dev"),
+    _gauge("flannel_mtu_bytes", "largest packet that the device takes", _of_the_reconciler(_mtus), ("dev",)),
     _gauge(
         "flannel_mtu_lowered_bytes",
         "bytes by which `-follow-path-mtu` has lowered the network's MTU",
@@ -208,36 +198,36 @@ METRICS = (
         "flannel_firewall_resyncs_total",
         "repairs of our firewall rules, by the program that removed them",
         lambda node: node.firewall.repairs if node.firewall else None,
-        "backend",
-        "cause",
+        ("backend", "cause"),
     ),
-    _gauge("flannel_peers", "leases of other nodes", _of_the_reconciler(_peers), "backend", "state"),
+    _gauge("flannel_peers", "leases of other nodes", _of_the_reconciler(_peers), ("backend", "state")),
     _gauge(
         "flannel_desired_objects",
         "objects in the desired state",
         _objects(lambda desired, _: desired),
-        "kind",
+        ("kind",),
     ),
     _gauge(
         "flannel_actual_objects",
         "desired objects that the kernel holds, as last read or written",
         _objects(lambda desired, refused: desired - refused),
-        "kind",
+        ("kind",),
     ),
     _gauge(
         "flannel_drift_objects",
         "desired objects that the kernel refuses",
         _objects(lambda _, refused: refused),
-        "kind",
+        ("kind",),
     ),
     _counter(
         "flannel_heals_total",
         "objects repaired after a change by another program",
         _heals,
-        "kind",
-        "cause",
+        ("kind", "cause"),
     ),
-    _counter("flannel_netlink_errors_total", "writes refused", _of_the_reconciler(_refusals), "op", "errno"),
+    _counter(
+        "flannel_netlink_errors_total", "writes refused", _of_the_reconciler(_refusals), ("op", "errno")
+    ),
     _counter(
         "flannel_netlink_overruns_total",
         "losses of kernel notifications",
@@ -258,7 +248,7 @@ METRICS = (
         "times removals were held back",
         _of_the_reconciler(lambda reconciler: reconciler.removal_guard.holds_total, absent=0),
     ),
-    _gauge("flannel_sessions", "encrypted sessions with peers", _of_the_reconciler(_sessions), "state"),
+    _gauge("flannel_sessions", "encrypted sessions with peers", _of_the_reconciler(_sessions), ("state",)),
     _gauge(
         "flannel_session_oldest_handshake_seconds",
         "seconds since the last handshake of the oldest session",
@@ -268,7 +258,7 @@ METRICS = (
         "flannel_session_bytes",
         "bytes carried by the present sessions",
         _of_the_reconciler(_session_bytes),
-        "direction",
+        ("direction",),
     ),
     _histogram(
         "flannel_event_to_kernel_seconds",
@@ -310,7 +300,7 @@ METRICS = (
         "flannel_lease_renewals_total",
         "renewals of our lease",
         lambda node: node.store.renewals,
-        "result",
+        ("result",),
     ),
     _counter(
         "flannel_watch_events_total",
@@ -321,7 +311,7 @@ METRICS = (
         "flannel_watch_resyncs_total",
         "relists of all leases, by reason",
         lambda node: node.store.resyncs,
-        "reason",
+        ("reason",),
     ),
     _gauge(
         "flannel_watch_last_event_timestamp_seconds",
