@@ -23,6 +23,7 @@ from flanneld.ctl import main as flannelctl
 from flanneld.ctl.checks import THEMES
 from flanneld.ctl.checks.cluster import RULES
 from flanneld.ctl.doctor import CHECKS
+from flanneld.ctl.netcheck import Stage
 from flanneld.diagnostics import conditions
 from flanneld.diagnostics.metrics import METRICS
 from flanneld.network.host_settings import KernelForwardingTable
@@ -199,14 +200,32 @@ def test_page_tells_the_bounds_of_the_buckets() -> None:
     assert told in " ".join(page("monitoring").split())
 
 
+def names_in(head: str, name: str) -> set[str]:
+    """Return the names in the first column of a page's table, found by its head."""
+    rows = page(name).partition(f"\n{head}\n")[2].partition("\n\n")[0]
+    cells = [row.split("|")[1] for row in rows.splitlines()[1:]]
+    return {each for cell in cells for each in re.findall("`(.*?)`", cell) or [cell.strip()]}
+
+
+def test_page_has_the_checks_of_netcheck() -> None:
+    calls = [node for node in sources() if isinstance(node, ast.Call) and ast.unparse(node.func) == "Result"]
+    checks = {template(call.args[0]).removesuffix(", ...") for call in calls}
+    assert names_in("| Check | Finds |", "flannelctl") == checks - {""}
+    assert [stage for stage in Stage if f"`{stage}`" not in page("flannelctl")] == []
+
+
+def test_page_has_the_keys_of_the_network_config() -> None:
+    read = re.findall(r'top\.(?!has)\w+\(f?"(?:\{prefix\})?(\w+)', inspect.getsource(config))
+    told = names_in("| Key | Type | Default | Meaning |", "running")
+    assert {re.sub("^IPv6|[46]$", "", each) for each in told} == set(read)
+
+
 def test_page_names_each_part_that_can_have_a_condition() -> None:
     own = re.findall(r'yield\s\(?\s*"(\w+)",', inspect.getsource(conditions))
     on_the_host = (subnet_file.TABLE, cni_conf.TABLE, KernelForwardingTable.name)
-    section = page("monitoring").partition("\n| Part | Condition |\n")[2].partition("\n\n")[0]
-    cells = re.findall(r"^\| (`.*?`) \|", section, re.MULTILINE)
-    told = [part for cell in cells for part in re.findall("`(.*?)`", cell)]
     assert len(own) > 10
-    assert sorted(told) == sorted({*own, *(name.replace("-", " ") for name in on_the_host)})
+    told = names_in("| Part | Condition |", "monitoring")
+    assert told == {*own, *(name.replace("-", " ") for name in on_the_host)}
 
 
 def enumerated(words: list[str]) -> str:
