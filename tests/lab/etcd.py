@@ -257,6 +257,10 @@ class Etcd:
         counted = self.request("GET", "/v2/stats/store")
         return int(counted["getsSuccess"]) + int(counted["getsFail"])
 
+    def watches(self) -> int:
+        """How many watches it serves through v2."""
+        return int(self.request("GET", "/v2/stats/store")["watchers"])
+
     def require_login(self, user: str, password: str) -> None:
         """Let in, besides the test, one user only, with no more rights than a daemon needs."""
         if self.api == "v3":

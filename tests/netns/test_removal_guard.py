@@ -42,6 +42,8 @@ def node(lab: Lab) -> Node:
     (node,) = lab.cluster({"Type": "host-gw"}, nodes=1, SubnetMin="10.5.100.0")
     put_all(lab)
     wait_for_ways(node, WAYS)
+    # One poll after the other may have caught up: a stopped daemon hears only what a stream has sent it.
+    wait_for(lambda: lab.etcd.watches() == 2, what="the streams of all leases and of its own")
     return node
 
 
