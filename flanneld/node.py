@@ -341,7 +341,7 @@ class Node:
         # Imported here: not all options need it, and without masquerading traffic flows before.
         from flanneld.reconcile.firewall import Firewall, firewall_settings
 
-        settings = firewall_settings(self.options, member.config, member.lease.key, member.previous)
+        settings = firewall_settings(self.options, member.config, member.lease.key, member.last_run.former)
         assert self.reconciler is not None
         nodes = self.reconciler.peers.public_ips if settings.spares_nodes else None
         firewall = Firewall(settings, stop=self.tasks.stop, make_loop=self.make_loop, nodes=nodes)

@@ -114,6 +114,7 @@ def load(options: Options, manager: Store, waiting: Waiting, effects: Effects) -
     manager.addresses  # noqa: B018 - starts the lookup of names, which a new lease needs
     previous, last_run = effects.read_past(path)
     reach: Reach = partial(_ask_or_try, manager, previous, last_run) if effects.tries_routes else _ask_once
+    last_run.former = tuple(dict.fromkeys((*previous.nets, *last_run.former)))
     config = waiting.ask("the network config", partial(reach, manager.network_config))
     log.info("Found network config - Backend type: %s", shown(config.backend_type))
     for warning in config.warnings:
@@ -197,7 +198,6 @@ def join(
     previous, last_run = loaded.previous, loaded.last_run
     kernel, uplink = elected.kernel, elected.uplink
     machine = loaded.effects.machine_of(kernel, uplink)
-    former = tuple(dict.fromkeys((*previous.networks, *last_run.former)))
     written = last_run.claim(machine, manager.name, previous.subnets)
     facts = LocalFacts(written, earlier=last_run.earlier)
     family = config.families[0]
@@ -214,7 +214,7 @@ def join(
             loaded.make_backend,
             uplink,
             stored,
-            former,
+            tuple(network for network, _ in last_run.former),
             structs.replace(loaded.services, is_others=is_others),
         ),
     )
@@ -229,11 +229,10 @@ def join(
     lease = waiting.ask(
         "a lease", partial(loaded.reach, lambda: acquire(config, attributes, previous.subnets, local))
     )
-    last_run.joined(machine, manager.name, lease, former)
+    networks = [each.network for each in config.ranges]
+    last_run.joined(machine, manager.name, lease, subnet_file.paired(networks, lease.key))
     last_run.record(path_mtu=uplink_manager.lowered)
-    return Member(
-        options, manager, config, previous, last_run, kernel, elected.monitor, uplink_manager, lease
-    )
+    return Member(options, manager, config, last_run, kernel, elected.monitor, uplink_manager, lease)
 
 
 def desired(member: Member, effects: Effects) -> LocalNode:

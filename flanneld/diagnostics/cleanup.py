@@ -30,7 +30,7 @@ from flanneld.network.rtnetlink.domain import Domain
 from flanneld.network.rtnetlink.kernel import Kernel
 from flanneld.network.rtnetlink.links import SeenLink, is_flannels
 from flanneld.network.xfrm import XfrmPolicy
-from flanneld.reconcile.firewall import pairs, retire
+from flanneld.reconcile.firewall import retire
 from flanneld.reconcile.last_run import LastRun, stale
 from flanneld.runtime.command import TIME_LIMIT, CommandRunner
 from flanneld.runtime.files import remove, text
@@ -174,7 +174,7 @@ def sweep_network(
         done = dry_run or act()
         complete &= done
         say(f"{'would remove' if dry_run else 'removed' if done else 'could not remove'} {what}")
-    former = pairs(previous.networks, previous.subnets)
+    former = (*previous.nets, *last_run.former)
     removed, failures = retire(former, everything=everything, dry_run=dry_run)
     for line in removed:
         say(f"{'would remove' if dry_run else 'removed'} rule {line}")

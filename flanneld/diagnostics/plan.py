@@ -40,7 +40,7 @@ from flanneld.state.resources import ROUTES, ForeignLink, Key, Kind, Link, Resou
 from flanneld.state.table import Explains, Put, Report, Scope, Seen, Table
 from flanneld.subnet.allocation import fits, unfollowed
 from flanneld.subnet.store import Foreseeing, LocalFacts, Store
-from flanneld.subnet.subnet_file import Previous, SubnetEnv, SubnetEnvFile, SubnetFileTable
+from flanneld.subnet.subnet_file import Nets, SubnetEnv, SubnetEnvFile, SubnetFileTable
 
 
 class Notes:
@@ -128,7 +128,7 @@ class Outcome(Struct, frozen=True, gc=False):
     mtu: int
     own: Lease
     has_lease: bool
-    previous: Previous
+    former: tuple[Nets, ...]
     view: View
     domain: Domain
     notes: Notes
@@ -148,7 +148,7 @@ def dry_run(options: Options, manager: Store) -> Outcome:
         mtu=member.uplink_manager.mtu,
         own=member.lease,
         has_lease=forecast.has_lease,
-        previous=member.previous,
+        former=member.last_run.former,
         view=peers.view(),
         domain=controller.domain,
         notes=notes,
@@ -332,7 +332,7 @@ def _host(wanted: Options, outcome: Outcome) -> Iterator[str]:
 
 def _rules(wanted: Options, outcome: Outcome) -> Iterator[str]:
     """Yield the commands that install the rules, then those that remove an earlier run's elsewhere."""
-    settings = firewall_settings(wanted, outcome.config, outcome.own.key, outcome.previous)
+    settings = firewall_settings(wanted, outcome.config, outcome.own.key, outcome.former)
     if any(outcome.own.key) and (settings.purpose or settings.former):
         placed = place_rules(settings, threading.Event(), is_dry_run=True)
         yield from _scripts(placed.tables, placed.desired)

@@ -36,6 +36,7 @@ from flanneld.runtime.supervisor import EventQueue, MakeLoop
 from flanneld.state.permits import Permits, RemovalGuard
 from flanneld.state.resources import ROUTES, Resource, Route
 from flanneld.state.table import Report, Table
+from flanneld.subnet.subnet_file import paired
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +90,12 @@ class Controller:
             self.peers, permits, stop=stop, make_loop=make_loop, after=self._passed, recording=recording
         )
         self._left_behind = LeftBehind(
-            node.kernel, node.devices, node.record, adopts=bool(node.adopts or node.adopted)
+            node.kernel,
+            node.devices,
+            node.record,
+            adopts=bool(node.adopts or node.adopted),
+            former=node.former,
+            nets=paired([network for network, _ in node.ranges], node.lease.key),
         )
         self._sweep = Sweep(self.peers, self.tables, permits, self._left_behind, removal_guard)
         self._host = HostWatch(
@@ -283,7 +289,7 @@ def _first_domain(node: LocalNode) -> Domain:
         node.uplink_manager.uplink.name,
         frozenset(),
         node.ranges,
-        node.former,
+        tuple(dict.fromkeys(network for network, _ in node.former)),
         unmarked=node.adopts,
         adopted=node.adopted,
         by_name=not node.uplink_manager.backend.makes_routes,

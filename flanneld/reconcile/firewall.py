@@ -11,6 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from ipaddress import ip_network
+from itertools import starmap
 from typing import TYPE_CHECKING, cast
 
 from msgspec import Struct
@@ -40,7 +41,7 @@ from flanneld.state.desired import Delta
 from flanneld.state.permits import Permits
 from flanneld.state.resources import GUARD, Key, Resource
 from flanneld.state.table import Put
-from flanneld.subnet.subnet_file import Previous
+from flanneld.subnet.subnet_file import paired
 
 if TYPE_CHECKING:
     from flanneld.network.firewall.guard import GuardTable  # rarely needed
@@ -60,7 +61,7 @@ NODES_PERIOD = 1.0
 class FirewallSettings(Struct, frozen=True, gc=False):
     """Desired rules, and the driver to set them.
 
-    ``former`` are the networks of the last run, if known. ``native`` selects a table of our own in
+    ``former`` are the networks of earlier runs, if known. ``native`` selects a table of our own in
     nftables. ``resync`` is in seconds. With ``guards`` another worker guards the tunnel.
     With ``spares_nodes`` packets to other nodes are not masqueraded.
     """
@@ -76,14 +77,8 @@ class FirewallSettings(Struct, frozen=True, gc=False):
     spares_nodes: bool = False
 
 
-def pairs(networks: Iterable[IPNetwork], subnets: LeaseKey) -> tuple[Nets, ...]:
-    """Return the network and the subnet of each family that has both."""
-    known = {network.version: network for network in networks}
-    return tuple(Nets(known[net.version], net) for net in subnets if net and net.version in known)
-
-
 def firewall_settings(
-    options: Options, config: Config, own: LeaseKey, previous: Previous
+    options: Options, config: Config, own: LeaseKey, former: Iterable[tuple[IPNetwork, IPNetwork]]
 ) -> FirewallSettings:
     """Return the rules that the options and the network config ask for. Raises ``Fatal`` if these differ."""
     purpose = Purpose(
@@ -96,10 +91,10 @@ def firewall_settings(
     if spares and style == "v0.12" and not config.enable_nftables:
         problem = "the network config has MasqueradeExceptions, and the rules of v0.12 have none"
         raise Fatal(problem, "start without -iptables-rules=v0.12")
-    nets = pairs([each.network for each in config.ranges], own)
+    nets = tuple(starmap(Nets, paired([each.network for each in config.ranges], own)))
     return FirewallSettings(
         nets=tuple(each.sparing(config.spared) for each in nets) if spares else nets,
-        former=pairs(previous.networks, previous.subnets),
+        former=tuple(starmap(Nets, former)),
         purpose=purpose,
         style=style,
         flavour=cast("FlavourOption", options.iptables_flavour),
@@ -196,9 +191,9 @@ def _driver(place: RulePlace, family: Family, commands: IptablesRunner, stop: th
 
 def _claim(settings: FirewallSettings, family: Family) -> RuleOwnership:
     now = [nets for nets in settings.nets if nets.family == family]
-    former = next((nets for nets in settings.former if nets.family == family), None)
+    former = [nets for nets in settings.former if nets.family == family]
     purpose = settings.purpose
-    return claim(now, former, masquerade=purpose.masquerade, forward=purpose.forward)
+    return claim(now, *former, masquerade=purpose.masquerade, forward=purpose.forward)
 
 
 class Firewall(Worker):
@@ -356,19 +351,20 @@ def old_guards(settings: FirewallSettings) -> list[GuardTable]:
 
 
 def retire(
-    former: Iterable[Nets], *, everything: bool = True, dry_run: bool = False
+    former: Iterable[tuple[IPNetwork, IPNetwork]] = (), *, everything: bool = True, dry_run: bool = False
 ) -> tuple[list[str], list[str]]:
     """Remove all rules that flannel made for the ``former`` networks, or for any, from every table.
 
-    Return the removed rules, and the reasons why some may be left. ``former`` are the networks of the last
-    run: unmarked rules, as in v0.12, are recognized only by them. With ``dry_run`` nothing is changed.
+    Return the removed rules, and the reasons why some may be left. ``former`` are the networks of earlier
+    runs: unmarked rules, as in v0.12, are recognized only by them. With ``dry_run`` nothing is changed.
     """
     commands = IptablesRunner()
-    known = {nets.family: nets for nets in former}
+    known = list(starmap(Nets, former))
     removed: list[str] = []
     failures: list[str] = []
     for family in FAMILIES:
-        claimed = claim((), known.get(family), masquerade=True, forward=True)
+        of_family = [nets for nets in known if nets.family == family]
+        claimed = claim((), *of_family, masquerade=True, forward=True)
         if everything:
             claimed = replace(claimed, networks=None)
         for place in PLACES:

@@ -24,7 +24,7 @@ from flanneld.runtime import clock, files
 from flanneld.runtime.logs import Once
 from flanneld.state.resources import ForeignLink
 from flanneld.subnet.codec import format_attrs, parse_attrs
-from flanneld.subnet.subnet_file import beside
+from flanneld.subnet.subnet_file import Nets, beside
 
 log = logging.getLogger(__name__)
 
@@ -92,8 +92,8 @@ class RunRecord(Struct, frozen=True, gc=False):
     unmarked routes, which count as ours. ``store_tried`` is the time of the last trial without a route to
     the store, in seconds since the epoch. ``earlier`` are attributes that we wrote into the lease before,
     last ones first: a backup of the store shows them. ``path_mtu`` has the MTU of the backend, and the one to
-    which paths to peers have lowered it; zeros for none. ``former`` are the networks of runs whose objects
-    have not been swept yet: subnet.env names the last one only.
+    which paths to peers have lowered it; zeros for none. ``former`` are the networks of the last run, and of
+    those before whose objects have not been swept yet: subnet.env names one only, and late in a start.
     """
 
     boot_id: str = ""
@@ -109,7 +109,7 @@ class RunRecord(Struct, frozen=True, gc=False):
     store_tried: int = 0
     earlier: tuple[LeaseAttrs, ...] = ()
     path_mtu: tuple[int, int] = (0, 0)
-    former: tuple[IPNetwork, ...] = ()
+    former: tuple[Nets, ...] = ()
 
 
 def device_of(seen: SeenLink) -> Device | None:
@@ -256,7 +256,7 @@ class _Content(Struct, frozen=True, gc=False):
     store_tried: int = 0
     earlier: tuple[str, ...] = ()
     path_mtu: tuple[int, int] = (0, 0)
-    former: tuple[str, ...] = ()
+    former: tuple[tuple[str, str], ...] = ()
 
 
 class _ContentAddress(Struct, frozen=True, gc=False):
@@ -288,7 +288,7 @@ def _text(state: RunRecord) -> str:
         state.store_tried,
         tuple(map(_told, state.earlier)),
         state.path_mtu,
-        tuple(map(str, state.former)),
+        tuple((str(network), str(subnet)) for network, subnet in state.former),
     )
     return files.encode(content, indent=1) + "\n"
 
@@ -314,7 +314,7 @@ def _parse(text: bytes) -> RunRecord:
         content.store_tried,
         tuple(map(parse_attrs, content.earlier)),
         content.path_mtu,
-        tuple(map(ip_network, content.former)),
+        tuple((ip_network(network), ip_network(subnet)) for network, subnet in content.former),
     )
 
 
@@ -352,7 +352,7 @@ class LastRun:
         #: Attributes of our lease, and those before.
         self._attributes: LeaseAttrs | None = None
         self.earlier = self._state.earlier if self._state else ()
-        #: Networks of earlier runs whose objects have not been swept yet.
+        #: Networks of earlier runs whose objects may have to be swept, each with our subnet.
         self.former = self._state.former if self._state else ()
         self.record = self._file.update
         self.try_again = self._file.try_again
@@ -369,9 +369,8 @@ class LastRun:
         """Return the MTU of the backend and a lower one, zeros for none. A clone has none yet."""
         return self._state.path_mtu if self._state and self._state.machine == machine else (0, 0)
 
-    def joined(self, machine: Machine, store: str, lease: Lease, former: tuple[IPNetwork, ...] = ()) -> None:
-        """Record the lease of this run and the objects that are still to be swept, also in ``former``."""
-        self.former = former
+    def joined(self, machine: Machine, store: str, lease: Lease, nets: Iterable[Nets] = ()) -> None:
+        """Record the lease of this run, its ``nets``, and the objects that are still to be swept."""
         last = proven_lease(self._state, machine, store, lease.key)
         self._attributes, self.earlier = (last.attrs, self.earlier) if last else (None, ())
         self.record(
@@ -381,7 +380,7 @@ class LastRun:
             subnets=lease.key,
             devices=self.devices,
             adopts=self.adopts,
-            former=self.former,
+            former=tuple(dict.fromkeys((*nets, *self.former))),
             **self._written(lease),
         )
 

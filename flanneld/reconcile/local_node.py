@@ -34,7 +34,7 @@ from flanneld.runtime.logs import Once
 from flanneld.state.resources import Link, Resource
 from flanneld.state.table import Table
 from flanneld.subnet.store import Store
-from flanneld.subnet.subnet_file import Previous
+from flanneld.subnet.subnet_file import Nets
 
 if TYPE_CHECKING:
     from flanneld.runtime.command import Finished
@@ -263,7 +263,6 @@ class Member(Struct, frozen=True):
     options: Options
     manager: Store
     config: Config
-    previous: Previous
     last_run: LastRun
     kernel: HostKernel
     monitor: HostMonitor
@@ -275,10 +274,11 @@ class LocalNode(Struct, frozen=True):
     """Kernel, uplink and lease of this node, and the record of its last run.
 
     ``kernel_tables`` returns the kernel's tables in the order of creation; its argument names stale devices.
-    ``extras`` are desired in addition to the backend's objects. An earlier run may have left ``devices``, and
-    routes into ``former`` networks. ``adopts`` is True if another flanneld ran here before; ``adopted`` are
-    the destinations of its routes that were kept. ``record`` keeps fields of ``RunRecord``, such as
-    ``store_addresses`` and ``store_tried``. ``store`` is None if no lease can cut this node off from it.
+    ``extras`` are desired in addition to the backend's objects. Earlier runs may have left ``devices``, and
+    objects of ``former`` networks, each with our subnet there. ``adopts`` is True if another flanneld ran
+    here before; ``adopted`` are the destinations of its routes that were kept. ``record`` keeps fields of
+    ``RunRecord``, such as ``store_addresses`` and ``store_tried``. ``store`` is None if no lease can cut this
+    node off from it.
     """
 
     kernel: HostKernel
@@ -287,7 +287,7 @@ class LocalNode(Struct, frozen=True):
     lease: Lease
     kernel_tables: KernelTables
     extras: tuple[Resource, ...] = ()
-    former: tuple[IPNetwork, ...] = ()
+    former: tuple[Nets, ...] = ()
     devices: tuple[Device, ...] = ()
     adopts: bool = False
     adopted: frozenset[IPNetwork] = frozenset()

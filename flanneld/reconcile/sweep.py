@@ -20,6 +20,7 @@ from flanneld.reconcile.peers import Peers
 from flanneld.reconcile.worker import NodeTables
 from flanneld.state.permits import Permits, RemovalGuard
 from flanneld.state.resources import Link, Resource, Route
+from flanneld.subnet.subnet_file import Nets
 
 log = logging.getLogger(__name__)
 
@@ -33,13 +34,23 @@ class LeftBehind:
     """Objects that earlier runs left: ``devices``, and routes to adopt.
 
     ``record`` keeps fields of ``last_run.RunRecord`` for the next run. ``adopts`` is True if routes of
-    another flanneld are looked for or were kept. Every method but the first may raise ``OSError``.
+    another flanneld are looked for or were kept. ``former`` are the networks of earlier runs, ``nets`` those
+    of this one, each with our subnet. Every method but the first may raise ``OSError``.
     """
 
     def __init__(
-        self, kernel: HostKernel, devices: tuple[Device, ...], record: Callable[..., None], *, adopts: bool
+        self,
+        kernel: HostKernel,
+        devices: tuple[Device, ...],
+        record: Callable[..., None],
+        *,
+        adopts: bool,
+        former: Iterable[Nets] = (),
+        nets: tuple[Nets, ...] = (),
     ) -> None:
         self._kernel = kernel
+        self._nets = nets
+        self._outside = tuple(each for each in former if each[0] not in dict(nets))
         self._devices = devices
         self._own: list[Device] = []
         self._record = record
@@ -85,12 +96,10 @@ class LeftBehind:
 
         Return the ``unclear`` subnets in former networks: only with their leases the routes to them go.
         """
-        domain = self._kernel.domain
-        outside = [each for each in domain.former if each not in dict(domain.ranges)]
-        awaited = {net for net in unclear if any(lies_in(net, each) for each in outside)}
+        awaited = {net for net in unclear if any(lies_in(net, network) for network, _ in self._outside)}
         if self._adopts:
             self._record(adopted=frozenset(self._adopted()))
-        self._record(adopts=False, former=tuple(outside) if awaited else ())
+        self._record(adopts=False, former=(*self._nets, *(self._outside if awaited else ())))
         return awaited
 
     def _adopted(self) -> Iterator[IPNetwork]:

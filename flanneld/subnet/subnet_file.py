@@ -6,7 +6,7 @@ import io
 import logging
 import re
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from ipaddress import IPv4Network, IPv6Network
 from pathlib import Path
 from typing import ClassVar, TypeVar
@@ -35,6 +35,8 @@ _COLON = re.compile(r"^([ \t]*(?:export[ \t]+)?[\w.]+)[ \t]*:", re.MULTILINE)
 #: Name of the table.
 TABLE = "subnet-file"
 
+#: A cluster's network, and this node's subnet in it.
+Nets = tuple[IPNetwork, IPNetwork]
 #: Inode, modification time in nanoseconds and size.
 Stamp = tuple[int, int, int]
 
@@ -62,10 +64,20 @@ class Previous(Struct, frozen=True, gc=False):
     mtu: int | None = None
 
     @property
+    def nets(self) -> tuple[Nets, ...]:
+        """Networks that this node had a subnet of, with that subnet."""
+        return paired(self.networks, self.subnets)
+
+    @property
     def ranges(self) -> tuple[tuple[IPNetwork, int], ...]:
-        """Networks that this node had a subnet of, with that subnet's length."""
-        lengths = {net.version: net.prefixlen for net in self.subnets if net is not None}
-        return tuple((net, lengths[net.version]) for net in self.networks if net.version in lengths)
+        """The same networks, with the subnet's length."""
+        return tuple((network, subnet.prefixlen) for network, subnet in self.nets)
+
+
+def paired(networks: Iterable[IPNetwork], subnets: LeaseKey) -> tuple[Nets, ...]:
+    """Return the network and the subnet of each family that has both."""
+    known = {net.version: net for net in subnets if net is not None}
+    return tuple((network, known[network.version]) for network in networks if network.version in known)
 
 
 def beside(subnet_file: Path, suffix: str) -> Path:

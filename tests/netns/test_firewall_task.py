@@ -518,7 +518,7 @@ def text(name: str) -> str:
 def remove_everything(machine: Host, *, dry_run: bool) -> list[str]:
     with machine.namespace.entered(), pytest.MonkeyPatch.context() as patch:
         patch.setenv("XTABLES_LOCKFILE", str(machine.lock))
-        removed, failures = retire(read_nets(NETS), dry_run=dry_run)
+        removed, failures = retire([(each.network, each.subnet) for each in read_nets(NETS)], dry_run=dry_run)
     assert failures == []
     return removed
 

@@ -444,17 +444,18 @@ def test_address_in_the_former_network_goes_and_an_operators_stays(lab: Lab) -> 
     wait_for(lambda: set(node.addresses("flannel.1")) == {own, "192.0.2.1/32"}, SOON, "the old one to go")
 
 
-#: The daemon, which dies once it has written subnet.env, and before the sweep.
+#: The daemon, which dies as it is about to write subnet.env, or once it has, and before the sweep.
 DIES_EARLY = """
 import os, signal, sys
 
-is_written = False
+moment, is_written = sys.argv.pop(1), False
 
 def on_event(event, args):
     global is_written
-    if is_written:
+    is_now = event == "os.rename" and str(args[1]).endswith("subnet.env")
+    if is_written or (is_now and moment == "before"):
         os.kill(os.getpid(), signal.SIGKILL)
-    is_written = event == "os.rename" and str(args[1]).endswith("subnet.env")
+    is_written = is_now
 
 from flanneld.main import main
 
@@ -463,34 +464,37 @@ main()
 """
 
 
-@pytest.mark.parametrize("dies", [False, True])
-def test_objects_of_the_former_network_go_also_after_a_run_that_died_before_the_sweep(
-    lab: Lab, dies: bool
+@pytest.mark.parametrize("dies", ["never", "before", "after"])
+def test_objects_of_former_networks_go_also_after_a_run_that_died_before_the_sweep(
+    lab: Lab, dies: str
 ) -> None:
-    node, peer = lab.cluster({"Type": "vxlan", "DirectRouting": True}, flags=["--ip-blackhole-route"])
-    former = peer.subnet()
-    node.wait_for_route(former)
+    flags = ["--ip-masq", "--ip-blackhole-route"]
+    node, peer = lab.cluster({"Type": "vxlan", "DirectRouting": True}, flags=flags)
+    of_peer = peer.subnet()
+    node.wait_for_route(of_peer)
     for each in (node, peer):
         each.stop()
-    lab.etcd.put_config({"Network": "10.6.0.0/16", "Backend": {"Type": "vxlan"}})
-    if dies:
-        node.start("--ip-blackhole-route", command=[sys.executable, "-c", DIES_EARLY])
+    if dies != "never":
+        lab.etcd.put_config({"Network": "10.6.0.0/16", "Backend": {"Type": "vxlan"}})
+        node.start(*flags, command=[sys.executable, "-c", DIES_EARLY, dies])
         wait_for(lambda: not node.running, what="its end")
-        assert "10.6." in node.subnet_file.read_text()
-        assert any(each.startswith("10.5.") for each in node.addresses("flannel.1"))
-    node.start("--ip-blackhole-route")
+        assert node.env()["FLANNEL_NETWORK"] == ("10.5.0.0/16" if dies == "before" else "10.6.0.0/16")
+    lab.etcd.put_config({"Network": "10.7.0.0/16", "Backend": {"Type": "vxlan"}})
+    node.start(*flags)
     node.wait_ready()
     wait_for(lambda: in_sync(node), SOON, "the first snapshot")
 
     def left() -> list[str]:
-        routes = [route["dst"] for route in node.routes("")]
-        return [each for each in (*routes, *node.addresses("flannel.1")) if each.startswith("10.5.")]
+        routes = [route["dst"] for route in node.routes()]
+        rules = node.run("iptables-save").stdout.split()
+        found = (*routes, *node.addresses("flannel.1"), *rules)
+        return [each for each in found if each.startswith(("10.5.", "10.6."))]
 
-    wait_for(lambda: set(left()) <= {former}, SOON, f"the objects of the former network to go: {left()}")
+    wait_for(lambda: left() == [of_peer], SOON, f"objects of former networks to go: {left()}")
     assert node.subnet() in destinations(node)
     # The peer does not know the new network yet.
-    lab.etcd.delete_lease(former)
-    wait_for(lambda: not left(), SOON, "the route to go with the lease")
+    lab.etcd.delete_lease(of_peer)
+    wait_for(lambda: left() == [], SOON, "the route to go with the lease")
 
 
 def test_routes_of_a_family_that_the_network_no_longer_has_go(lab: Lab) -> None:

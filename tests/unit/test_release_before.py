@@ -127,7 +127,7 @@ def test_files_of_today_are_read_by_the_version_before_and_then_again(tmp_path: 
         store_tried=1_700_000_000,
         earlier=(replace(ATTRS, public_ip=IPv4Address("192.0.2.10")),),
         path_mtu=(1450, 1350),
-        former=(IPv4Network("10.6.0.0/16"),),
+        former=((IPv4Network("10.6.0.0/16"), IPv4Network("10.6.3.0/24")),),
     )
     fields = {name: getattr(record, name) for name in RunRecord.__struct_fields__}
     StateFile(tmp_path / "flanneld.state").update(**fields)

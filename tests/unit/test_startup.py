@@ -34,7 +34,6 @@ from flanneld.startup import Readiness, SingleAttempts
 from flanneld.subnet.embedded.store import open_file, store_of
 from flanneld.subnet.opening import open_store
 from flanneld.subnet.store import Store
-from flanneld.subnet.subnet_file import Previous
 from tests.lab.etcd_v3 import V3Keys
 from tests.lab.wait import wait_for
 from tests.local_etcd import LocalEtcd, free_port
@@ -230,4 +229,4 @@ def test_guard_is_claimed_where_there_is_a_tunnel_to_guard(
     made = cast("Backend", SimpleNamespace(claims=tuple))
     assert ("flannel-guard" in startup.claims_to(config, made, guards=True)) is bool(guards)
     wanted = read(["-guard-tunnel"], {})
-    assert firewall_settings(wanted, config, (None, None), Previous()).guards is bool(guards)
+    assert firewall_settings(wanted, config, (None, None), ()).guards is bool(guards)

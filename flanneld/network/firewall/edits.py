@@ -63,17 +63,19 @@ class RuleOwnership(Struct, frozen=True, gc=False):
         return self.networks is None or any(lies_in(net, known) for known in self.networks)
 
 
-def claim(nets: Iterable[Nets], former: Nets | None, *, masquerade: bool, forward: bool) -> RuleOwnership:
+def claim(nets: Iterable[Nets], *former: Nets | None, masquerade: bool, forward: bool) -> RuleOwnership:
     """Return the claim to rules about the networks in ``nets``, and to earlier rules with a successor.
 
     Without a successor an unmarked rule stays: an operator may have put it there as a replacement.
     """
     blocks: list[tuple[Chain, tuple[Rule, ...]]] = []
-    if former and masquerade:
-        blocks += [(POSTROUTING, v012_masquerade(former, random)) for random in (True, False)]
-    if former and forward:
-        blocks.append((FORWARDING, v012_forward(former)))
-    known = {each.network: None for each in (*nets, *([former] if former else []))}
+    past = list(filter(None, former))
+    for each in past:
+        if masquerade:
+            blocks += [(POSTROUTING, v012_masquerade(each, random)) for random in (True, False)]
+        if forward:
+            blocks.append((FORWARDING, v012_forward(each)))
+    known = dict.fromkeys(each.network for each in (*nets, *past))
     return RuleOwnership(tuple(known), tuple(blocks))
 
 

@@ -17,12 +17,12 @@ from flanneld.network.firewall.driver import IptablesRunner
 from flanneld.network.firewall.rules import Nets, Purpose
 from flanneld.options import Options, read
 from flanneld.reconcile import firewall
-from flanneld.reconcile.firewall import Firewall, FirewallSettings, firewall_settings, old_guards, pairs
+from flanneld.reconcile.firewall import Firewall, FirewallSettings, firewall_settings, old_guards
 from flanneld.runtime.command import TooMuchOutput
 from flanneld.runtime.process import HostClaims
 from flanneld.runtime.supervisor import Loop
 from flanneld.state.resources import GUARDS
-from flanneld.subnet.subnet_file import Previous
+from flanneld.subnet.subnet_file import Previous, paired
 
 DUAL_STACK = '{"Network": "10.5.0.0/16", "EnableIPv6": true, "IPv6Network": "fc00:5::/48"%s}'
 OWN: LeaseKey = (IPv4Network("10.5.72.0/24"), IPv6Network("fc00:5:0:72::/64"))
@@ -30,7 +30,7 @@ NETS = (Nets(IPv4Network("10.5.0.0/16"), OWN[0]), Nets(IPv6Network("fc00:5::/48"
 
 
 def wishes(*flags: str, previous: Previous | None = None, more: str = "") -> FirewallSettings:
-    return firewall_settings(read(flags, {}), parse(DUAL_STACK % more), OWN, previous or Previous())
+    return firewall_settings(read(flags, {}), parse(DUAL_STACK % more), OWN, (previous or Previous()).nets)
 
 
 def worker() -> Firewall:
@@ -90,7 +90,7 @@ def test_a_former_family_counts_if_network_and_subnet_are_known() -> None:
 
 
 def test_nothing_known_makes_no_pair() -> None:
-    assert pairs((), (None, None)) == ()
+    assert paired((), (None, None)) == ()
 
 
 def test_very_large_sets_and_tables_of_others_are_not_read_for_a_warning(
