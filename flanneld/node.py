@@ -394,6 +394,8 @@ class Node:
         """Check the record of this run and subnet.env. For one thread."""
         assert self.reconciler is not None
         self._joined.last_run.try_again()
+        if self.reconciler.networks is not None and self.firewall and self.firewall.has_swept():
+            self._joined.last_run.record(former=self.reconciler.networks)
         self._effects.notifier.try_again()
         file, clear = self.file_problem, self.reconciler.encryption.problem
         self.readiness.hold("file", file)

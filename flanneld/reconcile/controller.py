@@ -36,7 +36,7 @@ from flanneld.runtime.supervisor import EventQueue, MakeLoop
 from flanneld.state.permits import Permits, RemovalGuard
 from flanneld.state.resources import ROUTES, Resource, Route
 from flanneld.state.table import Report, Table
-from flanneld.subnet.subnet_file import paired
+from flanneld.subnet.subnet_file import Nets, paired
 
 log = logging.getLogger(__name__)
 
@@ -108,6 +108,11 @@ class Controller:
     def workers(self) -> Iterable[Worker]:
         """Return the workers whose threads run beside ``run``."""
         return self.tables.workers
+
+    @property
+    def networks(self) -> tuple[Nets, ...] | None:
+        """Return the networks that the kernel may have objects of; None before the sweep. From any thread."""
+        return self._left_behind.networks
 
     @property
     def domain(self) -> Domain:

@@ -252,6 +252,10 @@ class Firewall(Worker):
         families = {each.name: each.family for each in self.placed.tables}
         return [families[each.name] for each in self.states() if not each.settled]
 
+    def has_swept(self) -> bool:
+        """Return True if no rule of an earlier run is left, in the tables that are not used either."""
+        return self._is_prepared and all(state.settled for state in super().states())
+
     # ---- the loop ----------------------------------------------------------------------------
 
     def prepare(self, now: float) -> None:
@@ -259,10 +263,10 @@ class Firewall(Worker):
 
         Raises ``Fatal`` if this host can never have the rules that ``--ip-masq`` asks for.
         """
-        self._is_prepared = True
         if self._settings.purpose or self._settings.former:
             self._place()
         self.use((*self.placed.tables, *old_guards(self._settings)), self._desired_rules)
+        self._is_prepared = True
         for table in self.placed.tables if self.placed.place != "legacy" else ():
             if table.is_used:
                 table.listen()

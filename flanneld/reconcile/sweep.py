@@ -51,6 +51,8 @@ class LeftBehind:
         self._kernel = kernel
         self._nets = nets
         self._outside = tuple(each for each in former if each[0] not in dict(nets))
+        #: Networks that the kernel may have objects of; None before the sweep. From any thread.
+        self.networks: tuple[Nets, ...] | None = None
         self._devices = devices
         self._own: list[Device] = []
         self._record = record
@@ -99,7 +101,8 @@ class LeftBehind:
         awaited = {net for net in unclear if any(lies_in(net, network) for network, _ in self._outside)}
         if self._adopts:
             self._record(adopted=frozenset(self._adopted()))
-        self._record(adopts=False, former=(*self._nets, *(self._outside if awaited else ())))
+        self._record(adopts=False)
+        self.networks = (*self._nets, *(self._outside if awaited else ()))
         return awaited
 
     def _adopted(self) -> Iterator[IPNetwork]:

@@ -495,6 +495,8 @@ def test_objects_of_former_networks_go_also_after_a_run_that_died_before_the_swe
     # The peer does not know the new network yet.
     lab.etcd.delete_lease(of_peer)
     wait_for(lambda: left() == [], SOON, "the route to go with the lease")
+    known = [["10.7.0.0/16", node.subnet()]]
+    wait_for(lambda: json.loads(state_file(node).read_text())["former"] == known, what="the record to forget")
 
 
 def test_routes_of_a_family_that_the_network_no_longer_has_go(lab: Lab) -> None:

@@ -89,6 +89,10 @@ def test_a_former_family_counts_if_network_and_subnet_are_known() -> None:
     assert wishes(previous=former).former == (Nets(IPv4Network("10.9.0.0/16"), IPv4Network("10.9.3.0/24")),)
 
 
+def test_rules_of_earlier_runs_may_be_there_until_the_tables_are_known() -> None:
+    assert not worker().has_swept()
+
+
 def test_nothing_known_makes_no_pair() -> None:
     assert paired((), (None, None)) == ()
 
