@@ -5,8 +5,11 @@ Rules are found by following the packets through them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
+from pathlib import Path
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -25,17 +28,20 @@ from flanneld.ctl.paths import (
 )
 from flanneld.diagnostics.status import Status, known
 from flanneld.errors import Retryable
-from flanneld.findings import Command
+from flanneld.findings import Command, command
 from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork
 from flanneld.network.firewall import foreign
 from flanneld.network.firewall.driver import IptablesRunner
 from flanneld.network.firewall.fate import DNAT, DROP, MASQUERADE, Fate, Rule
-from flanneld.network.firewall.foreign import BaseChain, Opening
+from flanneld.network.firewall.foreign import BaseChain, Opening, PolicyChain
 from flanneld.network.firewall.placing import PLACES, driver
 from flanneld.network.firewall.rules import FLANNEL_POSTRTG, NATIVE_POSTRTG, NATIVE_TABLE, POSTROUTING
+from flanneld.runtime import files
 
 #: Reads this host's base chains at the first call: they may have thousands of rules.
 Bases = Callable[[], Sequence[BaseChain]]
+#: Counters of what the kernel drops by policies of XFRM.
+_XFRM_DROPS = Path("/proc/net/xfrm_stat")
 #: Networks named by rules for which a peer is looked up, at most.
 _MENTIONED = 64
 
@@ -51,7 +57,7 @@ class Drop(Struct, frozen=True, gc=False):
     flow: str
     rule: str
     commands: tuple[Command, ...]
-    is_firewalld: bool = False
+    needs_decision: bool = False
     doubt: str = ""
     drops_the_rest: bool = False
     families: frozenset[Family] = frozenset({4})
@@ -150,7 +156,13 @@ def read_bases(told: Status) -> list[BaseChain]:
     versions = {network.version for network, _ in told.ranges}
     families = [family for family in FAMILIES if _concerns(family, versions, told)]
     kinds = [(family, kind) for family in families for kind in ("filter", "nat")]
-    return [base for family, kind in kinds for base in foreign.read(family, kind=kind)]
+    found = [base for family, kind in kinds for base in foreign.read(family, kind=kind)]
+    if re.search(r"PolBlock\s+[1-9]", files.text(_XFRM_DROPS)):
+        from flanneld.network.xfrm_table import read_chains  # most hosts have no policies
+
+        with suppress(OSError):  # only root can read them
+            found += read_chains(is_ipsec="ipsec" in told.backends)
+    return found
 
 
 def _drops(
@@ -205,12 +217,17 @@ def dropped(
 
 def _described(base: BaseChain, flow: Flow, decided: Fate, families: frozenset[Family]) -> Drop:
     is_redirect, network = decided.act == DNAT, flow.openings[0].network
+    is_policy = isinstance(base, PolicyChain)
     return Drop(
         str(base),
         str(flow),
         foreign.text_of(base, decided.by),
-        (base.spare(network),) if is_redirect and network else base.accept(*flow.openings),
-        base.is_firewalld,
+        (command("ip", "xfrm", "policy", "delete", *decided.by.split()[-4:]),)
+        if is_policy
+        else (base.spare(network),)
+        if is_redirect and network
+        else base.accept(*flow.openings),
+        base.is_firewalld or is_policy,
         foreign.text_of(base, decided.doubt),
         foreign.drops_the_rest(base, decided),
         families,

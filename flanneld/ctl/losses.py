@@ -6,13 +6,11 @@ Routes are looked up as the kernel does for such packets.
 from __future__ import annotations
 
 import errno
-import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -49,11 +47,7 @@ from flanneld.network.rtnetlink.messages import (
     decode_unresolved,
     neighbors_request,
 )
-from flanneld.runtime import files
 from flanneld.state.resources import Neighbor
-
-if TYPE_CHECKING:
-    from flanneld.network.xfrm_table import SeenPolicy
 
 #: End of a policy rule's text that leads to the main table.
 _TO_MAIN = " lookup main"
@@ -72,8 +66,6 @@ def host_addresses() -> Iterator[tuple[str, IPAddress]]:
 _STRICT, _LOOSE = 1, 2
 #: Value of arp_ignore to answer for no address, and its path.
 _NEVER, _ARP_IGNORE = 8, "net/ipv4/conf/{}/arp_ignore"
-#: What the kernel dropped by policies, and their directions (linux/xfrm.h) at hooks.
-_XFRM_DROPS, _WAYS = Path("/proc/net/xfrm_stat"), {"input": 0, "postrouting": 1, "forward": 2}
 #: Hooks whose marks a route lookup sees.
 _BEFORE_ROUTING = frozenset({"prerouting", "output"})
 _FORWARDING, _RP_FILTER = "net/ipv4/conf/{}/forwarding", "net/ipv4/conf/{}/rp_filter"
@@ -83,7 +75,7 @@ class Lost(Struct, frozen=True, gc=False):
     """Packets that the kernel drops or misroutes. ``commands`` correct that; none if it takes a decision.
 
     ``cause`` is ``filter`` (reverse path), ``forwarding`` of an interface, its ``arp``, ``uplink`` (another
-    interface than the daemon's), ``policy`` (of XFRM), ``rule``, ``no rule`` (none leads to the main table)
+    interface than the daemon's), ``rule``, ``no rule`` (none leads to the main table)
     or ``route``; ``about`` is its interface or text. ``number`` of the ``asked`` packets of this kind are
     lost so, in ``families``.
     """
@@ -138,13 +130,7 @@ def lost_packets(
         asked = [replace(each, mark=marks.get((each.source, each.target, each.iif), 0)) for each in asked]
     wrong = ((each, way) for each in asked if (way := host.ask(each)) is not None)
     lost = by_cause(asked, ((each, host.explain(each, way, told)) for each, way in wrong))
-    lost += _mute({told.uplink_name, container_devices.get(4, "")})
-    if re.search(r"PolBlock\s+[1-9]", files.text(_XFRM_DROPS)):
-        from flanneld.network.xfrm_table import read_policies  # most hosts have none
-
-        with suppress(OSError):  # only root can read them
-            lost += blocked(told, read_policies(), flows(told, chosen, container_devices), names)
-    return lost
+    return [*lost, *_mute({told.uplink_name, container_devices.get(4, "")})]
 
 
 def _marks(
@@ -154,29 +140,6 @@ def _marks(
     packets = ((each.packet, each.hooks & _BEFORE_ROUTING) for each in found)
     marked = ((packet, foreign.marked(bases, packet, hooks)) for packet, hooks in packets)
     return {(packet.source, packet.destination, packet.iif): mark for packet, mark in marked if mark}
-
-
-def blocked(
-    told: Status, policies: Sequence[SeenPolicy], packets: Iterable[Flow], names: Mapping[int, str]
-) -> Iterator[Lost]:
-    """Yield the policies of XFRM, the decisive ones first, that block packets (pure).
-
-    With ipsec those of guards are no fault, and charon's packets and those that it encrypts pass them by.
-    """
-    from flanneld.network.xfrm import ALLOW_PRIORITY
-
-    is_ipsec = "ipsec" in told.backends
-    found: dict[SeenPolicy, list[Flow]] = {}
-    for flow in packets:
-        for hook in sorted(flow.hooks & _WAYS.keys()) if not is_ipsec or "forward" in flow.hooks else ():
-            about = (each for each in policies if each.direction == _WAYS[hook])
-            first = next((each for each in about if each.is_about(flow.packet, names)), None)
-            if first and first.action and not (is_ipsec and first.priority >= ALLOW_PRIORITY):
-                found.setdefault(first, []).append(flow)
-    for each, lost in found.items():
-        which = f"index {each.index} dir {each.direction.name.lower()}"
-        families = frozenset(flow.family for flow in lost)
-        yield Lost(lost[0].name, "policy", which, f"ip xfrm policy: {each}", families=families)
 
 
 def _mute(names: Iterable[str]) -> Iterator[Lost]:

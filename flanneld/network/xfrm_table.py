@@ -10,15 +10,14 @@ import logging
 import os
 import socket
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from ipaddress import IPv4Address, IPv4Network
 
-from msgspec import Struct
-
 from flanneld.compat.glog import V
-from flanneld.model import IPNetwork
-from flanneld.network.firewall.fate import Packet
+from flanneld.model import Family, IPNetwork
+from flanneld.network.firewall.fate import ACCEPT, DROP, UNKNOWN, Rule, Test, Value, protocol_name
+from flanneld.network.firewall.foreign import PolicyChain
 from flanneld.network.processes import GET_POLICY, NETLINK_XFRM, has_xfrm_policies
 from flanneld.network.rtnetlink.messages import FAMILY, network_of
 from flanneld.network.rtnetlink.netlink import (
@@ -32,6 +31,7 @@ from flanneld.network.rtnetlink.netlink import (
 )
 from flanneld.network.rtnetlink.netlink import messages as split
 from flanneld.network.xfrm import (
+    ALLOW_PRIORITY,
     MODULES,
     POLICIES,
     Action,
@@ -56,6 +56,8 @@ _TEMPLATE, _POLICY_TYPE, _MARK, _IF_ID = 5, 16, 21, 31
 _AF_INET, _ESP, _MODE_TUNNEL = 2, 50, 1
 _NO_LIMIT, _ALL_ALGORITHMS = (1 << 64) - 1, (1 << 32) - 1
 
+#: Hooks of packets at which the policies of a direction decide.
+_HOOKS = {Direction.IN: "input", Direction.OUT: "postrouting", Direction.FWD: "forward"}
 #: struct xfrm_selector: addresses, ports, family, lengths, protocol, interface, user.
 _SELECTOR = struct.Struct("=16s16sHHHHHBBB3xiI")
 #: struct xfrm_usersa_info up to the SPI: selector, destination, SPI.
@@ -87,58 +89,53 @@ def decode_policy(data: bytes, offset: int, end: int) -> XfrmPolicy | None:
     return _decode(bytes(selector), bytes(info), attributes(data, offset + _WHOLE.size, end))
 
 
-#: linux/in.h: numbers of the protocols of the network's packets.
-_PROTOCOLS = {"icmp": 1, "ipencap": 4, "tcp": 6, "udp": 17, "esp": 50, "ipv6-icmp": 58}
+def decode_rule(data: bytes, offset: int, end: int) -> tuple[Family, Direction, int, Rule] | None:
+    """Return a policy of any program in a dump as a rule, with family, direction and priority.
 
-
-class SeenPolicy(Struct, frozen=True, gc=False):
-    """Policy of any program and family. Protocol, port and ``device`` are 0 if it is about all."""
-
-    direction: Direction
-    source: IPNetwork
-    destination: IPNetwork
-    protocol: int
-    port: int
-    device: int
-    priority: int
-    index: int
-    action: int
-
-    def is_about(self, packet: Packet, names: Mapping[int, str]) -> bool:
-        """Return True if the policy selects a packet; ``names`` are those of devices by index."""
-        return (
-            packet.source in self.source
-            and packet.destination in self.destination
-            and self.protocol in (0, _PROTOCOLS.get(packet.protocol or ""))
-            and self.port in (0, packet.dport)
-            and (not self.device or names.get(self.device) in (packet.iif, packet.oif))
-        )
-
-    def __str__(self) -> str:
-        words = {"src": self.source, "dst": self.destination, "proto": self.protocol, "dport": self.port}
-        text = " ".join(f"{name} {value}" for name, value in words.items() if value)
-        return f"{text} dir {self.direction.name.lower()} action {Action(self.action).name.lower()}"
-
-
-def decode_any(data: bytes, offset: int, end: int) -> SeenPolicy | None:
-    """Parse a policy in a dump; None for those of sockets, senders' ports and marks. Raises as above."""
+    None for that of a socket. A condition that is not looked at is unknown. Raises ``MalformedNetlink``.
+    """
     selector, info = unpack(_WHOLE, data, offset, end)
-    to, source, port, _, own_port, _, family, *bits, protocol, device, _ = _SELECTOR.unpack(bytes(selector))
-    *_, priority, index, direction, action, _, _ = _INFO.unpack(bytes(info))
-    is_other = own_port or direction not in tuple(Direction) or action not in tuple(Action)
-    if is_other or family not in FAMILY or _is_apart(attributes(data, offset + _WHOLE.size, end)):
+    to, source, *ports, family, to_bits, source_bits, protocol, device, _ = _SELECTOR.unpack(bytes(selector))
+    *_, priority, index, way, action, _, _ = _INFO.unpack(bytes(info))
+    if way not in tuple(Direction) or action not in tuple(Action) or family not in FAMILY:
         return None
-    size = 4 if family == _AF_INET else 16
-    ends = network_of(source[:size], bits[1]), network_of(to[:size], bits[0])
-    rest = protocol, socket.ntohs(port), device, priority, index, action
-    return SeenPolicy(Direction(direction), *ends, *rest)
+    size, direction = 4 if family == _AF_INET else 16, Direction(way)
+    dport, _, sport, _ = map(socket.ntohs, ports)
+    found: list[tuple[str, str, Value]] = [("src", "source", network_of(source[:size], source_bits))]
+    found.append(("dst", "destination", network_of(to[:size], to_bits)))
+    found += [("proto", "protocol", protocol_name(protocol))] if protocol else []
+    found += [(side, side, (port, port)) for side, port in (("sport", sport), ("dport", dport)) if port]
+    is_apart = device or _is_apart(attributes(data, offset + _WHOLE.size, end))
+    tests = [*(Test(field, (value,)) for _, field, value in found), *((UNKNOWN,) if is_apart else ())]
+    text = " ".join(f"{word} {value[0] if isinstance(value, tuple) else value}" for word, _, value in found)
+    text += f" action {Action(action).name.lower()} index {index} dir {direction.name.lower()}"
+    return FAMILY[family], direction, priority, Rule(DROP if action else ACCEPT, tuple(tests), text=text)
 
 
-def read_policies() -> list[SeenPolicy]:
-    """Return the policies of all programs, the decisive ones first. Raises ``OSError``."""
+#: Packets of charon's own, which pass all policies by, as what it has encrypted does.
+_OF_CHARON = (
+    Rule(ACCEPT, (Test("protocol", ("esp",)),)),
+    Rule(ACCEPT, (Test("protocol", ("udp",)), Test("port", ((500, 500), (4500, 4500))))),
+)
+
+
+def chains(found: Iterable[tuple[Family, Direction, int, Rule]], *, is_ipsec: bool) -> list[PolicyChain]:
+    """Return policies as the chains that packets pass (pure). With ipsec guards are no fault."""
+    rules: dict[tuple[Family, Direction], list[Rule]] = {}
+    for family, direction, priority, rule in sorted(found, key=lambda each: each[2]):
+        if not (is_ipsec and priority >= ALLOW_PRIORITY):
+            rules.setdefault((family, direction), list(_OF_CHARON if is_ipsec else ())).append(rule)
+    return [
+        PolicyChain("legacy", family, "xfrm", "", _HOOKS[way], False, {"": tuple(each)})
+        for (family, way), each in rules.items()
+    ]
+
+
+def read_chains(*, is_ipsec: bool) -> list[PolicyChain]:
+    """Return the policies of all programs as chains. Raises ``OSError``."""
     with closing(open_xfrm()) as kernel:
-        found = filter(None, (decode_any(*each) for each in kernel.dump(GET_POLICY, b"")))
-        return sorted(found, key=lambda each: each.priority)
+        found = filter(None, (decode_rule(*each) for each in kernel.dump(GET_POLICY, b"")))
+        return chains(found, is_ipsec=is_ipsec)
 
 
 def decode_spi(data: bytes, offset: int, end: int) -> str:

@@ -64,8 +64,8 @@ def to_charon(number: signal.Signals) -> Callable[[World], None]:
 
 FAULTS = {
     "policy of XFRM that blocks packets of containers": Fault(
-        "lookups",
-        "src 10.5.0.0/16 dst 10.5.0.0/16 dir fwd action block",
+        "filters",
+        "src 10.5.0.0/16 dst 10.5.0.0/16 action block",
         (BLOCK + "src 10.5.0.0/16 dst 10.5.0.0/16 dir fwd action block",),
         VXLAN_XFRM,
         heal=(UNBLOCK + "src 10.5.0.0/16 dst 10.5.0.0/16 dir fwd",),
@@ -73,8 +73,8 @@ FAULTS = {
         peer_blind=BEHIND,
     ),
     "policy of XFRM that blocks the tunnel": Fault(
-        "lookups",
-        "src {peer}/32 dst 0.0.0.0/0 proto 17 dport 8472 dir in action block",
+        "filters",
+        "src {peer}/32 dst 0.0.0.0/0 proto udp dport 8472 action block",
         (BLOCK + "src {peer} proto udp dport 8472 dir in action block",),
         VXLAN_XFRM,
         heal=(UNBLOCK + "src {peer} proto udp dport 8472 dir in",),

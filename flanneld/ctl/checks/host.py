@@ -50,7 +50,7 @@ def dropping(facts: Facts) -> Iterator[Finding]:
             f"the {each.chain} drops the network's packets",
             f"its {what}, and no rule is seen that accepts the network{doubt}",
             "packets of containers end at this host, whatever another table accepts",
-            Advice(line(each.commands)) if each.is_firewalld else Fix(each.commands),
+            Advice(line(each.commands)) if each.needs_decision else Fix(each.commands),
             about=each.chain,
             severity=Severity.HINT if doubt else Severity.PROBLEM,
         )

@@ -12,7 +12,6 @@ from msgspec import Struct
 from flanneld.compat.glog import counted
 from flanneld.ctl.checks import check, few
 from flanneld.ctl.checks.containers import RUNTIMES_BRIDGES, addressing
-from flanneld.ctl.checks.host import let_in
 from flanneld.ctl.paths import DISCOVERY, TO_CONTAINERS
 from flanneld.findings import Advice, Command, Finding, Fix, Severity, command, line
 from flanneld.network.host_settings import Topic
@@ -53,7 +52,7 @@ def filters(facts: Facts) -> Iterator[Finding]:
             f"this node {'may drop' if doubt else each.verb} {each.flow}: {each.chain}",
             f"{evidence}{doubt}",
             "no packet of a container gets to or from other nodes that way",
-            Advice(let_in("firewalld", facts)) if each.is_firewalld else Fix(each.commands),
+            Advice(line(each.commands)) if each.needs_decision else Fix(each.commands),
             about=each.chain,
             severity=Severity.HINT if doubt else Severity.PROBLEM,
         )
@@ -107,8 +106,6 @@ def misrouted(facts: Facts) -> Iterator[Finding]:
             problem = f"no policy rule leads {each.packets} to {each.about}"
         elif each.cause == "arp":
             problem = f"{each.about} answers no ARP request"
-        elif each.cause == "policy":
-            problem = f"the XFRM policy {each.about} blocks {each.packets}"
         elif each.cause == "forwarding":
             problem = f"{each.about} does not forward {each.packets}"
         elif each.cause == "route" and not _is_missing(facts, each):
@@ -136,8 +133,6 @@ def _is_missing(facts: Facts, lost: Lost) -> bool:
 def _way_out(lost: Lost, facts: Facts) -> str:
     if lost.cause == "rule":
         return f"give the rule conditions that spare the nodes' addresses, or {_removal(lost)}"
-    if lost.cause == "policy":
-        return f"see who needs it, by ip xfrm policy; else remove it: ip xfrm policy delete {lost.about}"
     if lost.removal or lost.packets != TO_CONTAINERS:
         text = f"ip route del {lost.removal}" if lost.removal else f"`ip route get {lost.about}` shows it"
         return f"remove the route that leads astray, if nobody needs it: {text}"

@@ -91,6 +91,13 @@ class BaseChain(Struct, frozen=True, gc=False):
         return tuple((*insert, *each.iptables(), "-j", "ACCEPT") for each in openings)
 
 
+class PolicyChain(BaseChain, frozen=True, gc=False):
+    """The policies of XFRM of one family and direction; the text of each ends in its index and direction."""
+
+    def __str__(self) -> str:
+        return f"the XFRM policies for {self.hook}"
+
+
 def _unless_filter(table: str) -> tuple[str, ...]:
     return () if table == "filter" else ("-t", table)
 

@@ -255,7 +255,7 @@ CASES: dict[str, list[Facts]] = {
         replace(
             WELL,
             filtered=(
-                Drop("chain x of firewalld", "TCP", "", ACCEPT, is_firewalld=True, drops_the_rest=True),
+                Drop("chain x of firewalld", "TCP", "", ACCEPT, needs_decision=True, drops_the_rest=True),
             ),
         ),
     ],
@@ -376,7 +376,6 @@ CASES: dict[str, list[Facts]] = {
         lost("rule", "100: from all blackhole", ACCEPT),
         lost("rule", "100: from all blackhole"),
         lost("no rule", "the main table", ACCEPT),
-        lost("policy", "index 9 dir out"),
         lost("forwarding", "cni0", ACCEPT),
         lost("route", "192.0.2.2"),
         replace(WELL, lost=(Lost(TO_CONTAINERS, "route", "", "no route", removal="blackhole 10.5.1.0/25"),)),

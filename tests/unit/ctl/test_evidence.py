@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import socket
-from ipaddress import ip_address, ip_network
+from ipaddress import IPv4Network, ip_address, ip_network
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from flanneld.ctl.checks.encryption import sessions_of, with_associations
 from flanneld.ctl.compare import ActualState, RouteTaken
 from flanneld.ctl.doctor import lacking_features
 from flanneld.ctl.drops import dropped
-from flanneld.ctl.losses import Lost, Question, _before, _Host, blocked, by_cause, questions
+from flanneld.ctl.losses import Lost, Question, _before, _Host, by_cause, questions
 from flanneld.ctl.paths import chosen_of, sample
 from flanneld.diagnostics.status import PeerStatus, Status, known
 from flanneld.model import FAMILIES
@@ -24,8 +25,8 @@ from flanneld.network.firewall.fate import DROP, Packet, Rule, Test
 from flanneld.network.firewall.foreign import BaseChain
 from flanneld.network.genetlink import SeenDevice, SeenPeer
 from flanneld.network.routing import PolicyRule
-from flanneld.network.xfrm import Direction
-from flanneld.network.xfrm_table import SeenPolicy
+from flanneld.network.xfrm import Action, Direction, XfrmPolicy, guards
+from flanneld.network.xfrm_table import chains, decode_rule, pack_policy
 from flanneld.state.resources import Address, Route, Vxlan
 from tests.unit.ctl.documents import object_of, status_of
 
@@ -54,9 +55,11 @@ def document(peers: int) -> dict[str, Any]:
     }
 
 
-OWN, PEERS = ip_network("10.5.0.0/16"), ip_network("10.6.0.0/16")
-#: A policy's ends: this node, and all others.
-TUNNEL: dict[str, Any] = {"source": ip_network("192.0.2.1/32"), "destination": ip_network("0.0.0.0/0")}
+#: Dump of policies of XFRM.
+RECORDED = [
+    bytes.fromhex(each)
+    for each in (Path(__file__).parents[1] / "golden/xfrm-policies.hex").read_text().split()
+]
 LARGE = status_of(document(5000))
 
 
@@ -156,46 +159,41 @@ def test_policy_rule_matches_by_addresses_and_interface(rule: PolicyRule, matche
     assert not rule.is_default
 
 
-def policy(action: int = 1, **changes: Any) -> SeenPolicy:
-    ends = {"source": OWN, "destination": PEERS}
-    plain = {"direction": Direction.OUT, "protocol": 0, "port": 0, "device": 0, "priority": 9, "index": 5}
-    return SeenPolicy(**{**plain, **ends, "action": action, **changes})
+def dropped_by_policies(told: Status, *recorded: bytes) -> set[tuple[str, str, str]]:
+    """Return chain, packets and rule of each drop by policies that the kernel dumped."""
+    rules = filter(None, (decode_rule(each, 0, len(each)) for each in recorded))
+    bases = chains(rules, is_ipsec="ipsec" in told.backends)
+    found = dropped(bases, list(paths.flows(told, chosen_of(told), {4: "cni0"})))
+    return {(str(base), flow.name, decided.by) for base, flow, decided, _ in found}
+
+
+def test_policies_of_xfrm_drop_what_no_policy_before_them_is_about() -> None:
+    """Those about a mark, or another protocol or port, drop nothing; the one of priority 7 comes first."""
+    assert dropped_by_policies(status_of(document(2)), *RECORDED) == {
+        (
+            "the XFRM policies for forward",
+            paths.FROM_CONTAINERS,
+            "src 10.5.0.0/16 dst 10.6.0.0/16 action block index 2 dir fwd",
+        ),
+        (
+            "the XFRM policies for input",
+            "UDP 8472 from its peers",
+            "src 198.18.0.2/32 dst 0.0.0.0/0 proto udp dport 8472 action block index 8 dir in",
+        ),
+    }
 
 
 @pytest.mark.parametrize(
-    ("policies", "packets"),
-    [
-        ([policy()], [paths.FROM_CONTAINERS]),
-        ([policy(direction=Direction.FWD)], [paths.FROM_CONTAINERS]),
-        ([policy(direction=Direction.IN)], []),
-        ([policy(0, priority=1), policy()], []),
-        ([policy(protocol=6, port=80)], []),
-        ([policy(device=3)], [paths.FROM_CONTAINERS]),
-        ([policy(device=4)], []),
-        (
-            [policy(source=ip_network("10.6.0.0/24"), destination=ip_network("10.5.0.0/16"))],
-            [paths.TO_CONTAINERS],
-        ),
-        ([policy(**TUNNEL)], ["UDP 8472 to its peers"]),
-        ([policy(**TUNNEL, port=8472, protocol=17)], ["UDP 8472 to its peers"]),
-        ([policy(**TUNNEL, port=8472, protocol=6)], []),
-    ],
+    ("backend", "packets"), [("ipsec", set()), ("vxlan", {"UDP 8472 from its peers", paths.FROM_CONTAINERS})]
 )
-def test_policy_of_xfrm_blocks_what_no_policy_before_it_is_about(
-    policies: list[SeenPolicy], packets: list[str]
+def test_guards_of_ipsec_and_policies_for_its_own_packets_are_no_fault(
+    backend: str, packets: set[str]
 ) -> None:
-    told = status_of(document(1))
-    found = blocked(told, policies, paths.flows(told, chosen_of(told), {4: "cni0"}), {3: "flannel.1"})
-    assert [each.packets for each in found] == packets
-
-
-def test_guards_of_ipsec_and_policies_for_its_own_packets_are_no_fault() -> None:
-    told = encrypted("ipsec", session())
-    peer: dict[str, Any] = {"source": ip_network("0.0.0.0/0"), "destination": ip_network("198.18.0.0/16")}
-    policies = [policy(**peer), policy(priority=0xFFFF_FFFF)]
-    packets = list(paths.flows(told, chosen_of(told), {4: "cni0"}))
-    assert {each.name for each in packets} > {"UDP 500 to its peers", paths.FROM_CONTAINERS}
-    assert list(blocked(told, policies, packets, {})) == []
+    network, everything = IPv4Network("10.0.0.0/8"), IPv4Network("0.0.0.0/0")
+    block = XfrmPolicy(Direction.IN, everything, IPv4Network("192.0.2.1/32"), 0, action=Action.BLOCK)
+    recorded = map(pack_policy, (*guards(network, None), block))
+    found = dropped_by_policies(encrypted(backend, session()), *recorded)
+    assert {name for _, name, _ in found} == packets
 
 
 # ---- encrypted networks --------------------------------------------------------------------------

@@ -60,13 +60,15 @@ def test_packed_value_is_read_back(policy: XfrmPolicy) -> None:
     assert decode(xfrm_table.pack_policy(policy)) == policy
 
 
-def test_policies_of_all_programs_are_read_but_for_marks_and_ports_of_senders() -> None:
-    found = filter(None, (xfrm_table.decode_any(each, 0, len(each)) for each in RECORDED))
-    assert [(str(each), each.priority, each.index, each.device) for each in found] == [
-        ("src fc00:5::/48 dst fc00:5::/48 dir out action block", 0, 25, 1),
-        ("src 198.18.0.2/32 dst 0.0.0.0/0 proto 17 dir in action allow", 8, 16, 0),
-        ("src 198.18.0.2/32 dst 0.0.0.0/0 proto 17 dport 8472 dir in action block", 7, 8, 0),
-        ("src 10.5.0.0/16 dst 10.6.0.0/16 dir fwd action block", 0, 2, 0),
+def test_policies_of_all_programs_are_read_as_rules() -> None:
+    found = filter(None, (xfrm_table.decode_rule(each, 0, len(each)) for each in RECORDED))
+    assert [(family, priority, rule.text) for family, _, priority, rule in found] == [
+        (4, 0, "src 10.5.0.0/16 dst 10.7.0.0/16 proto tcp sport 80 action block index 41 dir out"),
+        (4, 0, "src 10.5.0.0/16 dst 10.6.0.0/16 action block index 33 dir out"),
+        (6, 0, "src fc00:5::/48 dst fc00:5::/48 action block index 25 dir out"),
+        (4, 8, "src 198.18.0.2/32 dst 0.0.0.0/0 proto udp action allow index 16 dir in"),
+        (4, 7, "src 198.18.0.2/32 dst 0.0.0.0/0 proto udp dport 8472 action block index 8 dir in"),
+        (4, 0, "src 10.5.0.0/16 dst 10.6.0.0/16 action block index 2 dir fwd"),
     ]
 
 
@@ -90,7 +92,7 @@ def test_no_tampered_dump_is_more_than_malformed(data: bytes) -> None:
         policy = decode(data)
         assert policy is None or policy.source.version == 4
     with suppress(MalformedNetlink):
-        xfrm_table.decode_any(data, 0, len(data))
+        xfrm_table.decode_rule(data, 0, len(data))
 
 
 @pytest.mark.parametrize("kind", [16, 21, 31], ids=["type", "mark", "interface"])
