@@ -75,7 +75,7 @@ _OF_ONE_PEER, _OF_SILENCE = (
 )
 #: By a rule of the cluster, checks of this host that see the same on all nodes.
 _SEEN_FROM_HERE = {
-    "shared MACs": {"contested", "cloned mac"},
+    "shared MACs": {"contested"},
     "shared public IPs": {"public ip"},
     "unusable leases": {"contested", "refusals", "unsafe leases", "former subnet"},
 }

@@ -73,19 +73,13 @@ class Drop(Struct, frozen=True, gc=False):
         return f"{self.verb} {self.flow}: {self.rule or 'its policy'}{unless}"
 
 
-def drops_towards(
-    told: Status, devices: Mapping[Family, str], bases: Bases
-) -> Callable[[IPAddress], list[Drop]]:
-    """Return a function for what is dropped here of the packets from and to the peer with an address.
+def drops_towards(target: IPAddress, told: Status, devices: Mapping[Family, str], bases: Bases) -> list[Drop]:
+    """Return what is dropped here of the packets from and to the peer with an address.
 
     ``devices`` are those of containers.
     """
-
-    def towards(target: IPAddress) -> list[Drop]:
-        peers = [each for each in reached_peers(told) if any(target in net for net in each.networks)]
-        return _drops(told, bases(), devices, list(map(parsed, peers))) if peers else []
-
-    return towards
+    peers = [each for each in reached_peers(told) if any(target in net for net in each.networks)]
+    return _drops(told, bases(), devices, list(map(parsed, peers))) if peers else []
 
 
 def masquerading_rules(told: Status) -> Callable[[Family], Sequence[Rule] | None]:

@@ -170,14 +170,13 @@ def examine(source: DataSource, wanted: Wanted, tell: Callable[[str], None]) -> 
     sizes = paths(peers, status, path_mtus, container) if has_sizes else []
     devices = container_devices(status, host_addresses())
     bases, port = bases_of(status), port_of(source)
-    drops = drops_towards(status, devices, bases)
     is_mute = False
     for peer in peers:
         found = list(Walk(peer, status, port, wanted.count, tell).stages(container))
         through = [each for each in sizes if each.peer == peer.subnets[0]]
         here = [
             Result("filter", peer.place, each.state, f"{each.chain} of this node", each.note)
-            for each in drops(peer.networks[0].network_address)
+            for each in drops_towards(peer.networks[0].network_address, status, devices, bases)
         ] + [
             Result("lookup", peer.place, State.PROBLEM, each.packets, each.note)
             for each in lost_packets(status, names(), devices, bases, [parsed(peer)])

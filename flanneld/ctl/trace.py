@@ -71,7 +71,7 @@ def examine(target: IPAddress, told: Status, sender: IPAddress | None) -> list[H
     peers = [parsed(each) for each in reached_peers(told) if _subnet_with(target, each.networks)]
     bases = bases_of(told)
     lost = lost_packets(told, names, devices, bases, peers) if peers else []
-    drops = drops_towards(told, devices, bases)(target)
+    drops = drops_towards(target, told, devices, bases)
     hops = trace(target, told, found, route_lookup(), drops, masquerading_rules(told), lost)
     if peers and does_not_forward(target):
         first.append(Hop("forwarding", "off", State.PROBLEM, "this node passes no packet of a container on"))

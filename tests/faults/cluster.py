@@ -126,7 +126,7 @@ FAULTS = {
         advice=NEW_MAC,
     ),
     "lease with our MAC": Fault(
-        "cloned mac",
+        "contested",
         "10.5.203.0/24 (198.18.0.203) shares the MAC of our own device",
         (lease(OTHER, "198.18.0.203", "{own_mac}"),),
         cuts=False,

@@ -275,7 +275,7 @@ FAULTS = {
         after=flushed("filter", "INPUT"),
     ),
     "FORWARD policy": Fault(
-        "dropping",
+        "filters",
         "chain FORWARD of table ip filter",
         ("iptables-nft -P FORWARD DROP",),
         NO_RULES,
@@ -283,7 +283,7 @@ FAULTS = {
         peer_blind=BEHIND,
     ),
     "FORWARD policy, legacy": Fault(
-        "dropping",
+        "filters",
         "(legacy)",
         ("iptables-legacy -P FORWARD DROP",),
         NO_RULES,
@@ -291,7 +291,7 @@ FAULTS = {
         peer_blind=BEHIND,
     ),
     "FORWARD policy, IPv6": Fault(
-        "dropping",
+        "filters",
         "table ip6 filter",
         ("ip6tables-nft -P FORWARD DROP",),
         NO_RULES_DUAL,
@@ -299,15 +299,15 @@ FAULTS = {
         peer_blind=BEHIND,
     ),
     "FORWARD refuses all": Fault(
-        "dropping",
-        "its last rule is to drop",
+        "filters",
+        "-A FORWARD -j REJECT",
         ("iptables-nft -I FORWARD -j REJECT",),
         NO_RULES,
         after=flushed("filter", "FORWARD"),
         peer_blind=BEHIND,
     ),
     "nftables forward policy": Fault(
-        "dropping",
+        "filters",
         "table inet wall",
         chain("forward", "drop"),
         NO_RULES,
@@ -315,7 +315,7 @@ FAULTS = {
         peer_blind=BEHIND,
     ),
     "nftables forward policy beside tables of our own": Fault(
-        "dropping",
+        "filters",
         "table inet wall",
         chain("forward", "drop"),
         NATIVE,

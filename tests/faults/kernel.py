@@ -174,13 +174,13 @@ FAULTS = {
         peer_blind=BEHIND,
     ),
     "strict reverse path filter, answers leave by another interface": Fault(
-        "strict filter",
+        "lookups",
         "the reverse path filter of eth0 drops packets from other nodes",
         (*SECOND, "sysctl -w net.ipv4.conf.eth0.rp_filter=1"),
         after=NO_SECOND,
     ),
     "strict reverse path filter for all, answers leave by another interface": Fault(
-        "strict filter",
+        "lookups",
         "the reverse path filter of eth0",
         (*SECOND, "sysctl -w net.ipv4.conf.all.rp_filter=1"),
         after=("sysctl -w net.ipv4.conf.all.rp_filter=0", *NO_SECOND),

@@ -347,7 +347,7 @@ def test_doctor_finds_host_problems_while_the_daemon_runs(lab: Lab) -> None:
     lab.etcd.put_lease("10.5.253.0/24", lease("198.18.0.99", "02:00:00:00:00:02"))
     node.wait_for_route("10.5.253.0/24")
     found = findings(node)
-    expected = {"forwarding", "dropping", "containers", "bridge subnet", "public ip"}
+    expected = {"forwarding", "filters", "containers", "bridge subnet", "public ip"}
     assert expected <= found.keys(), found
     assert flannelctl(node, "doctor").returncode == 1
 

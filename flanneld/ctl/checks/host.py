@@ -41,21 +41,6 @@ def forwarding(facts: Facts) -> Iterator[Finding]:
     yield from facts.of_topic(Topic.FORWARDING)
 
 
-@check("E", "dropping", "no chain drops the network's packets")
-def dropping(facts: Facts) -> Iterator[Finding]:
-    for each in (drop for drop in facts.filtered if drop.drops_the_rest):
-        what = f"last rule is to drop: {each.rule}" if each.rule else "policy is to drop"
-        doubt = f"; whether this rule accepts it cannot be told: {each.doubt}" if each.doubt else ""
-        yield Finding(
-            f"the {each.chain} drops the network's packets",
-            f"its {what}, and no rule is seen that accepts the network{doubt}",
-            "packets of containers end at this host, whatever another table accepts",
-            Advice(line(each.commands)) if each.needs_decision else Fix(each.commands),
-            about=each.chain,
-            severity=Severity.HINT if doubt else Severity.PROBLEM,
-        )
-
-
 @check("E", "rules", "the daemon's own rules are in place")
 def rules(facts: Facts) -> Iterator[Finding]:
     firewall = known(facts.status.firewall)

@@ -217,18 +217,20 @@ def mac(facts: Facts) -> Iterator[Finding]:
             )
 
 
-@check("D", "contested", "no two peers claim one object")
+@check("D", "contested", "no two nodes claim one object, as this one's MAC")
 def contested(facts: Facts) -> Iterator[Finding]:
     told: set[str] = set()
     places = {net: peer.place for peer in facts.peers for net in peer.subnets}
     for peer in facts.peers:
-        others = [each for each in peer.conflicts if each not in told]
+        others = [places.get(each, each) for each in peer.conflicts if each not in told]
+        if not facts.own_macs.isdisjoint(mac.lower() for mac in peer.macs):
+            others.append("our own device")
         if others:
             told.add(peer.name)
             has_key = peer.backend == "wireguard"
             what = "key" if has_key else "MAC"
             yield Finding(
-                f"{peer.place} shares the {what} of {', '.join(places.get(each, each) for each in others)}",
+                f"{peer.place} shares the {what} of {', '.join(others)}",
                 f"public IP {', '.join(peer.public_ips)}",
                 f"one of both is not reached: cloned machines have one {what}",
                 Advice(
@@ -236,20 +238,6 @@ def contested(facts: Facts) -> Iterator[Finding]:
                     + ("remove the key file" if has_key else NEW_MAC)
                     + ", start flanneld"
                 ),
-            )
-
-
-@check("D", "cloned mac", "no peer has the MAC of our device")
-def cloned_mac(facts: Facts) -> Iterator[Finding]:
-    own = facts.own_macs
-    for peer in facts.peers if own else ():
-        shared = sorted(own & {mac.lower() for mac in peer.macs})
-        if shared:
-            yield Finding(
-                f"{peer.place} shares the MAC of our own device",
-                f"{', '.join(shared)}, at public IP {', '.join(peer.public_ips)}",
-                "other nodes reach only one of both: cloned machines have one MAC",
-                Advice(f"on the clone: stop flanneld, {NEW_MAC}, start flanneld"),
             )
 
 

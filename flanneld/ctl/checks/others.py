@@ -43,8 +43,8 @@ class CniFile(Struct, frozen=True, gc=False):
 @check("E", "filters", "no rule drops or redirects packets between the nodes or between containers")
 def filters(facts: Facts) -> Iterator[Finding]:
     is_lossy = any(path.carried != path.required for path in facts.paths)
-    for each in (drop for drop in facts.filtered if not drop.drops_the_rest):
-        if (each.doubt or each.flow == DISCOVERY) and not is_lossy:
+    for each in facts.filtered:
+        if ((each.doubt and not each.drops_the_rest) or each.flow == DISCOVERY) and not is_lossy:
             continue  # a rule that cannot be evaluated accepts the packets, or no peer is a neighbour
         evidence = each.rule or "no rule accepts them, and the chain's policy is to drop"
         doubt = f"; whether this rule is about them cannot be told: {each.doubt}" if each.doubt else ""
@@ -99,11 +99,14 @@ def traffic_control(facts: Facts) -> Iterator[Finding]:
 
 @check("B", "lookups", "packets of the network take their way through this host")
 def misrouted(facts: Facts) -> Iterator[Finding]:
+    is_known = any(facts.of_topic(Topic.REVERSE_PATH))
     for each in facts.lost:
         if each.cause == "rule":
             problem = f"the policy rule {each.about} diverts {each.packets}"
         elif each.cause == "no rule":
             problem = f"no policy rule leads {each.packets} to {each.about}"
+        elif each.cause == "filter" and not is_known:
+            problem = f"the reverse path filter of {each.about} drops {each.packets}"
         elif each.cause == "arp":
             problem = f"{each.about} answers no ARP request"
         elif each.cause == "forwarding":
@@ -132,7 +135,8 @@ def _is_missing(facts: Facts, lost: Lost) -> bool:
 
 def _way_out(lost: Lost, facts: Facts) -> str:
     if lost.cause == "rule":
-        return f"give the rule conditions that spare the nodes' addresses, or {_removal(lost)}"
+        removal = f"ip rule del priority {lost.about.partition(':')[0]}"
+        return f"give the rule conditions that spare the nodes' addresses, or remove it: {removal}"
     if lost.removal or lost.packets != TO_CONTAINERS:
         text = f"ip route del {lost.removal}" if lost.removal else f"`ip route get {lost.about}` shows it"
         return f"remove the route that leads astray, if nobody needs it: {text}"
@@ -211,24 +215,6 @@ def duplicate_addresses(facts: Facts) -> Iterator[Finding]:
             about=str(address),
             severity=Severity.PROBLEM if name else Severity.HINT,
         )
-
-
-def _removal(lost: Lost) -> str:
-    return f"remove it: ip rule del priority {lost.about.partition(':')[0]}"
-
-
-@check("J", "strict filter", "the reverse path filter passes packets of the network")
-def strict_filter(facts: Facts) -> Iterator[Finding]:
-    known = any(facts.of_topic(Topic.REVERSE_PATH))
-    for each in facts.lost:
-        if each.cause == "filter" and not known:
-            yield Finding(
-                f"the reverse path filter of {each.about} drops {each.packets}",
-                each.evidence,
-                "a strict filter drops a packet if the answer would leave by another interface",
-                Fix(each.commands),
-                about=each.about,
-            )
 
 
 #: Plug-ins that delegate to the one with the next config.

@@ -224,8 +224,7 @@ CASES: dict[str, list[Facts]] = {
     ],
     "removal_guard": [told(lambda d: d.update(removal_guard={"holds": True}))],
     "mac": [with_links(link("eth0"), flannel(mac="02:00:00:00:00:99"))],
-    "contested": [peer(conflicts=["10.5.3.0/24"], state="contested")],
-    "cloned mac": [peer(macs=[MAC.upper()])],
+    "contested": [peer(conflicts=["10.5.3.0/24"], state="contested"), peer(macs=[MAC.upper()])],
     "left devices": [
         replace(
             with_links(link("eth0"), flannel(), replace(flannel(), name="flannel.7")),
@@ -242,23 +241,6 @@ CASES: dict[str, list[Facts]] = {
     ],
     "probes": [peer(probe={"target": "10.5.2.0", "time": NOW, "rtt": None})],
     "forwarding": [of_host("net/ipv4/ip_forward", 0)],
-    "dropping": [
-        replace(
-            WELL, filtered=(Drop("chain FORWARD of table filter", "TCP", "", ACCEPT, drops_the_rest=True),)
-        ),
-        replace(
-            WELL,
-            filtered=(
-                Drop("chain x of table inet y", "TCP", "drop # handle 3", ACCEPT, drops_the_rest=True),
-            ),
-        ),
-        replace(
-            WELL,
-            filtered=(
-                Drop("chain x of firewalld", "TCP", "", ACCEPT, needs_decision=True, drops_the_rest=True),
-            ),
-        ),
-    ],
     "left rules": [replace(WELL, left_rules=(LeftRules(("iptables-legacy: nat FLANNEL-POSTRTG",), ACCEPT),))],
     "cni": [
         replace(WELL, cni=(CALICO, FLANNEL)),
@@ -368,20 +350,39 @@ CASES: dict[str, list[Facts]] = {
         for hangs in (False, True)
     ],
     "filters": [
-        replace(WELL, filtered=(Drop("chain INPUT of table ip filter", "UDP 8472", rule, ACCEPT, firewalld),))
-        for rule in ("-A INPUT -j DROP", "")
-        for firewalld in (False, True)
+        *(
+            replace(
+                WELL, filtered=(Drop("chain INPUT of table ip filter", "UDP 8472", rule, ACCEPT, firewalld),)
+            )
+            for rule in ("-A INPUT -j DROP", "")
+            for firewalld in (False, True)
+        ),
+        replace(
+            WELL, filtered=(Drop("chain FORWARD of table filter", "TCP", "", ACCEPT, drops_the_rest=True),)
+        ),
+        replace(
+            WELL,
+            filtered=(
+                Drop("chain x of table inet y", "TCP", "drop # handle 3", ACCEPT, drops_the_rest=True),
+            ),
+        ),
+        replace(
+            WELL,
+            filtered=(
+                Drop("chain x of firewalld", "TCP", "", ACCEPT, needs_decision=True, drops_the_rest=True),
+            ),
+        ),
     ],
     "lookups": [
         lost("rule", "100: from all blackhole", ACCEPT),
         lost("rule", "100: from all blackhole"),
         lost("no rule", "the main table", ACCEPT),
+        lost("filter", "eth0", ACCEPT),
         lost("forwarding", "cni0", ACCEPT),
         lost("route", "192.0.2.2"),
         replace(WELL, lost=(Lost(TO_CONTAINERS, "route", "", "no route", removal="blackhole 10.5.1.0/25"),)),
         replace(WELL, lost=(Lost(TO_CONTAINERS, "route", "", "no route"),)),
     ],
-    "strict filter": [lost("filter", "eth0", ACCEPT)],
     "uplink choice": [lost("uplink", "eth1")],
     "pinned neighbours": [
         replace(WELL, pinned=(Neighbor("eth0", ip_address("192.0.2.2"), MAC),)),
@@ -744,7 +745,7 @@ def test_an_address_of_our_subnet_that_leads_to_no_container_limits_no_mtu() -> 
     assert examine(replace(WELL, links=(*WELL.links, link("lo", 65536)), addresses=addresses)) == []
 
 
-@pytest.mark.parametrize("name", ["dropping", "probes", "port", "forwarding", "reverse path", "uplink"])
+@pytest.mark.parametrize("name", ["filters", "probes", "port", "forwarding", "reverse path", "uplink"])
 def test_whatever_loses_packets_is_a_problem(name: str) -> None:
     for facts in CASES[name]:
         found = [finding.severity for check, finding in examine(facts) if check.name == name]
