@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from flanneld.backends.cloud.backend import CloudFactory
-from flanneld.backends.cloud.calls import SdkCloud
+from flanneld.backends.cloud.calls import BATCH, Metadata, SdkCloud, batches, by_token
 from flanneld.backends.cloud.contract import (
     ApiCall,
     CloudError,
@@ -27,9 +27,7 @@ from flanneld.backends.cloud.contract import (
     Health,
     missing_extra,
 )
-from flanneld.backends.cloud.metadata import Metadata
 from flanneld.backends.cloud.options import ACCESS_KEY, API, INSTANCE_API, METADATA_API, TABLES, access_keys
-from flanneld.backends.cloud.paging import BATCH, batches, by_token
 from flanneld.backends.contract import HostServices
 from flanneld.compat.json import Fields
 

@@ -15,7 +15,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from flanneld.backends.cloud.backend import CloudFactory
-from flanneld.backends.cloud.calls import SdkCloud
+from flanneld.backends.cloud.calls import Metadata, MetadataSession, SdkCloud
 from flanneld.backends.cloud.contract import (
     ApiCall,
     CloudError,
@@ -27,7 +27,6 @@ from flanneld.backends.cloud.contract import (
     check_scope,
     missing_extra,
 )
-from flanneld.backends.cloud.metadata import Metadata, MetadataSession
 from flanneld.backends.cloud.options import API, TABLES
 from flanneld.backends.contract import HostServices
 from flanneld.compat.json import Fields

@@ -14,7 +14,7 @@ from ipaddress import IPv4Address, IPv4Network
 from typing import Any
 
 from flanneld.backends.cloud.backend import CloudFactory
-from flanneld.backends.cloud.calls import SdkCloud
+from flanneld.backends.cloud.calls import Metadata, SdkCloud, by_token
 from flanneld.backends.cloud.contract import (
     ApiCall,
     CloudError,
@@ -25,9 +25,7 @@ from flanneld.backends.cloud.contract import (
     Health,
     missing_extra,
 )
-from flanneld.backends.cloud.metadata import Metadata
 from flanneld.backends.cloud.options import API
-from flanneld.backends.cloud.paging import by_token
 from flanneld.backends.contract import HostServices
 from flanneld.compat.json import Fields
 

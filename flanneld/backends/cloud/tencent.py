@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from flanneld.backends.cloud.backend import CloudFactory
-from flanneld.backends.cloud.calls import SdkCloud
+from flanneld.backends.cloud.calls import Metadata, SdkCloud, batches, by_offset
 from flanneld.backends.cloud.contract import (
     ApiCall,
     CloudError,
@@ -26,9 +26,7 @@ from flanneld.backends.cloud.contract import (
     check_scope,
     missing_extra,
 )
-from flanneld.backends.cloud.metadata import Metadata
 from flanneld.backends.cloud.options import ACCESS_KEY, API, METADATA_API, TABLES, access_keys
-from flanneld.backends.cloud.paging import batches, by_offset
 from flanneld.backends.contract import HostServices
 from flanneld.compat.json import Fields
 

@@ -7,25 +7,12 @@ import posixpath
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from ipaddress import IPv4Network
 
 from msgspec.structs import replace
 
 from flanneld.config import Config
 from flanneld.errors import Cancelled, Refused, Retryable
-from flanneld.model import (
-    FAMILIES,
-    IPAddress,
-    Lease,
-    LeaseAttrs,
-    LeaseKey,
-    is_a_hosts,
-    is_same_node,
-    lies_in,
-    name_of,
-    overlap,
-    single,
-)
+from flanneld.model import IPAddress, Lease, LeaseAttrs, LeaseKey, is_same_node, name_of, single
 from flanneld.runtime import clock
 from flanneld.subnet.codec import format_attrs, format_key, parse_attrs
 from flanneld.subnet.embedded.store import PREFIX, EmbeddedClient, KeyStore
@@ -37,7 +24,14 @@ from flanneld.subnet.etcd.store import SUBNET_TTL, TRIES, EtcdStore
 from flanneld.subnet.etcd.transport import EtcdTimeouts, Transport
 from flanneld.subnet.remote.change_log import ChangeLog, expires_ns
 from flanneld.subnet.remote.credentials import ADMINISTRATOR, ANOTHER, Caller, Denied
-from flanneld.subnet.remote.wire import Acquisition, Reservation, WireLease
+from flanneld.subnet.remote.wire import (
+    Acquisition,
+    Reservation,
+    WireLease,
+    check_address,
+    check_claim,
+    check_fits,
+)
 from flanneld.subnet.store import LocalFacts
 
 #: Name of the network that lies directly under the prefix.
@@ -172,7 +166,7 @@ class LeaseStore:
         with self._asking(caller):
             manager = self._manager(network)
             try:
-                _check_address(wanted.attrs)
+                check_address(wanted.attrs)
             except Refused:
                 leases = manager.listing(fresh=True).leases.values()
                 if all(each.attrs != wanted.attrs for each in leases):
@@ -236,7 +230,7 @@ class LeaseStore:
             is_changed = found is None or found.attrs != wanted.attrs
             self._check_owner(network, wanted.key, caller, is_changed=is_changed)
             if is_changed:
-                _check_claim(self._config(network), wanted, named)
+                check_claim(self._config(network), wanted, named)
             manager.forget()
             asof = found.asof if found is not None and found.attrs == former else 0
             lease = Lease(wanted.attrs, *wanted.key, expires=clock.now(), asof=asof)
@@ -284,10 +278,10 @@ class LeaseStore:
         """
         with self._asking(caller) as client:
             self._check_owner(network, (wanted.subnet, None), caller)
-            _check_fits(self._config(network), wanted.subnet)
+            check_fits(self._config(network), wanted.subnet)
             found = self._found(network, (wanted.subnet, None))
             if found is None or found.attrs.public_ip != wanted.public_ip:
-                _check_address(LeaseAttrs(wanted.public_ip))
+                check_address(LeaseAttrs(wanted.public_ip))
             path = self._path(network, (wanted.subnet, None))
             for _ in range(TRIES):
                 try:
@@ -475,31 +469,3 @@ def _wire(lease: Lease) -> WireLease:
 def _check_known(attrs: LeaseAttrs, is_known: bool) -> None:
     if not is_known:
         raise Denied(f"the token has ended, and node {node_address(attrs)} has no lease here", ANOTHER)
-
-
-def _check_claim(config: Config, wanted: WireLease, named: LeaseKey) -> None:
-    """Raise ``Refused`` for a lease that no node would follow, or that the request's path does not name."""
-    if named != wanted.key:
-        names = f"the body is of the lease {name_of(wanted.key)}, the path of {name_of(named) or 'none'}"
-        raise Refused(names, "make them equal")
-    remedy = "restart flanneld on its node"
-    for pool, net in zip(map(config.range, FAMILIES), wanted.key, strict=True):
-        if net is not None and (pool is None or not lies_in(net, pool.network)):
-            raise Refused(f"the subnet {net} is outside the network", remedy)
-        if net is not None and pool is not None and net.prefixlen != pool.subnet_len:
-            raise Refused(f"the subnet {net} is no /{pool.subnet_len}", remedy)
-    _check_address(wanted.attrs)
-
-
-def _check_address(attrs: LeaseAttrs) -> None:
-    for public_ip in attrs.public_ips:
-        if not is_a_hosts(public_ip):
-            raise Refused(f"the public IP {public_ip} is no host's", "correct -public-ip on its node")
-
-
-def _check_fits(config: Config, subnet: IPv4Network) -> None:
-    pool = config.range(4)
-    if pool is None or subnet.prefixlen != pool.subnet_len:
-        raise Retryable("reservation subnet has mask incompatible with network config")
-    if not overlap(subnet, pool.network):
-        raise Retryable("reservation subnet is outside of flannel network")

@@ -1,7 +1,7 @@
-"""JSON of v0.6.2's REST API: leases, configs, reservations and what a watch answers (pure).
+"""JSON of v0.6.2's REST API, and the leases that a server refuses (pure).
 
-Additions to v0.6.2 are IPv6, two keys of a request, and a lease's index. They are left out if unused or not
-requested: then each byte is as Go flannel writes it.
+The JSON is of leases, configs, reservations and changes. Additions to v0.6.2 are IPv6, two keys of a request,
+and a lease's index. They are left out if unused or not requested: then each byte is as Go flannel writes it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from msgspec import Struct
 from flanneld.compat import json as gojson
 from flanneld.compat.json import Fields, GoJsonError
 from flanneld.config import Config
-from flanneld.errors import Refused
-from flanneld.model import LeaseAttrs, LeaseKey
+from flanneld.errors import Refused, Retryable
+from flanneld.model import FAMILIES, LeaseAttrs, LeaseKey, is_a_hosts, lies_in, name_of, overlap
 from flanneld.subnet.codec import format_attrs, format_key, parse_attrs, parse_key
 
 #: Request header that asks for the index of each lease. Go flannel ignores it.
@@ -301,3 +301,36 @@ def _parse_time(text: str) -> int | None:
         return int(when.timestamp()) * _NANO + int((fraction or "0").ljust(9, "0"))
     except (ValueError, OverflowError):
         raise GoJsonError(f"{text} is no time") from None
+
+
+# ---- what a server refuses --------------------------------------------------------------------------
+
+
+def check_claim(config: Config, wanted: WireLease, named: LeaseKey) -> None:
+    """Raise ``Refused`` for a lease that no node would follow, or that the request's path does not name."""
+    if named != wanted.key:
+        names = f"the body is of the lease {name_of(wanted.key)}, the path of {name_of(named) or 'none'}"
+        raise Refused(names, "make them equal")
+    remedy = "restart flanneld on its node"
+    for pool, net in zip(map(config.range, FAMILIES), wanted.key, strict=True):
+        if net is not None and (pool is None or not lies_in(net, pool.network)):
+            raise Refused(f"the subnet {net} is outside the network", remedy)
+        if net is not None and pool is not None and net.prefixlen != pool.subnet_len:
+            raise Refused(f"the subnet {net} is no /{pool.subnet_len}", remedy)
+    check_address(wanted.attrs)
+
+
+def check_address(attrs: LeaseAttrs) -> None:
+    """Raise ``Refused`` for a public IP that no host can have."""
+    for public_ip in attrs.public_ips:
+        if not is_a_hosts(public_ip):
+            raise Refused(f"the public IP {public_ip} is no host's", "correct -public-ip on its node")
+
+
+def check_fits(config: Config, subnet: IPv4Network) -> None:
+    """Raise ``Retryable``, in the words of v0.6.2, for a reservation that the network cannot hold."""
+    pool = config.range(4)
+    if pool is None or subnet.prefixlen != pool.subnet_len:
+        raise Retryable("reservation subnet has mask incompatible with network config")
+    if not overlap(subnet, pool.network):
+        raise Retryable("reservation subnet is outside of flannel network")

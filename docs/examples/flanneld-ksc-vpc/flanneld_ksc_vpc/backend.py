@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 from flanneld.backends.cloud.backend import CloudFactory
+from flanneld.backends.cloud.calls import Metadata, by_token
 from flanneld.backends.cloud.contract import (
     ApiCall,
     Cloud,
@@ -25,9 +26,7 @@ from flanneld.backends.cloud.contract import (
     CloudTerms,
     ErrorKind,
 )
-from flanneld.backends.cloud.metadata import Metadata
 from flanneld.backends.cloud.options import ENDPOINT, METADATA, endpoint
-from flanneld.backends.cloud.paging import by_token
 from flanneld.backends.contract import HostServices
 from flanneld.compat.json import Fields
 from flanneld.errors import Fatal, Retryable
