@@ -40,11 +40,11 @@ from flanneld.errors import Retryable
 from flanneld.findings import Command, Finding, Fix, Severity
 from flanneld.model import FAMILIES
 from flanneld.network import host_settings, interfaces, processes, survey
-from flanneld.network.firewall.edits import RuleOwnership
 from flanneld.network.firewall.foreign import has_firewalld
 from flanneld.network.firewall.netlink import has_guard
 from flanneld.network.firewall.placing import PLACES, commands_of, stale_rules
 from flanneld.network.firewall.placing import described as as_text
+from flanneld.network.firewall.rules import RuleOwnership
 from flanneld.network.host import HostView
 from flanneld.network.host_settings import WrongSetting
 from flanneld.network.rtnetlink import devices, links, traffic_control

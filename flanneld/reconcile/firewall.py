@@ -24,12 +24,11 @@ from flanneld.findings import line
 from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork, LeaseKey
 from flanneld.network.firewall import placing
 from flanneld.network.firewall.driver import Driver, IptablesRunner, Unavailable, carry_out
-from flanneld.network.firewall.edits import RuleOwnership, claim
 from flanneld.network.firewall.foreign import forward_drops, of_network
 from flanneld.network.firewall.iptables import PythonIptables
 from flanneld.network.firewall.netlink import has_guard
 from flanneld.network.firewall.placing import PLACES, FlavourOption, RulePlace, described, driver, stale_rules
-from flanneld.network.firewall.rules import Nets, Purpose, Rules, Style, desired_rules
+from flanneld.network.firewall.rules import Nets, Purpose, RuleOwnership, Rules, Style, claim, desired_rules
 from flanneld.network.firewall.tables import RuleSet, RulesTable
 from flanneld.options import Options
 from flanneld.reconcile.reconciler import desired_by_table

@@ -10,7 +10,7 @@ from flanneld.options import Options
 from flanneld.subnet.store import Store
 
 if TYPE_CHECKING:
-    from flanneld.runtime.sockets.tls import TlsFiles
+    from flanneld.runtime.sockets.http_connection import TlsFiles
     from flanneld.subnet.etcd.endpoints import EtcdOptions
     from flanneld.subnet.remote.store import RemoteOptions
 
@@ -74,6 +74,6 @@ def remote_options(options: Options, network: str = "") -> RemoteOptions:
 
 def remote_tls(options: Options) -> TlsFiles:
     """Return the TLS files of a flannel server, or of its client."""
-    from flanneld.runtime.sockets.tls import TlsFiles
+    from flanneld.runtime.sockets.http_connection import TlsFiles
 
     return TlsFiles(options.remote_certfile, options.remote_keyfile, options.remote_cafile)

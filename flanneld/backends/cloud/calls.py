@@ -1,4 +1,4 @@
-"""Calls of a cloud's API, by its own blocking SDK: their pace, malformed answers and pages; its metadata service."""
+"""Calls of a cloud's API by its own blocking SDK, pages and malformed answers; and its metadata service."""
 
 from __future__ import annotations
 

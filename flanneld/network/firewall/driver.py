@@ -10,8 +10,7 @@ from typing import Protocol
 from flanneld.compat.flags import quoted
 from flanneld.compat.glog import V
 from flanneld.errors import Retryable
-from flanneld.network.firewall.edits import Edit
-from flanneld.network.firewall.rules import Rules
+from flanneld.network.firewall.rules import Edit, Rules
 from flanneld.runtime.command import LONGEST_OUTPUT, TIME_LIMIT, CommandRunner, NotStarted, find
 
 log = logging.getLogger(__name__)

@@ -25,10 +25,9 @@ from flanneld.errors import Retryable, cause_of, install_command
 from flanneld.model import Family
 from flanneld.network.firewall import iptables_text, xtables
 from flanneld.network.firewall.driver import IptablesFailed, IptablesRunner, Rejected, Unavailable
-from flanneld.network.firewall.edits import Edit
 from flanneld.network.firewall.fate import ALL_BITS, Rule, Test
 from flanneld.network.firewall.netlink import Netfilter
-from flanneld.network.firewall.rules import IPTABLES_CHAINS, JUMPS, TRIALS, Rules
+from flanneld.network.firewall.rules import IPTABLES_CHAINS, JUMPS, TRIALS, Edit, Rules
 from flanneld.runtime import waits
 
 log = logging.getLogger(__name__)

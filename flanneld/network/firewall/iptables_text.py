@@ -10,7 +10,6 @@ from itertools import takewhile
 from msgspec.structs import replace
 
 from flanneld.model import IPNetwork
-from flanneld.network.firewall.edits import Edit
 from flanneld.network.firewall.fate import (
     ALL_BITS,
     MARK,
@@ -26,6 +25,7 @@ from flanneld.network.firewall.fate import (
     icmp_name,
     protocol_name,
 )
+from flanneld.network.firewall.rules import Edit
 
 #: Options that are parsed: the property of a packet that each is about.
 _FIELDS = {

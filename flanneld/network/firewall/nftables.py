@@ -15,7 +15,6 @@ from msgspec import Struct, ValidationError, convert
 from flanneld.errors import install_command
 from flanneld.model import Family, IPNetwork
 from flanneld.network.firewall.driver import Rejected, Unavailable
-from flanneld.network.firewall.edits import Edit
 from flanneld.network.firewall.fate import UNKNOWN, Rule, Test
 from flanneld.network.firewall.nft_json import VERDICTS, JsonCommand, ListedRule, understood
 from flanneld.network.firewall.rules import (
@@ -24,6 +23,7 @@ from flanneld.network.firewall.rules import (
     NATIVE_TABLE,
     NFT_FAMILY,
     Chain,
+    Edit,
     Rules,
 )
 

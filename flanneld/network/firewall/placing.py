@@ -21,7 +21,6 @@ from flanneld.findings import Command, command
 from flanneld.model import Family
 from flanneld.network.firewall import xtables
 from flanneld.network.firewall.driver import Driver, IptablesFailed, IptablesRunner, Unavailable
-from flanneld.network.firewall.edits import Edit, RuleOwnership, edits_for
 from flanneld.network.firewall.iptables import Flavour, Restore, program
 from flanneld.network.firewall.iptables_text import rule_text, rule_words
 from flanneld.network.firewall.netlink import Netfilter, NoNetfilter
@@ -33,7 +32,10 @@ from flanneld.network.firewall.rules import (
     NFT_FAMILY,
     TRIALS,
     Chain,
+    Edit,
+    RuleOwnership,
     Rules,
+    edits_for,
 )
 from flanneld.runtime.command import find
 

@@ -12,13 +12,21 @@ from msgspec.structs import replace
 from flanneld.errors import Retryable
 from flanneld.model import Family, IPNetwork
 from flanneld.network.firewall.driver import Driver, IptablesRunner, Rejected, Unavailable, carry_out
-from flanneld.network.firewall.edits import Edit, edits_for, lost
-from flanneld.network.firewall.edits import RuleOwnership as RulesClaim
 from flanneld.network.firewall.fate import RETURN, Rule
 from flanneld.network.firewall.iptables_text import rule_text
 from flanneld.network.firewall.netlink import Removal, Removals
 from flanneld.network.firewall.placing import RulePlace, described, driver, may_hold
-from flanneld.network.firewall.rules import IPTABLES_CHAINS, NATIVE_TABLE, Chain, Rules, networks_of
+from flanneld.network.firewall.rules import (
+    IPTABLES_CHAINS,
+    NATIVE_TABLE,
+    Chain,
+    Edit,
+    Rules,
+    edits_for,
+    lost,
+    networks_of,
+)
+from flanneld.network.firewall.rules import RuleOwnership as RulesClaim
 from flanneld.state.resources import Key, Kind, Resource
 from flanneld.state.table import Changes, Claim, Put, Report, Scope, Seen
 

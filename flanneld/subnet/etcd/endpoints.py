@@ -12,7 +12,7 @@ from msgspec import Struct
 from flanneld.errors import Fatal
 from flanneld.option_values import url_parts
 from flanneld.runtime.clock import shuffle
-from flanneld.runtime.sockets.tls import TlsFiles, client_context
+from flanneld.runtime.sockets.http_connection import TlsFiles, client_context
 from flanneld.subnet.failover import ServerRing
 
 #: Function that reorders a list in place, as ``random.shuffle`` does.

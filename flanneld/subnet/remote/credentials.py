@@ -14,7 +14,7 @@ import ssl
 from msgspec import Struct
 
 from flanneld.errors import Fatal, FlannelError, Refused
-from flanneld.runtime.sockets.tls import TlsFiles
+from flanneld.runtime.sockets.http_connection import TlsFiles
 
 _TOKEN = re.compile(r"fl1-([0-9a-f]{8})-([0-9]{1,12})-([0-9a-f]{64})-([0-9a-f]{64})")
 #: Remedy for an unusable token.

@@ -33,7 +33,7 @@ from flanneld.model import (
 from flanneld.option_values import RemoteServer
 from flanneld.runtime import clock, files
 from flanneld.runtime.clock import random_bytes
-from flanneld.runtime.sockets.tls import TlsFiles, client_context
+from flanneld.runtime.sockets.http_connection import TlsFiles, client_context
 from flanneld.subnet.allocation import fits
 from flanneld.subnet.codec import format_key
 from flanneld.subnet.list_watch import Contact, ListWatch, PossibleGap, Watches

@@ -11,9 +11,8 @@ from ipaddress import IPv4Network
 from typing import ClassVar
 
 from flanneld.network.firewall.driver import IptablesRunner
-from flanneld.network.firewall.edits import claim
 from flanneld.network.firewall.placing import RulePlace, driver
-from flanneld.network.firewall.rules import Nets, Purpose, Style, desired_rules
+from flanneld.network.firewall.rules import Nets, Purpose, Style, claim, desired_rules
 from flanneld.network.firewall.tables import RulesTable
 from flanneld.state.table import Put, Scope, Table
 from tests.lab.namespace import Namespace

@@ -19,8 +19,7 @@ from pathlib import Path
 import pytest
 
 from flanneld.backends import registry
-from flanneld.network.firewall.edits import Edit, claim
-from flanneld.network.firewall.rules import Purpose, Rules, desired_rules
+from flanneld.network.firewall.rules import Edit, Purpose, Rules, claim, desired_rules
 from tests.unit.network.firewall.test_edits import BOTH, FORMER, LOOK_ALIKES, NETS, OWN, V012
 from tests.unit.network.firewall.test_tables import Memory, converge, table_of
 from tests.unit.simulation import encrypting, node

@@ -18,7 +18,7 @@ from msgspec import Struct
 from flanneld.errors import Cancelled, NoAnswer, Retryable
 from flanneld.option_values import RemoteServer
 from flanneld.runtime.sockets import http_connection, interruptible
-from flanneld.runtime.sockets.tls import TlsFiles
+from flanneld.runtime.sockets.http_connection import TlsFiles
 from flanneld.subnet.etcd.transport import EtcdTimeouts
 from flanneld.subnet.etcd.v2 import V2Client
 from flanneld.subnet.etcd.v3 import V3Client

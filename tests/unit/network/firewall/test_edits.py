@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from flanneld.network.firewall.edits import Edit, RuleOwnership, claim, edits_for, lost
 from flanneld.network.firewall.fate import ACCEPT, RETURN, Rule, Test
 from flanneld.network.firewall.iptables_text import restore_text
 from flanneld.network.firewall.rules import (
@@ -22,11 +21,16 @@ from flanneld.network.firewall.rules import (
     OWN_CHAINS,
     POSTROUTING,
     Chain,
+    Edit,
     Nets,
     Purpose,
+    RuleOwnership,
     Rules,
+    claim,
     desired_rules,
     destination,
+    edits_for,
+    lost,
     source,
 )
 

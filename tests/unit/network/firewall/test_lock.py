@@ -13,10 +13,9 @@ import pytest
 from flanneld.errors import Retryable
 from flanneld.network.firewall import iptables, xtables
 from flanneld.network.firewall.driver import IptablesRunner
-from flanneld.network.firewall.edits import Edit
 from flanneld.network.firewall.fate import Rule
 from flanneld.network.firewall.iptables import Locked, Restore, read_legacy, xtables_lock
-from flanneld.network.firewall.rules import Rules
+from flanneld.network.firewall.rules import Edit, Rules
 
 
 def test_a_lock_that_cannot_be_opened_is_named_with_remedies_for_root_and_others(

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from flanneld.model import FAMILIES, Family
-from flanneld.network.firewall.edits import Edit
 from flanneld.network.firewall.fate import ALL_BITS, Rule, Test
 from flanneld.network.firewall.nft_json import ListedRule
 from flanneld.network.firewall.nftables import (
@@ -18,7 +17,7 @@ from flanneld.network.firewall.nftables import (
     read_rule,
     rule_json,
 )
-from flanneld.network.firewall.rules import Purpose, desired_rules, source
+from flanneld.network.firewall.rules import Edit, Purpose, desired_rules, source
 from tests.unit.network.firewall.test_rules import NETS
 
 POSTRTG = ("flannel-ipv4", "postrtg")

@@ -11,7 +11,6 @@ import pytest
 
 from flanneld.model import FAMILIES, Family
 from flanneld.network.firewall import nftables
-from flanneld.network.firewall.edits import RuleOwnership, edits_for
 from flanneld.network.firewall.fate import ALL_BITS
 from flanneld.network.firewall.iptables_text import restore_text
 from flanneld.network.firewall.nftables import NftablesListing
@@ -21,8 +20,10 @@ from flanneld.network.firewall.rules import (
     POSTROUTING,
     Nets,
     Purpose,
+    RuleOwnership,
     Style,
     desired_rules,
+    edits_for,
     networks_of,
 )
 

@@ -11,11 +11,10 @@ import pytest
 
 from flanneld.network.firewall import tables
 from flanneld.network.firewall.driver import IptablesRunner, Rejected, Unavailable
-from flanneld.network.firewall.edits import Edit, RuleOwnership
 from flanneld.network.firewall.fate import Rule
 from flanneld.network.firewall.netlink import Removal
 from flanneld.network.firewall.placing import RulePlace
-from flanneld.network.firewall.rules import Purpose, Rules, desired_rules
+from flanneld.network.firewall.rules import Edit, Purpose, RuleOwnership, Rules, desired_rules
 from flanneld.network.firewall.tables import RuleSet, RulesTable
 from flanneld.reconcile.reconciler import Reconciler, desired_by_table
 from flanneld.runtime import clock

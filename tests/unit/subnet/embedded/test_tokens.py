@@ -23,7 +23,7 @@ from flanneld.model import LeaseAttrs, LeaseKey, name_of
 from flanneld.option_values import RemoteServer
 from flanneld.options import read
 from flanneld.runtime import clock
-from flanneld.runtime.sockets.tls import TlsFiles, client_context
+from flanneld.runtime.sockets.http_connection import TlsFiles, client_context
 from flanneld.runtime.supervisor import Supervisor
 from flanneld.subnet.embedded.store import store_of
 from flanneld.subnet.embedded.tokens import Tokens, fingerprint_of_pem

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flanneld.errors import Cancelled
-from flanneld.runtime.sockets.tls import TlsFiles
+from flanneld.runtime.sockets.http_connection import TlsFiles
 from flanneld.subnet.embedded.store import open_file
 from flanneld.subnet.etcd.endpoints import EtcdOptions
 from flanneld.subnet.etcd.keys import NotFound

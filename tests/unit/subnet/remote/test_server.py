@@ -21,7 +21,7 @@ import pytest
 from flanneld.errors import Fatal
 from flanneld.model import LeaseAttrs, LeaseKey
 from flanneld.option_values import RemoteServer
-from flanneld.runtime.sockets.tls import TlsFiles, client_context
+from flanneld.runtime.sockets.http_connection import TlsFiles, client_context
 from flanneld.subnet.codec import format_key
 from flanneld.subnet.embedded.store import EmbeddedClient
 from flanneld.subnet.etcd.endpoints import EtcdOptions
