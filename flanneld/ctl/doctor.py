@@ -27,7 +27,6 @@ from flanneld.ctl.checks import (
     encryption,
     host,
     kernel,
-    others,
     store,
 )
 from flanneld.ctl.compare import ActualState
@@ -56,7 +55,7 @@ from flanneld.state.resources import Link, Tun, Vxlan
 from flanneld.subnet import subnet_file
 
 #: The modules of checks. Of one theme, the checks and findings of the first come first.
-_MODULES = (store, containers, encryption, host, kernel, cluster, others)
+_MODULES = (store, containers, encryption, host, kernel, cluster)
 #: All checks, sorted by theme.
 CHECKS = tuple(
     sorted(
@@ -417,7 +416,7 @@ def _clock_is_synchronised() -> bool | None:
 # ---- other programs, and containers -------------------------------------------------------------
 
 
-def _left_rules(told: Status) -> Iterator[others.LeftRules]:
+def _left_rules(told: Status) -> Iterator[host.LeftRules]:
     """Yield stale rules, as far as they are readable; none without a daemon that names its own place."""
     firewall = known(told.firewall)
     elsewhere = [place for place in PLACES if firewall and place != firewall.place]
@@ -429,14 +428,14 @@ def _left_rules(told: Status) -> Iterator[others.LeftRules]:
                 continue
             if there and edits:
                 lines = tuple(f"{there.name}: {line}" for line in as_text(edits))
-                yield others.LeftRules(lines, tuple(commands_of(place, network.version, edits)))
+                yield host.LeftRules(lines, tuple(commands_of(place, network.version, edits)))
 
 
-def cni_confs(directory: Path) -> Iterator[others.CniFile]:
+def cni_confs(directory: Path) -> Iterator[host.CniFile]:
     """Yield the CNI configs in the order of container runtimes. Invalid files are skipped."""
     for path in sorted(directory.glob("*")):
         if path.suffix in _CNI_SUFFIXES and (types := _types(path)):
-            yield others.CniFile(str(path), types)
+            yield host.CniFile(str(path), types)
 
 
 def _types(path: Path) -> tuple[str, ...]:

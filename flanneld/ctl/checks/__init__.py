@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from flanneld.config import Config
     from flanneld.ctl.checks.containers import Container
     from flanneld.ctl.checks.encryption import CharonState
-    from flanneld.ctl.checks.others import CniFile, LeftRules
+    from flanneld.ctl.checks.host import CniFile, LeftRules
     from flanneld.ctl.checks.store import EtcdHealth
     from flanneld.ctl.compare import Comparison, ShadowingRoute
     from flanneld.ctl.drops import Drop, Translation

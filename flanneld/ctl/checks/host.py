@@ -1,18 +1,21 @@
-"""Checks of this host: its firewall, settings, files and bridges."""
+"""Checks of this host: its firewall, settings, files and bridges, and what other programs do there."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from flanneld.backends.registry import described
 from flanneld.compat.glog import counted
 from flanneld.ctl.checks import check, few
 from flanneld.ctl.checks.containers import former_subnets
 from flanneld.ctl.output import State
-from flanneld.ctl.paths import MADE_ANEW, between_nodes, listed, takes_mtu
+from flanneld.ctl.paths import DISCOVERY, MADE_ANEW, between_nodes, listed, takes_mtu
 from flanneld.diagnostics.status import known
-from flanneld.findings import Advice, Finding, Fix, Severity, command, line
+from flanneld.findings import Advice, Command, Finding, Fix, Severity, command, line
 from flanneld.network.host_settings import Topic
 from flanneld.network.iproute2_commands import set_link
 from flanneld.network.rtnetlink.traffic_control import ORDINARY, WITH_FILTERS
@@ -31,6 +34,22 @@ _JUMBO = 16000
 _TALKS = 20
 #: Kinds of devices that container runtimes attach containers to (IFLA_INFO_KIND).
 _LEADS_TO_CONTAINERS = frozenset({"bridge", "veth"})
+#: Plug-ins that delegate to the one with the next config.
+_GO_BETWEENS = frozenset({"multus", "multus-shim"})
+
+
+class LeftRules(Struct, frozen=True, gc=False):
+    """Rules for our network in a place that the daemon does not use, and the commands that remove them."""
+
+    rules: tuple[str, ...]
+    commands: tuple[Command, ...]
+
+
+class CniFile(Struct, frozen=True, gc=False):
+    """A CNI config file, and the types of its plug-ins."""
+
+    path: str
+    types: tuple[str, ...]
 
 
 # ---- E: the host's firewall and forwarding ------------------------------------------------------
@@ -356,3 +375,100 @@ def _outer(facts: Facts, name: str) -> str:
     family = 6 if "-v6" in name else 4
     packets = (each for each in between_nodes(facts.status) if each.family in (0, family))
     return listed(packets) or f"the packets of {name}"
+
+
+# ---- E, F, K: what other programs and earlier runs do to the packets ---------------------------------
+
+
+@check("E", "filters", "no rule drops or redirects packets between the nodes or between containers")
+def filters(facts: Facts) -> Iterator[Finding]:
+    is_lossy = any(path.carried != path.required for path in facts.paths)
+    for each in facts.filtered:
+        if ((each.doubt and not each.drops_the_rest) or each.flow == DISCOVERY) and not is_lossy:
+            continue  # a rule that cannot be evaluated accepts the packets, or no peer is a neighbour
+        evidence = each.rule or "no rule accepts them, and the chain's policy is to drop"
+        doubt = f"; whether this rule is about them cannot be told: {each.doubt}" if each.doubt else ""
+        yield Finding(
+            f"this node {'may drop' if doubt else each.verb} {each.flow}: {each.chain}",
+            f"{evidence}{doubt}",
+            "no packet of a container gets to or from other nodes that way",
+            Advice(line(each.commands)) if each.needs_decision else Fix(each.commands),
+            about=each.chain,
+            severity=Severity.HINT if doubt else Severity.PROBLEM,
+        )
+
+
+@check("E", "translation", "no other program masquerades packets between containers")
+def translation(facts: Facts) -> Iterator[Finding]:
+    for each in facts.translated:
+        yield Finding(
+            f"packets of containers to other nodes are masqueraded: {each.chain}",
+            each.rule,
+            "containers there see an address of this node as the sender, and so do policies and logs",
+            Advice(f"have that program spare the network, as this does: {line(each.commands)}"),
+            about=each.chain,
+            severity=Severity.HINT,
+        )
+
+
+@check("K", "traffic control", "no queue or filter of tc drops the network's packets")
+def traffic_control(facts: Facts) -> Iterator[Finding]:
+    is_lossy = any(path.carried != path.required for path in facts.paths)
+    is_silent = any(path.carried is None for path in facts.paths)
+    for (device, kind), number in facts.queued.items():
+        if kind in ORDINARY and not is_silent:
+            continue  # that is how a busy queue slows senders down
+        filters = [each for name, each in facts.tc_filters if name == device and kind in WITH_FILTERS]
+        if filters:
+            removals = [f"tc filter del dev {device} {each}" for each in filters]
+            shows = [f"tc -s filter show dev {device} {each.split()[0]}" for each in filters]
+        else:
+            removals, shows = [f"tc qdisc del dev {device} root"], [f"tc -s qdisc show dev {device}"]
+        yield Finding(
+            f"the traffic control of {device} drops packets: {few(filters) or kind}",
+            f"{counted(number, 'packet')} while peers were probed",
+            "a limit of its rate, or a filter, drops packets of the network, too",
+            Advice(
+                "raise the limit, or remove it if nobody needs it:"
+                f" {few([*dict.fromkeys(shows), *removals], '; ')}"
+            ),
+            about=device,
+            severity=Severity.PROBLEM if is_lossy else Severity.HINT,
+        )
+
+
+@check("E", "left rules", "flannel's rules are in one place only")
+def left_rules(facts: Facts) -> Iterator[Finding]:
+    for each in facts.left_rules:
+        yield Finding(
+            "rules of flannel are in a place that the daemon does not use",
+            few(each.rules, "; "),
+            "packets still pass them; with another subnet they masquerade wrongly",
+            Fix(each.commands),
+        )
+
+
+@check("F", "cni", "the container runtime uses flannel, and flannel runs")
+def cni(facts: Facts) -> Iterator[Finding]:
+    confs = [conf for conf in facts.cni if not _GO_BETWEENS & set(conf.types)]
+    ours = [conf for conf in confs if "flannel" in conf.types]
+    if not ours:
+        return
+    first = confs[0]
+    path = shlex.quote(first.path)
+    if first != ours[0]:
+        yield Finding(
+            "the CNI config of another network plug-in comes before flannel's",
+            f"{first.path} names {', '.join(first.types)}, and comes before {ours[0].path}",
+            "container runtimes take the first: new containers are not on flannel's network",
+            Advice(f"if that plug-in is no longer used: rm {path}, and restart the container runtime"),
+            about=first.path,
+            severity=Severity.HINT,
+        )
+    elif facts.origin != "daemon" and (first != confs[-1] or not facts.has_subnet_file):
+        yield Finding(
+            "the CNI config of flannel is there, and flannel is not",
+            f"{first.path} comes first, and no daemon answers",
+            "new containers fail, or get unreachable addresses",
+            Advice(f"start the daemon; if flannel is no longer used here: rm {path}"),
+        )

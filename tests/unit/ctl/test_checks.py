@@ -21,8 +21,8 @@ from flanneld.config import parse
 from flanneld.ctl.checks import THEMES, Facts, LackingFeature, cluster
 from flanneld.ctl.checks.containers import Container
 from flanneld.ctl.checks.encryption import CharonState, standing
+from flanneld.ctl.checks.host import CniFile, LeftRules
 from flanneld.ctl.checks.kernel import NEW_MAC
-from flanneld.ctl.checks.others import CniFile, LeftRules
 from flanneld.ctl.checks.store import EtcdHealth, ask_etcd
 from flanneld.ctl.compare import Comparison, Difference, Outside, ShadowingRoute
 from flanneld.ctl.doctor import CHECKS, DoctorReport, examine

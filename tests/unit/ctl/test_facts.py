@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flanneld.ctl import doctor
-from flanneld.ctl.checks.others import CniFile
+from flanneld.ctl.checks.host import CniFile
 from flanneld.ctl.doctor import cni_confs
 from flanneld.network import interfaces
 
