@@ -220,6 +220,13 @@ def test_page_has_the_keys_of_the_network_config() -> None:
     assert {re.sub("^IPv6|[46]$", "", each) for each in told} == set(read)
 
 
+def test_page_names_each_file_for_systemd() -> None:
+    folder = ROOT / "dist/systemd"
+    files = {str(each.relative_to(folder)) for each in folder.rglob("*") if each.is_file()}
+    told = names_in("| File of `dist/systemd` | Place in `/usr/lib` | Purpose |", "running")
+    assert told == files - {"install"}
+
+
 def test_page_names_each_part_that_can_have_a_condition() -> None:
     own = re.findall(r'yield\s\(?\s*"(\w+)",', inspect.getsource(conditions))
     on_the_host = (subnet_file.TABLE, cni_conf.TABLE, KernelForwardingTable.name)
