@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from msgspec import UNSET, Struct
+from msgspec.structs import replace
 
 from flanneld.backends.registry import described
 from flanneld.compat.glog import counted
@@ -388,7 +389,9 @@ def _paths(told: Status) -> Iterator[PathToPeer]:
     """Yield the paths to a few peers; none if this process may not send ICMP."""
     if known(told.uplink) and known(told.mtu):
         with suppress(OSError):
-            yield from sample(told, survey.glance_at_mtu)
+            found = sample(told, survey.glance_at_mtu)
+            lost = survey.lost_of_sample(each.target for each in found if each.carried is not None)
+            yield from (replace(each, lost=lost[each.target]) for each in found)
 
 
 def _port_owners(told: Status, present: Sequence[SeenLink]) -> Iterator[tuple[str, str]]:

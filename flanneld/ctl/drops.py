@@ -49,8 +49,8 @@ _MENTIONED = 64
 class Drop(Struct, frozen=True, gc=False):
     """A rule, or without ``rule`` a policy, that drops or redirects a flow; and the commands that accept it.
 
-    It may not if it depends on a rule that may match or not: ``doubt``. ``drops_the_rest`` is True for a
-    FORWARD chain that drops all that it does not accept.
+    It may not if it depends on a rule that may match or not: ``doubt``, which may be ``rule`` itself.
+    ``drops_the_rest`` is True for a FORWARD chain that drops all that it does not accept.
     """
 
     chain: str
@@ -69,7 +69,7 @@ class Drop(Struct, frozen=True, gc=False):
 
     @property
     def note(self) -> str:
-        unless = f"; unless this rule passes them: {self.doubt}" if self.doubt else ""
+        unless = f"; unless this rule passes them: {self.doubt}" if self.doubt not in ("", self.rule) else ""
         return f"{self.verb} {self.flow}: {self.rule or 'its policy'}{unless}"
 
 
@@ -201,7 +201,7 @@ def dropped(
     found: dict[tuple[str, Fate, tuple[Opening, ...]], tuple[BaseChain, list[Flow]]] = {}
     for flow in packets:
         for base, decided in foreign.fates(bases, flow.packet, flow.hooks):
-            if decided.act in (DROP, DNAT):
+            if decided.act in (DROP, DNAT) or decided.may_drop:
                 found.setdefault((str(base), decided, flow.openings), (base, []))[1].append(flow)
     for (_, decided, _), (base, lost) in found.items():
         kinds = {flow.kind for flow in lost}
@@ -211,12 +211,13 @@ def dropped(
 
 def _described(base: BaseChain, flow: Flow, decided: Fate, families: frozenset[Family]) -> Drop:
     is_redirect, network = decided.act == DNAT, flow.openings[0].network
+    by = decided.doubt if decided.may_drop else decided.by
     is_policy = isinstance(base, PolicyChain)
     return Drop(
         str(base),
         str(flow),
-        foreign.text_of(base, decided.by),
-        (command("ip", "xfrm", "policy", "delete", *decided.by.split()[-4:]),)
+        foreign.text_of(base, by),
+        (command("ip", "xfrm", "policy", "delete", *by.split()[-4:]),)
         if is_policy
         else (base.spare(network),)
         if is_redirect and network
@@ -225,5 +226,5 @@ def _described(base: BaseChain, flow: Flow, decided: Fate, families: frozenset[F
         foreign.text_of(base, decided.doubt),
         foreign.drops_the_rest(base, decided),
         families,
-        "redirects" if is_redirect else "drops",
+        "redirects" if is_redirect else "may drop" if decided.may_drop else "drops",
     )

@@ -38,6 +38,7 @@ from flanneld.network.firewall import foreign
 from flanneld.network.firewall.foreign import BaseChain
 from flanneld.network.host import HostView
 from flanneld.network.host_settings import FORWARDING, sysctl
+from flanneld.network.iproute2_commands import set_link
 from flanneld.network.routing import MAIN_RULE, RTN_LOCAL, PolicyRule
 from flanneld.network.rtnetlink.links import SeenLink
 from flanneld.network.rtnetlink.messages import (
@@ -47,6 +48,7 @@ from flanneld.network.rtnetlink.messages import (
     decode_unresolved,
     neighbors_request,
 )
+from flanneld.runtime import files
 from flanneld.state.resources import Neighbor
 
 #: End of a policy rule's text that leads to the main table.
@@ -65,6 +67,8 @@ def host_addresses() -> Iterator[tuple[str, IPAddress]]:
 #: Values of rp_filter.
 _STRICT, _LOOSE = 1, 2
 #: Value of arp_ignore to answer for no address, and its path.
+#: Flags of linux/if.h: interfaces with two ends, and lo, have no neighbours to ask.
+_IFF_NOARP, _NO_NEIGHBOURS = 0x80, 0x98
 _NEVER, _ARP_IGNORE = 8, "net/ipv4/conf/{}/arp_ignore"
 #: Hooks whose marks a route lookup sees.
 _BEFORE_ROUTING = frozenset({"prerouting", "output"})
@@ -149,6 +153,9 @@ def _mute(names: Iterable[str]) -> Iterator[Lost]:
         fixes = tuple(sysctl((path, 0)) for path in mute if _setting(path) == _NEVER)
         if fixes:
             yield Lost(TO_CONTAINERS, "arp", name, f"arp_ignore is {_NEVER}", fixes)
+        if int(files.text(Path(f"/sys/class/net/{name}/flags")) or "0", 16) & _NO_NEIGHBOURS == _IFF_NOARP:
+            fix = set_link(name, "arp", "on")
+            yield Lost(TO_CONTAINERS, "arp", name, "ip link: NOARP", (fix,), families=frozenset(FAMILIES))
 
 
 def by_cause(asked: Iterable[Question], lost: Iterable[tuple[Question, Lost]]) -> list[Lost]:

@@ -260,6 +260,8 @@ class PathToPeer(Struct, frozen=True, gc=False):
     setting: str = "Backend.MTU"
     #: Bytes that the outer headers take of this MTU.
     headers: int = 0
+    #: Small packets of ``survey.SAMPLE`` without an answer, if others are answered.
+    lost: int = 0
 
     @property
     def state(self) -> State:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import socket
 import struct
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from itertools import islice
@@ -482,6 +483,16 @@ def glance_at_mtu(questions: Sequence[tuple[IPAddress, int]]) -> list[int | None
 
 def _answered(asked: Collection[Echo], within: float, tries: int = 1) -> set[Echo]:
     return {question for question, reply in echoes(asked, within, tries).items() if reply.rtt is not None}
+
+
+#: Packets of one look for random losses.
+SAMPLE = 10
+
+
+def lost_of_sample(targets: Iterable[IPAddress]) -> Counter[IPAddress]:
+    """Return for each target how many of ``SAMPLE`` small packets get no answer. Raises ``OSError``."""
+    asked = {Echo(each, SMALLEST[each.version] - number) for each in targets for number in range(SAMPLE)}
+    return Counter(each.target for each in asked - _answered(asked, _WITHIN))
 
 
 def path_mtus(questions: Sequence[tuple[IPAddress, int]]) -> list[int | None]:

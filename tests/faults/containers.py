@@ -24,6 +24,14 @@ IN_CONTAINERS = {
         "1 container without a route",
         (INSIDE + "ip route replace default via {own_nobody} dev eth0",),
     ),
+    "container with the prefix of the network": Fault(
+        "container routes",
+        "1 container with a wider prefix than our subnet",
+        (
+            INSIDE + "ip address add {wide} dev eth0",
+            INSIDE + "ip address del {container_address} dev eth0",
+        ),
+    ),
     "blackhole in the container": Fault(
         "container routes",
         "1 container without a route",
@@ -83,6 +91,12 @@ IN_CONTAINERS = {
         "bridge address",
         "no interface leads to the containers on cni0",
         ("ip address flush dev cni0",),
+    ),
+    "bridge without IPv6": Fault(
+        "bridge address",
+        "no interface leads to the containers on cni0",
+        ("sysctl -w net.ipv6.conf.cni0.disable_ipv6=1",),
+        DUAL,
     ),
     "container off its bridge": Fault(
         "attachment",

@@ -358,6 +358,32 @@ FAULTS = {
         advice="nft insert rule inet wall c ip saddr 10.5.0.0/16 ip daddr 10.5.0.0/16 return; "
         "nft insert rule inet wall c ip6 saddr fc00:5::/48 ip6 daddr fc00:5::/48 return",
     ),
+    "queue that no program reads": Fault(
+        "tunnel",
+        "no packet comes back through the tunnel to {peer}",
+        ("iptables-nft -A INPUT -p udp --dport 8472 -j NFQUEUE --queue-num 7",),
+        heal=flushed("filter", "INPUT"),
+        advice="see first whether this rule drops them: -A INPUT -p udp -m udp --dport 8472 -j NFQUEUE",
+    ),
+    "rule that drops every second packet": Fault(
+        "path",
+        "to peers with losses, whatever the size of packets",
+        chain("input", "accept", "udp dport 8472 numgen inc mod 2 0 drop"),
+        cuts=None,
+        heal=NO_WALL,
+        advice="see first whether this rule drops them: udp dport 8472 numgen inc mod 2 0 drop",
+        peer_sees="path",
+        peer_says="tunnel to {own_base}: ",
+    ),
+    "rule that drops large packets": Fault(
+        "path",
+        "the tunnel to {base} does not carry 1450 bytes",
+        (*chain("output", "accept"), "nft add rule inet wall c udp dport 8472 udp length 1000-9000 drop"),
+        cuts=False,
+        heal=NO_WALL,
+        advice="see first whether this rule drops them: udp dport 8472 udp length 1000-9000 drop",
+        peer_sees="path",
+    ),
     "INPUT of the peer drops the port": Fault(
         "tunnel",
         "no packet comes back through the tunnel to {peer}",

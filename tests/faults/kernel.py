@@ -276,6 +276,18 @@ FAULTS = {
         ("sysctl -w net.ipv4.conf.eth0.arp_ignore=8",),
         cuts=None,
     ),
+    "uplink that asks for no neighbour": Fault(
+        "lookups", "eth0 answers no ARP request", ("ip link set eth0 arp off",)
+    ),
+    "loopback down": Fault("devices", "lo is down", ("ip link set lo down",), cuts=False),
+    "second interface in the nodes' network": Fault(
+        "uplink choice",
+        "packets to other nodes leave by other0",
+        ("ip link add other0 up type bridge; ip route prepend 198.18.0.0/24 dev other0",),
+        DUAL,
+        heal=("ip link del other0",),
+        advice="remove the route, or give it a metric: ip route show dev other0",
+    ),
     "rule by source, IPv6": Fault(
         "lookups",
         "from fc00:5::/48 lookup 100",

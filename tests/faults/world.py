@@ -145,6 +145,7 @@ class World:
             "node6": node.ipv6_address,
             "peer6": peer.ipv6_address,
             "gateway": self.lab.etcd.address,
+            "wide": f"{node.container().address}/16",
             "own_nobody": node.subnet().replace("0/24", "99"),
             "lan": peer.subnet().replace("0/24", "7"),
             "routed": self.nodes[2].address,

@@ -150,6 +150,11 @@ class Facts(Struct, frozen=True, gc=False):
         return (each for each in self.host if each.about == topic)
 
     @property
+    def is_lossy(self) -> bool:
+        """True if packets of a path were lost, all or some."""
+        return any(path.lost or path.carried != path.required for path in self.paths)
+
+    @property
     def networks(self) -> list[IPNetwork]:
         return [network for network, _ in self.status.ranges]
 

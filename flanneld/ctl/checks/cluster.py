@@ -12,6 +12,7 @@ from msgspec import Struct
 from flanneld.backends.registry import described
 from flanneld.compat.glog import counted
 from flanneld.ctl.checks import FEW, Check, check, few
+from flanneld.ctl.checks.host import see_first
 from flanneld.ctl.checks.kernel import NEW_MAC
 from flanneld.ctl.checks.store import shown, unlike_stored
 from flanneld.ctl.nodes import Told
@@ -343,7 +344,7 @@ def off_link(facts: Facts) -> Iterator[Finding]:
 @check("K", "tunnel", "peers answer through the tunnel")
 def tunnel(facts: Facts) -> Iterator[Finding]:
     # The silence of these families is the effect of a cause on this host that is known.
-    explained = {family for drop in facts.filtered for family in drop.families}
+    explained = {family for drop in facts.filtered if not drop.doubt for family in drop.families}
     explained |= {family for lost in facts.lost for family in lost.families}
     if explained and facts.status.backend == "wireguard":
         return  # one tunnel may carry both families
@@ -384,7 +385,7 @@ def tunnel(facts: Facts) -> Iterator[Finding]:
             Advice(
                 _where_refused(peer)
                 if refused
-                else "run flannelctl doctor there, too; let the network between pass"
+                else f"{see_first(facts)}run flannelctl doctor there, too; let the network between pass"
                 f" {', '.join(used) or 'the packets of the tunnel'}"
             ),
             about=each.peer,

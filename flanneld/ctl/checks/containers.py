@@ -20,6 +20,7 @@ from flanneld.diagnostics.status import PeerStatus, Status, known
 from flanneld.findings import Advice, Command, Finding, Fix, Severity, command
 from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork
 from flanneld.network.host import HostView, entered, named_namespaces, number_of
+from flanneld.network.host_settings import sysctl
 from flanneld.network.iproute2_commands import entering, set_link
 from flanneld.network.rtnetlink.links import SeenLink
 from flanneld.network.rtnetlink.messages import RTN_UNICAST, mac_text
@@ -65,6 +66,8 @@ class Container(Struct, frozen=True, gc=False):
     mac: str = ""
     #: Neighbours whose MAC addresses are fixed by hand inside.
     pinned: tuple[Neighbor, ...] = ()
+    #: Length of the address's prefix, 0 if it is not known.
+    length: int = 0
 
 
 def container_devices(
@@ -167,6 +170,7 @@ def _inside(
                         link.mtu,
                         is_up=link.up,
                         mac=link.mac,
+                        length=seen.length,
                         pinned=pinned[link.name],
                     ),
                     ends[link.index],
@@ -239,6 +243,24 @@ def container_routes(facts: Facts) -> Iterator[Finding]:
             if all(gateways.values())
             else Advice("restart the containers: the CNI plug-in makes the route"),
         )
+    wide = [
+        (each, net)
+        for each in facts.containers
+        if (net := _net_of(facts, each)) and 0 < each.length < net.prefixlen
+    ]
+    if wide:
+        yield Finding(
+            f"{counted(len(wide), 'container')} with a wider prefix than our subnet",
+            few([f"{at.address}/{at.length} in {at.path}; the subnet is {net}" for at, net in wide], "; "),
+            "it looks for containers of other nodes on its own link, where they are not",
+            Fix(
+                tuple(
+                    (*entering(at.path), "ip", "address", act, f"{at.address}/{length}", "dev", at.device)
+                    for at, net in wide
+                    for act, length in (("add", net.prefixlen), ("del", at.length))
+                )
+            ),
+        )
 
 
 def _gateway(facts: Facts, version: int) -> str:
@@ -286,8 +308,15 @@ def bridge_address(facts: Facts) -> Iterator[Finding]:
 
 
 def addressing(nets: Iterable[IPNetwork], bridge: str) -> tuple[Command, ...]:
-    """Return the commands that give a bridge the first address of each subnet."""
-    return tuple(command("ip", "address", "add", f"{net[1]}/{net.prefixlen}", "dev", bridge) for net in nets)
+    """Return the commands that give a bridge the first address of each subnet, and IPv6 if it is off."""
+    return tuple(
+        step
+        for net in nets
+        for step in (
+            *([sysctl((f"net/ipv6/conf/{bridge}/disable_ipv6", 0))] if net.version == 6 else ()),
+            command("ip", "address", "add", f"{net[1]}/{net.prefixlen}", "dev", bridge),
+        )
+    )
 
 
 @check("G", "attachment", "each container is attached to the bridge that leads to it")

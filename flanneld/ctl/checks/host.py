@@ -19,6 +19,7 @@ from flanneld.findings import Advice, Command, Finding, Fix, Severity, command, 
 from flanneld.network.host_settings import Topic
 from flanneld.network.iproute2_commands import set_link
 from flanneld.network.rtnetlink.traffic_control import ORDINARY, WITH_FILTERS
+from flanneld.network.survey import SAMPLE
 
 if TYPE_CHECKING:
     from flanneld.ctl.checks import Facts
@@ -272,25 +273,51 @@ def device_mtu(facts: Facts) -> Iterator[Finding]:
             )
 
 
-@check("K", "path", "the paths to peers carry the largest packets")
-def path(facts: Facts) -> Iterator[Finding]:
-    # A queue that drops large packets is the cause then.
-    is_shaped = any(kind not in ORDINARY | WITH_FILTERS for _, kind in facts.queued)
+#: Lost packets of a sample from which on a path loses packets at random.
+_LOSES = 2
+
+
+def see_first(facts: Facts) -> str:
+    """Return what to look at before the network between the nodes is blamed."""
     doubtful = dict.fromkeys(drop.doubt for drop in facts.filtered if drop.doubt)
-    first = f"see first whether this rule drops them: {few(list(doubtful), '; ')}; else " if doubtful else ""
-    for each in facts.paths if not is_shaped else ():
-        if each.state == State.PROBLEM:
+    return f"see first whether this rule drops them: {few(list(doubtful), '; ')}; else " if doubtful else ""
+
+
+@check("K", "path", "the paths to peers carry the largest packets, and lose none")
+def path(facts: Facts) -> Iterator[Finding]:
+    # A queue that drops packets is the cause then.
+    is_shaped = any(kind not in ORDINARY | WITH_FILTERS for _, kind in facts.queued)
+    paths = () if is_shaped else facts.paths
+    losing = [each for each in paths if each.lost >= _LOSES]
+    if losing:
+        yield Finding(
+            f"{counted(len(losing), 'path')} to peers with losses, whatever the size of packets",
+            few([f"{each.name} to {each.target}: {each.lost} of {SAMPLE} echoes lost" for each in losing]),
+            "connections stall, and queries time out now and then",
+            Advice(
+                f"{see_first(facts)}run flannelctl doctor there, too; then see the cable, the switch and"
+                f" limits of the cloud; ip -s link show dev {facts.status.uplink_name} counts errors here"
+            ),
+            severity=_severity({each.name for each in losing}),
+        )
+    for each in paths:
+        if each.state == State.PROBLEM and each not in losing:
             yield Finding(
                 f"the {each.name} to {each.target} does not carry {each.required} bytes",
                 f"an ICMP echo of {each.required} bytes in one piece is lost, one of {each.carried} is not",
                 "small packets pass and large ones are lost or taken apart: connections hang",
                 Advice(
-                    f"{first}flannelctl netcheck {each.target} finds the size: set {each.setting} to it, then"
-                    f" {MADE_ANEW}"
+                    f"{see_first(facts)}flannelctl netcheck {each.target} finds the size: set"
+                    f" {each.setting} to it, then {MADE_ANEW}"
                 ),
                 about=str(each.target),
-                severity=Severity.HINT if each.name == "underlay" else Severity.PROBLEM,
+                severity=_severity({each.name}),
             )
+
+
+def _severity(names: set[str]) -> Severity:
+    """Return a problem if a path of packets of containers is among the names of paths."""
+    return Severity.HINT if names == {"underlay"} else Severity.PROBLEM
 
 
 @check("K", "speed", "nothing that could be switched makes vxlan slow")
@@ -382,12 +409,12 @@ def _outer(facts: Facts, name: str) -> str:
 
 @check("E", "filters", "no rule drops or redirects packets between the nodes or between containers")
 def filters(facts: Facts) -> Iterator[Finding]:
-    is_lossy = any(path.carried != path.required for path in facts.paths)
     for each in facts.filtered:
-        if ((each.doubt and not each.drops_the_rest) or each.flow == DISCOVERY) and not is_lossy:
+        if ((each.doubt and not each.drops_the_rest) or each.flow == DISCOVERY) and not facts.is_lossy:
             continue  # a rule that cannot be evaluated accepts the packets, or no peer is a neighbour
         evidence = each.rule or "no rule accepts them, and the chain's policy is to drop"
-        doubt = f"; whether this rule is about them cannot be told: {each.doubt}" if each.doubt else ""
+        which = f": {each.doubt}" if each.doubt != each.rule else ""
+        doubt = f"; whether this rule is about them cannot be told{which}" if each.doubt else ""
         yield Finding(
             f"this node {'may drop' if doubt else each.verb} {each.flow}: {each.chain}",
             f"{evidence}{doubt}",
@@ -413,7 +440,6 @@ def translation(facts: Facts) -> Iterator[Finding]:
 
 @check("K", "traffic control", "no queue or filter of tc drops the network's packets")
 def traffic_control(facts: Facts) -> Iterator[Finding]:
-    is_lossy = any(path.carried != path.required for path in facts.paths)
     is_silent = any(path.carried is None for path in facts.paths)
     for (device, kind), number in facts.queued.items():
         if kind in ORDINARY and not is_silent:
@@ -433,7 +459,7 @@ def traffic_control(facts: Facts) -> Iterator[Finding]:
                 f" {few([*dict.fromkeys(shows), *removals], '; ')}"
             ),
             about=device,
-            severity=Severity.PROBLEM if is_lossy else Severity.HINT,
+            severity=Severity.PROBLEM if facts.is_lossy else Severity.HINT,
         )
 
 

@@ -63,6 +63,14 @@ def devices(facts: Facts) -> Iterator[Finding]:
                 _device_fix(entry) or Advice(f"{PORT_REMEDY}; then {remedy}" if owner else remedy),
                 about=entry.device,
             )
+    if any(link.name == "lo" and not link.up for link in facts.links):
+        yield Finding(
+            "lo is down",
+            "the kernel delivers packets from this host to its own addresses through it",
+            "probes, and programs that talk to services of this host, fail",
+            Fix((iproute2_commands.set_link("lo", "up"),)),
+            about="lo",
+        )
 
 
 def _device_fix(entry: Comparison) -> Fix | None:
@@ -334,6 +342,7 @@ def _addressing(facts: Facts) -> str:
 @check("A", "uplink choice", "packets to other nodes leave by the external interface")
 def uplink_choice(facts: Facts) -> Iterator[Finding]:
     used = facts.status.uplink_name
+    silent = {each.target.version for each in facts.paths if each.carried is None}
     for each in facts.lost:
         if each.cause == "uplink":
             yield Finding(
@@ -341,10 +350,13 @@ def uplink_choice(facts: Facts) -> Iterator[Finding]:
                 f"{each.evidence}; so do {each.number} of {each.asked} looked at",
                 f"peers are told the address of {used} and send to it; the tunnel's packets leave by {used}",
                 Advice(
-                    f"start the daemon with -iface={each.about}, or give {used} routes to the other nodes"
+                    f"remove the route, or give it a metric: ip route show dev {each.about}; if {each.about}"
+                    f" is right: start the daemon with -iface={each.about}"
                 ),
                 about=used,
-                severity=Severity.PROBLEM if each.number == each.asked else Severity.HINT,
+                severity=Severity.PROBLEM
+                if each.number == each.asked or each.families <= silent
+                else Severity.HINT,
             )
 
 

@@ -229,12 +229,14 @@ class LazyChains(Mapping[str, tuple[Rule, ...]]):
 class Fate(Struct, frozen=True, gc=False):
     """Result. An empty ``act`` means that no rule decided; ``by`` is the rule that did.
 
-    If it depends on a rule that may match or not, that is ``doubt``; the fate is the one without it.
+    If it depends on a rule that may match or not, that is ``doubt``; the fate is the one without it, and
+    ``may_drop`` is True if that rule leads to a drop.
     """
 
     act: str = ""
     by: str = ""
     doubt: str = ""
+    may_drop: bool = False
 
     @property
     def certain(self) -> bool:
@@ -258,8 +260,10 @@ def walked(chains: Chains, chain: str, packet: Packet, policy: str = "") -> tupl
         if end not in ends or not way.doubt:
             ends[end] = Fate(end, way.by, way.doubt)
     plain = next((each for each in ends.values() if each.certain), Fate(doubt=chain))
-    doubt = next((each.doubt for each in ends.values() if each.doubt), plain.doubt)
-    return replace(plain, doubt=doubt), reduce(_either, walk.accepted, walk.packet)
+    lost = ends.get(DROP, plain)
+    doubt = lost.doubt or next((each.doubt for each in ends.values() if each.doubt), plain.doubt)
+    decided = replace(plain, doubt=doubt, may_drop=lost is not plain)
+    return decided, reduce(_either, walk.accepted, walk.packet)
 
 
 class _Walk(Struct, gc=False):

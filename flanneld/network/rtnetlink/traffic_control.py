@@ -9,6 +9,7 @@ import struct
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from itertools import islice
 
 from flanneld.network.host import HostView
 from flanneld.network.rtnetlink.netlink import attributes, unpack
@@ -38,9 +39,10 @@ def queue_drops(names: Mapping[int, str]) -> Counter[tuple[str, str]]:
 
 def filters(drops: Iterable[tuple[str, str]], names: Mapping[int, str]) -> Iterator[tuple[str, str]]:
     """Yield the device and, as tc names it, each filter of the disciplines that drop packets."""
-    filtered = {name for name, kind in drops if kind in WITH_FILTERS}
+    filtered = {name: kind for name, kind in drops if kind in WITH_FILTERS}
     for index in (index for index, name in names.items() if name in filtered):
-        for way, parent in _WAYS.items():
+        # The discipline ingress tells its filters for either way.
+        for way, parent in islice(_WAYS.items(), 1 if filtered[names[index]] == "ingress" else 2):
             # The last number holds the priority. A filter is told with and without its handle.
             found = ((info >> 16, _kind(told)) for (*_, info), told in _dump(_GETFILTER, index, parent))
             for preference, kind in dict.fromkeys(found):

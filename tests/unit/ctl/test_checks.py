@@ -200,7 +200,13 @@ OUTSIDE = replace(WELL, addresses=(*WELL.addresses, ("eth0", ip_address("8.8.4.4
 
 #: By the name of a check: what it must find something in.
 CASES: dict[str, list[Facts]] = {
-    "devices": [entry(VXLAN, "missing"), drift(port=8473), drift(up=False), drift(mtu=1400, learning=True)],
+    "devices": [
+        entry(VXLAN, "missing"),
+        drift(port=8473),
+        drift(up=False),
+        drift(mtu=1400, learning=True),
+        with_links(link("lo", up=False)),
+    ],
     "uplink": [
         with_links(flannel()),
         with_links(link("eth0", up=False), flannel()),
@@ -300,6 +306,7 @@ CASES: dict[str, list[Facts]] = {
     "path": [
         replace(WELL, paths=(PathToPeer("underlay", ip_address("192.0.2.2"), 1500, 1280),)),
         replace(WELL, paths=(PathToPeer("tunnel", ip_address("10.5.2.0"), 1450, 576),)),
+        replace(WELL, paths=(PathToPeer("tunnel", ip_address("10.5.2.0"), 1450, 1450, lost=2),)),
     ],
     "handshakes": [peer(sessions=[SILENT])],
     "speed": [
@@ -400,6 +407,7 @@ CASES: dict[str, list[Facts]] = {
     "container routes": [
         container(is_routed=False),
         container(is_routed=False, is_up=False),
+        container(length=16),
         replace(container(is_routed=False), addresses=()),
     ],
     "container addresses": [replace(WELL, containers=(replace(CONTAINER, address=ip_address("10.5.7.2")),))],

@@ -143,7 +143,9 @@ def test_rule_about_a_set_of_ipset_is_certain_if_its_elements_are_known(
     line = f"-A INPUT -m set {test} -j DROP"
     chains, _ = read_table(f":INPUT ACCEPT [0:0]\n{line}", read_ipsets(SETS))
     decided = fate(chains, "INPUT", PACKET)
-    assert decided == {True: Fate(DROP, line), False: Fate(), None: Fate(doubt=line)}[is_dropped]
+    assert (
+        decided == {True: Fate(DROP, line), False: Fate(), None: Fate(doubt=line, may_drop=True)}[is_dropped]
+    )
 
 
 def test_elements_of_a_very_large_set_are_not_kept() -> None:
@@ -152,7 +154,7 @@ def test_elements_of_a_very_large_set_are_not_kept() -> None:
     assert len(sets["hostile"][1]) == _MOST_ELEMENTS + 1
     line = "-A INPUT -m set ! --match-set hostile src -j DROP"
     chains, _ = read_table(f":INPUT ACCEPT [0:0]\n{line}", sets)
-    assert fate(chains, "INPUT", PACKET) == Fate(doubt=line)
+    assert fate(chains, "INPUT", PACKET) == Fate(doubt=line, may_drop=True)
 
 
 @pytest.mark.parametrize("prefix", ["-s", "-j", '"-j DROP"', "!"])
@@ -195,7 +197,9 @@ def test_open_state_of_a_connection_leaves_tests_of_other_packets_certain() -> N
     untracks: list[dict[str, Any]] = [{"limit": {"rate": 5}}, {"notrack": None}]
     assert nft(untracks, [match(meta("nfproto"), "ipv4"), DROPS]) == Fate(DROP, "1")
     assert nft(untracks, [match({"ct": {"key": "status"}}, "dnat", "in"), DROPS]) == Fate()
-    assert nft(untracks, [match({"ct": {"key": "direction"}}, "original"), DROPS]) == Fate(doubt="1")
+    assert nft(untracks, [match({"ct": {"key": "direction"}}, "original"), DROPS]) == Fate(
+        doubt="1", may_drop=True
+    )
     drop = "-A INPUT -m physdev ! --physdev-is-bridged -j DROP"
     assert iptables(f"-A INPUT {SOME} {UNTRACKS}", drop) == Fate(DROP, drop)
 
@@ -215,7 +219,7 @@ def test_walk_follows_jumps_returns_and_gotos() -> None:
     assert iptables("-A INPUT -j own", "-A own -j RETURN", "-A own -j ACCEPT", drop) == Fate(DROP, drop)
     assert iptables("-A INPUT -g own", "-A own -p tcp -j ACCEPT", drop) == Fate()
     loop = {"one": (Rule("two", text="to two"),), "two": (Rule("one", is_goto=True, text="to one"),)}
-    assert fate(loop, "one", PACKET) == Fate(doubt="to one")
+    assert fate(loop, "one", PACKET) == Fate(doubt="to one", may_drop=True)
     back = {"one": (Rule(RETURN, (UNKNOWN,), text="back"), Rule(DROP, text="drop"))}
     assert fate(back, "one", PACKET) == Fate(DROP, "drop", "back")
     assert fate(back, "none", PACKET) == Fate(doubt="none")
@@ -225,7 +229,7 @@ def test_walk_is_as_deep_as_a_packet_filter_may_be() -> None:
     jumps = {str(depth): (Rule(str(depth + 1), text=f"to {depth + 1}"),) for depth in range(16)}
     drop = (Rule(DROP, text="drop"),)
     assert fate(jumps | {"15": drop}, "0", PACKET) == Fate(DROP, "drop")
-    assert fate(jumps | {"16": drop}, "0", PACKET) == Fate(doubt="to 16")
+    assert fate(jumps | {"16": drop}, "0", PACKET) == Fate(doubt="to 16", may_drop=True)
 
 
 def test_rule_about_a_protocol_does_not_decide_on_packets_of_any() -> None:
