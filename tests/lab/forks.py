@@ -37,6 +37,12 @@ PROGRAMS = {
 FORKS = "FLANNELD_TEST_FORKS"
 #: Gives a command a /run of its own, whose files are in the folder that comes next.
 OWN_RUN = ("unshare", "-m", "sh", "-c", 'mount --bind "$0" /run && exec "$@"')
+#: Gives it a firmware with the UUID that comes next: on this machine all nodes have one, or none.
+OWN_UUID = (
+    *("unshare", "-m", "sh", "-c"),
+    "mount -t tmpfs none /sys/class && mkdir -p /sys/class/dmi/id"
+    ' && echo "$0" > /sys/class/dmi/id/product_uuid && exec "$@"',
+)
 #: Modules with large libraries, some of which start threads.
 _APART = (".aws", ".gce", ".ali", ".tencent", ".grpc", ".__main__", "._udp_pump")
 #: Libraries that are imported where they are used.
@@ -67,7 +73,7 @@ def exact() -> Iterator[None]:
 
 def can_fork(command: Sequence[str], environment: Mapping[str, str]) -> bool:
     """Return True for an own program whose variables do not concern the interpreter."""
-    own, _ = _parsed(command)
+    own, *_ = _parsed(command)
     differ = environment.items() ^ os.environ.items()
     of_interpreter = any(name.startswith(("PYTHON", "LD_")) for name, _ in differ)
     can = os.environ.get(FORKS) != "0" and os.uname().machine in _SYS_CLONE
@@ -79,11 +85,13 @@ def _program(command: Sequence[str]) -> tuple[str, ...]:
     return next((words for words in PROGRAMS if tuple(command[: len(words)]) == words), ())
 
 
-def _parsed(command: Sequence[str]) -> tuple[list[str], str]:
-    """Return a command without ``OWN_RUN``, and the folder with its /run."""
-    if tuple(command[: len(OWN_RUN)]) == OWN_RUN:
-        return list(command[len(OWN_RUN) + 1 :]), command[len(OWN_RUN)]
-    return list(command), ""
+def _parsed(command: Sequence[str]) -> tuple[list[str], str, str]:
+    """Return a command, and the folder of ``OWN_RUN`` and the UUID of ``OWN_UUID`` before it."""
+    own, given = list(command), {OWN_RUN: "", OWN_UUID: ""}
+    for words in given:
+        if tuple(own[: len(words)]) == words:
+            given[words], own = own[len(words)], own[len(words) + 1 :]
+    return own, given[OWN_RUN], given[OWN_UUID]
 
 
 class Forked(subprocess.Popen[Any]):
@@ -97,11 +105,12 @@ class Forked(subprocess.Popen[Any]):
         # The order of Popen's own arguments since Python 3.2; -1 stands for the caller's file.
         environment, ends = rest[5], rest[9:15]
         files = [own if end == -1 else end for own, end in enumerate((ends[0], ends[3], ends[5]))]
-        command, run = _parsed(args)
+        command, run, uuid = _parsed(args)
         request = {
             "namespace": self._namespace,
             "command": command,
             "run": run,
+            "uuid": uuid,
             "environment": dict(os.environ if environment is None else environment),
             "folder": str(Path.cwd()),
         }
@@ -194,6 +203,11 @@ def _become(request: Mapping[str, Any]) -> None:
     _mount(request["namespace"], "/sys", "sysfs", 0)
     if request["run"]:
         _mount(request["run"], "/run", "none", _MS_BIND)
+    if request["uuid"]:
+        _mount("none", "/sys/class", "tmpfs", 0)
+        firmware = Path("/sys/class/dmi/id")
+        firmware.mkdir(parents=True)
+        (firmware / "product_uuid").write_text(f"{request['uuid']}\n")
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["environment"])

@@ -18,7 +18,7 @@ import pytest
 
 from tests.lab import CommandError, EtcdError, Lab, Node, own_command, wait_for
 from tests.lab.daemon import ROOT
-from tests.lab.forks import exact
+from tests.lab.forks import OWN_UUID, exact
 from tests.lab.namespace import inhabitants, named
 from tests.lab.wait import PATIENCE
 from tests.netns.charons import with_own_run
@@ -56,12 +56,17 @@ def facts(node: Node) -> dict[str, Any]:
         "arguments": (process / "cmdline").read_text().split("\0"),
         "name": (process / "comm").read_text(),
         "parent": re.findall(r"PPid:\s(\d+)", (process / "status").read_text()),
-        "devices": sorted(path.name for path in (process / "root/sys/class/net").iterdir()),
+        "devices": sorted(path.name for path in (process / "root/sys/class").glob("net/*")),
         "run": sorted(path.name for path in (process / "root/run").iterdir()),
+        "firmware": [path.read_text() for path in (process / "root/sys/class").glob("dmi/id/product_uuid")],
     }
 
 
-@pytest.mark.parametrize("wrapped", [lambda _, *command: command, with_own_run], ids=["", "its own /run"])
+@pytest.mark.parametrize(
+    "wrapped",
+    [lambda _, *command: command, with_own_run, lambda _, *command: (*OWN_UUID, "4c4c4544", *command)],
+    ids=["", "its own /run", "its own UUID"],
+)
 def test_forked_daemon_is_like_one_that_was_started(lab: Lab, wrapped: Callable[..., Sequence[str]]) -> None:
     lab.etcd.put_config({"Network": "10.5.0.0/16", "Backend": {"Type": "host-gw"}})
     (node,) = lab.add_nodes()
