@@ -361,7 +361,8 @@ def texts_of_the_code() -> str:
     return "\n".join(template(node) for node in nodes if id(node) not in documentation)
 
 
-EXTRAS = sorted(set(re.findall(r"flanneld\[([a-z-]+)\]", TEXT + texts_of_the_code())))
+CODE = "".join(file.read_text() for file in (ROOT / "flanneld").rglob("*.py"))
+EXTRAS = sorted(set(re.findall(r"flanneld\[([a-z-]+)\]", TEXT + CODE)))
 
 
 @pytest.mark.parametrize("name", EXTRAS)

@@ -61,6 +61,8 @@ LONG = {
 BUSY = 'for _ in 1 2 3 4; do while :; do :; done & done; "$@"; status=$?; kill $(jobs -p); exit $status'
 #: Seed of the order of a run without ``--shuffles``: a change is not to be blamed for the order.
 SEED = 3614037022
+#: Option of pytest with which it runs no test.
+COLLECT = "--collect-only"
 NO_TESTS = 5  # pytest's exit status when none was selected
 PACE = 30.0  # seconds between two lines of progress, where one cannot overwrite the other
 
@@ -139,15 +141,20 @@ def plan(
         deciding = (f"--ignore=tests/unit/{folder}" for folder in EFFECTS)
         lanes[0].append(Step("unit tests of what decides", (*tests, *deciding, "tests/unit", "docs")))
         return lanes
+    lanes[0].append(Step("new clusters", (*SEARCH, "--seconds=30"), optional=True))
     elsewhere = ("--lacks", ",".join(lacking)) if lacking else ()
     here = (*tests, "--needs-kernel", "without" if lacking else "with", *elsewhere)
+    # Else each process of the tests, also in a machine, would compile them all for itself.
+    folders = (*UNIT, *NAMESPACES)
+    collection = Step("collection of the tests", (*PYTEST, COLLECT, "-qq", *more, *folders))
+    lanes.append([collection])
     if is_root:
-        lanes[0].append(Step("tests", (*here, *UNIT, *NAMESPACES)))
+        lanes[1].append(Step("tests", (*here, *folders)))
     else:
         reason = "they make network namespaces; run tests/run as root"
-        lanes[0] += [Step("unit tests", (*here, *UNIT)), Step("tests in namespaces", reason=reason)]
+        lanes[1] += [Step("unit tests", (*here, *UNIT)), Step("tests in namespaces", reason=reason)]
     if lacking:
-        kernel = Step("kernel of the machine", ("tests/vm/build",))
+        kernel = Step("kernel of the machine", ("tests/vm/build",), after=collection)
         limit = ("--limit", "10800" if long else "3600")
         inside = (PYTHON, "-m", "tests.vm.machine", "--shared", shared, *limit)
         only = (*PYTEST, "--needs-kernel", "only", *elsewhere, "--claims", f"{SHARED}/claims")
@@ -156,9 +163,8 @@ def plan(
         for number in range(1, min(MACHINES, len(lacking)) + 1):
             command = (*inside, *only, *more, *NAMESPACES)
             lanes.append([Step(f"tests in machine {number}", command, after=kernel)])
-    lanes[0].append(Step("new clusters", (*SEARCH, "--seconds=30"), optional=True))
     why = "takes from minutes to hours; add --long, or --long="
-    lanes[0] += [
+    lanes[1] += [
         long_step(name, more) if long == "all" else Step(name, reason=f"{why}{name}", optional=True)
         for name in LONG
     ]
@@ -296,13 +302,14 @@ def summary(steps: Collection[Step]) -> str:
 
 def passed(steps: Collection[Step]) -> bool:
     """Return True if nothing failed, and some tests ran."""
-    tests_ran = any(step.verdict == "passed" and "pytest" in step.command for step in steps)
+    ran = [step.command for step in steps if step.verdict == "passed"]
+    tests_ran = any("pytest" in command and COLLECT not in command for command in ran)
     return tests_ran and not any(step.failed for step in steps)
 
 
 def shuffles(more: Sequence[str], times: int, lacking: Sequence[str]) -> list[list[Step]]:
     """Return runs of the tests on this host, each in an order of its own, three of them while it is busy."""
-    command = next(step.command for step in plan(more, lacking=lacking)[0] if step.name == "tests")
+    command = next(step.command for step in plan(more, lacking=lacking)[1] if step.name == "tests")
     busy = ("bash", "-c", BUSY, "busy")
     return [
         [

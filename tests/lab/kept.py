@@ -10,8 +10,12 @@ K = TypeVar("K", bound=Hashable)
 N = TypeVar("N")
 
 
+#: Networks of other kinds cost CPU time for as long as they stand. Tests of one kind follow each other.
+MOST = 2
+
+
 class Kept(Generic[K, N]):
-    """One network of each kind, as long as tests leave it healthy: building one takes seconds.
+    """The networks of the last kinds, as long as tests leave them healthy: building one takes seconds.
 
     ``build`` makes one, and gives to the stack what has to be closed with it.
     """
@@ -24,9 +28,12 @@ class Kept(Generic[K, N]):
     def get(self, kind: K) -> Iterator[N]:
         """Lend the network of a kind. It is built anew for the next test if this one fails."""
         if kind not in self._kept:
+            while len(self._kept) >= MOST:
+                self._kept.pop(next(iter(self._kept)))[1].close()
             with ExitStack() as stack:
                 self._kept[kind] = self._build(kind, stack), stack.pop_all()
-        network, closing = self._kept[kind]
+        # The one that was lent last comes last.
+        network, closing = self._kept[kind] = self._kept.pop(kind)
         try:
             yield network
         except BaseException:

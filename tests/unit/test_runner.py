@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.lab.daemon import ROOT
-from tests.runner import FEATURES, LONG, PYTEST, Run, Step, activity, passed, plan, shuffles, summary
+from tests.runner import COLLECT, FEATURES, LONG, PYTEST, Run, Step, activity, passed, plan, shuffles, summary
 
 #: Stands in for a step of tests: pytest's name is its last argument.
 TESTS = ("sh", "-c", "echo '.. [100%]'", "pytest")
@@ -30,6 +30,7 @@ def word_after(option: str, step: Step) -> str:
 def test_run_passes_if_all_steps_pass_and_one_runs_tests(tmp_path: Path) -> None:
     assert passed(done(tmp_path, [Step("lint", ("true",)), Step("tests", TESTS)]))
     assert not passed(done(tmp_path, [Step("lint", ("true",))]))
+    assert not passed(done(tmp_path, [Step("collection", (*TESTS, COLLECT))]))
     assert not passed(done(tmp_path, [Step("lint", ("false",)), Step("tests", TESTS)]))
 
 
@@ -119,16 +120,16 @@ def test_long_run_is_the_sum_of_its_parts() -> None:
 
 
 def test_each_test_is_in_one_step() -> None:
-    here, _, *machines = plan([], lacking=FEATURES, shared="/folder")
-    steps = (here[4], *(machine[0] for machine in machines))
+    _, here, _, *machines = plan([], lacking=FEATURES, shared="/folder")
+    steps = (here[1], *(machine[0] for machine in machines))
     assert [word_after("--needs-kernel", step) for step in steps] == ["without", "only", "only"]
     assert {(word_after("--shared", step), word_after("--claims", step)) for step in steps[1:]} == {
         ("/folder", "/run/shared/claims")
     }
     assert {word_after("--lacks", step) for step in steps} == {",".join(FEATURES)}
-    assert len(plan([], lacking=["own-clock"])) == 3
-    (everywhere, *rest) = plan([])
-    assert word_after("--needs-kernel", everywhere[4]) == "with"
+    assert len(plan([], lacking=["own-clock"])) == 4
+    (_, everywhere, *rest) = plan([])
+    assert word_after("--needs-kernel", everywhere[1]) == "with"
     assert not rest
     assert {folder.name for folder in (ROOT / "tests").iterdir() if list(folder.rglob("test_*.py"))} == {
         Path(word).name
