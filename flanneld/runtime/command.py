@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from msgspec import Struct
 
@@ -56,9 +57,10 @@ class TooMuchOutput(Retryable):
 
 def find(program: str) -> str | None:
     """Return the path of a program, None if it is not installed."""
-    from shutil import which  # loads bz2 and lzma
-
-    return which(program, path=f"{os.environ.get('PATH', os.defpath)}:{_SYSTEM_PATHS}")
+    # Not shutil.which, which would load bz2 and lzma.
+    places = f"{os.environ.get('PATH', os.defpath)}:{_SYSTEM_PATHS}".split(":")
+    paths = (Path(place, program) for place in places)
+    return next((str(path) for path in paths if path.is_file() and os.access(path, os.X_OK)), None)
 
 
 class CommandRunner:

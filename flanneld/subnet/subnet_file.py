@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import logging
 import re
-import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from ipaddress import IPv4Network, IPv6Network
 from pathlib import Path
@@ -203,6 +202,8 @@ class SubnetFileTable(LastingTable):
 
     def script(self, scope: Scope) -> Iterator[str]:
         """Yield the command that writes the file, unless it has the desired content."""
+        import shlex  # only for a plan
+
         for want in scope.desired.values():
             if isinstance(want, SubnetEnvFile) and _content(self._path) != want.content:
                 lines = shlex.join(want.content.decode().split())

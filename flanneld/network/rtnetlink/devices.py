@@ -116,6 +116,7 @@ def _call(verb: str, *attributes: Attribute, index: int = 0, up: bool | None = N
 
 def _message(verb: str, attributes: tuple[Attribute, ...], index: int, up: bool | None) -> bytes:
     defer("multiprocessing.reduction")
+    defer("pkgutil")
     defer("pyroute2", "config")
     defer("pyroute2.netlink.rtnl")
     from pyroute2.netlink.rtnl.ifinfmsg import ifinfmsg
