@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import StrEnum
+from functools import partial
 
 from msgspec import Struct
 
@@ -33,24 +34,10 @@ class Severity(StrEnum):
     HINT = "hint"
 
 
-class Fix(Struct, frozen=True, gc=False):
-    """Commands that correct the finding if root runs them in this order on this host.
-
-    They contain no text from the store. ``tests/netns/test_doctor.py`` runs each on a broken host.
-    """
-
-    commands: tuple[Command, ...]
-
-    @property
-    def text(self) -> str:
-        """The commands as one line for a shell."""
-        return line(self.commands)
-
-
-class Advice(Struct, frozen=True, gc=False):
-    """Remedy that needs a decision, another host, or a program that we cannot run."""
-
-    text: str
+#: Commands that correct a finding if root runs them in this order on this host, without text from the store;
+#: ``tests/faults`` runs each on a broken host. Or advice: what needs a decision, another host, or a program
+#: that we cannot run.
+Remedy = tuple[Command, ...] | str
 
 
 class Condition(Struct, frozen=True, gc=False):
@@ -72,6 +59,15 @@ class Finding(Struct, frozen=True, gc=False):
     problem: str
     evidence: str
     why: str
-    remedy: Fix | Advice
+    remedy: Remedy
     about: str = ""
     severity: Severity = Severity.PROBLEM
+
+    @property
+    def cure(self) -> str:
+        """The remedy in one line: advice, or commands for a shell."""
+        return self.remedy if isinstance(self.remedy, str) else line(self.remedy)
+
+
+#: Finding that may be intended.
+hint = partial(Finding, severity=Severity.HINT)

@@ -37,7 +37,7 @@ from flanneld.ctl.paths import BRIEFLY, PathToPeer, carriers, passing, sample
 from flanneld.ctl.source import DataSource
 from flanneld.diagnostics.status import Status, known, resources
 from flanneld.errors import Retryable
-from flanneld.findings import Command, Finding, Fix, Severity
+from flanneld.findings import Command, Finding, Severity
 from flanneld.model import FAMILIES
 from flanneld.network import host_settings, interfaces, processes, survey
 from flanneld.network.firewall.foreign import has_firewalld
@@ -114,7 +114,7 @@ def _ranked(found: list[tuple[Check, Finding]]) -> list[tuple[Check, Finding]]:
 def fixes(findings: list[tuple[Check, Finding]]) -> list[tuple[Command, ...]]:
     """Return the commands of each problem with a fix, each once; hints may be intended (pure)."""
     found = (finding for _, finding in findings if finding.severity is Severity.PROBLEM)
-    return list(dict.fromkeys(each.remedy.commands for each in found if isinstance(each.remedy, Fix)))
+    return list(dict.fromkeys(each.remedy for each in found if not isinstance(each.remedy, str)))
 
 
 def run_fixes(chosen: Iterable[tuple[Command, ...]]) -> list[tuple[Command, str]]:
@@ -198,15 +198,14 @@ def _rows(check: Check, finding: Finding) -> Iterator[tuple[str, str]]:
     yield "check", f"{check.theme} {check.name}: {THEMES[check.theme]}"
     yield "evidence", finding.evidence
     yield "why", finding.why
-    match finding.remedy:
-        case Fix(commands):
-            yield from (("fix", shlex.join(each)) for each in commands)
-        case advice:
-            yield "advice", advice.text
+    if isinstance(finding.remedy, str):
+        yield "advice", finding.remedy
+    else:
+        yield from (("fix", shlex.join(each)) for each in finding.remedy)
 
 
 def _plain(check: Check, finding: Finding) -> dict[str, Any]:
-    remedy = finding.remedy
+    is_advice = isinstance(finding.remedy, str)
     return {
         "theme": check.theme,
         "check": check.name,
@@ -215,8 +214,8 @@ def _plain(check: Check, finding: Finding) -> dict[str, Any]:
         "problem": finding.problem,
         "evidence": finding.evidence,
         "why": finding.why,
-        "fix": remedy.commands if isinstance(remedy, Fix) else None,
-        "advice": None if isinstance(remedy, Fix) else remedy.text,
+        "fix": None if is_advice else finding.remedy,
+        "advice": finding.remedy if is_advice else None,
     }
 
 

@@ -19,7 +19,7 @@ from typing import ClassVar
 from msgspec import Struct
 from msgspec.structs import replace
 
-from flanneld.findings import Advice, Command, Finding, Fix, Severity, line
+from flanneld.findings import Command, Finding, Remedy, Severity, line
 from flanneld.model import Family
 from flanneld.runtime import clock
 from flanneld.state.resources import Key, Kind
@@ -90,7 +90,7 @@ def _wrong(
     is_problem: bool = True,
 ) -> WrongSetting:
     # br_netfilter affects every bridge of this host, also those of other programs.
-    remedy = Advice(line((fix,))) if topic is Topic.BRIDGES else Fix((fix,))
+    remedy: Remedy = line((fix,)) if topic is Topic.BRIDGES else (fix,)
     severity = Severity.PROBLEM if is_problem else Severity.HINT
     return WrongSetting(what, "read from /proc/sys", why, remedy, topic, severity, settings)
 
@@ -104,10 +104,10 @@ def report(
     """
     for finding in findings(read_facts(families, uplink, services=services, either=either)):
         if mend(finding):
-            log.info("%s, so %s; mended by: %s", finding.problem, finding.why, finding.remedy.text)
+            log.info("%s, so %s; mended by: %s", finding.problem, finding.why, finding.cure)
         elif finding.about != Topic.FORWARDING:  # that topic's table logs it
             level = logging.WARNING if finding.severity is Severity.PROBLEM else logging.INFO
-            log.log(level, "%s, so %s; run as root: %s", finding.problem, finding.why, finding.remedy.text)
+            log.log(level, "%s, so %s; run as root: %s", finding.problem, finding.why, finding.cure)
 
 
 class ForwardingSetting(Struct, frozen=True, gc=False):
@@ -158,7 +158,7 @@ class KernelForwardingTable(LastingTable):
                     report.details[setting.key] = f"another program had left {finding.problem}"
                 else:
                     told = f"{finding.problem}: {finding.why}"
-                    report.failed.append(Failure(setting, told, f"run as root: {finding.remedy.text}"))
+                    report.failed.append(Failure(setting, told, f"run as root: {finding.cure}"))
         self._off = self._read_off()
         return report
 
@@ -166,7 +166,7 @@ class KernelForwardingTable(LastingTable):
         """Yield the commands that switch forwarding on."""
         del scope
         facts = read_facts(self._families, self._uplink())
-        yield from (finding.remedy.text for finding in _no_forwarding(facts))
+        yield from (finding.cure for finding in _no_forwarding(facts))
 
     def has_changed(self) -> bool:
         return self._read_off() != self._off

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from flanneld.ctl.doctor import examine
-from flanneld.findings import Fix
 from tests.faults.fault import PROBLEM, Fault
 from tests.faults.table import FAULTS
 from tests.faults.world import Diagnosis, Kind, World, commands, kept_worlds
@@ -124,7 +123,7 @@ def heal(world: World, fault: Fault, found: Diagnosis) -> None:
 
 def test_each_check_that_prints_a_fix_has_a_fault() -> None:
     findings = [found for cases in CASES.values() for facts in cases for found in examine(facts)]
-    offered = {check.name for check, finding in findings if isinstance(finding.remedy, Fix)}
+    offered = {check.name for check, finding in findings if isinstance(finding.remedy, tuple)}
     assert offered == {fault.check for fault in FAULTS.values() if fault.harm and not fault.heal}
 
 

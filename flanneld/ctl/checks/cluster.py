@@ -19,7 +19,7 @@ from flanneld.ctl.nodes import Told
 from flanneld.ctl.paths import PathToPeer, carriers, listed
 from flanneld.diagnostics.status import PeerStatus, known, networks, resources
 from flanneld.errors import LEASES_END
-from flanneld.findings import Advice, Finding, Severity
+from flanneld.findings import Finding, Severity
 from flanneld.model import FAMILIES, Family, overlap
 from flanneld.state.resources import Route
 
@@ -89,7 +89,7 @@ def _finding(rule: ClusterRule, found: list[Remark]) -> Finding:
             "; ",
         ),
         rule.why,
-        Advice(rule.advice),
+        rule.advice,
         severity=rule.severity,
     )
 
@@ -334,9 +334,7 @@ def off_link(facts: Facts) -> Iterator[Finding]:
             f"{few(list(away))} is not on the network of {name}",
             f"the kernel takes no route by a gateway behind another one: {min(lacking & refused)}",
             "host-gw needs all nodes on one network: packets for this peer go nowhere",
-            Advice(
-                "put the nodes on one network, or set Backend.Type to vxlan, with DirectRouting if you like"
-            ),
+            "put the nodes on one network, or set Backend.Type to vxlan, with DirectRouting if you like",
             about=name,
         )
 
@@ -382,7 +380,7 @@ def tunnel(facts: Facts) -> Iterator[Finding]:
             f"{public} answers ICMP echoes, {each.target} behind the tunnel does not"
             + ("; the node refuses our UDP port" if refused else ""),
             "packets of containers to that node are lost, or the answers",
-            Advice(
+            (
                 _where_refused(peer)
                 if refused
                 else f"{see_first(facts)}run flannelctl doctor there, too; let the network between pass"
@@ -416,7 +414,7 @@ def _of_gone(
         f"no answer from {counted(len(names), 'peer')}{ways}",
         few([peers[name].place if name in peers else name for name in names]) + unanswered,
         "neither ICMP nor TCP comes back: the nodes are off, or a firewall drops all packets",
-        Advice("; ".join(steps)),
+        "; ".join(steps),
     )
 
 
@@ -460,7 +458,7 @@ def segment(facts: Facts) -> Iterator[Finding]:
                 f"the node of {peer.name} has VNI {_listed(theirs)}, this one {_listed(ours)}",
                 f"its lease says so, public IP {', '.join(peer.public_ips)}",
                 "either node drops what the other one sends",
-                Advice("restart flanneld on the node whose VNI is not Backend.VNI of the network config"),
+                "restart flanneld on the node whose VNI is not Backend.VNI of the network config",
                 about=peer.name,
             )
 

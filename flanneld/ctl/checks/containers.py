@@ -17,7 +17,7 @@ from flanneld.ctl.checks import check, few
 from flanneld.ctl.losses import permanent
 from flanneld.ctl.paths import container_of
 from flanneld.diagnostics.status import PeerStatus, Status, known
-from flanneld.findings import Advice, Command, Finding, Fix, Severity, command
+from flanneld.findings import Command, Finding, Severity, command
 from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork
 from flanneld.network.host import HostView, entered, named_namespaces, number_of
 from flanneld.network.host_settings import sysctl
@@ -207,10 +207,8 @@ def former_subnet(facts: Facts) -> Iterator[Finding]:
             f"the lease {peer.name} has the public IP {where}; if that is a former lease of this node, which"
             " nothing here proves, it ends by itself",
             f"other nodes send packets for the containers on {name} to {where}",
-            Advice(
-                f"if this node was at {where} before: ip address flush dev {name}, and start its containers"
-                f" anew; else give {name} other addresses, outside Network"
-            ),
+            f"if this node was at {where} before: ip address flush dev {name}, and start its containers"
+            f" anew; else give {name} other addresses, outside Network",
             about=peer.subnets[0],
         )
 
@@ -229,19 +227,17 @@ def container_routes(facts: Facts) -> Iterator[Finding]:
             f"{counted(len(lost), 'container')} without a route to other nodes",
             few([f"{each.address} in {each.path}" for each in lost], "; "),
             "its packets do not even leave the container",
-            Fix(
-                tuple(
-                    step
-                    for each in lost
-                    if gateways[each.address.version]
-                    for step in (
-                        *(() if each.is_up else (set_link(each.device, "up", inside=each.path),)),
-                        (*entering(each.path), "ip", *_route(gateways[each.address.version], each.device)),
-                    )
+            tuple(
+                step
+                for each in lost
+                if gateways[each.address.version]
+                for step in (
+                    *(() if each.is_up else (set_link(each.device, "up", inside=each.path),)),
+                    (*entering(each.path), "ip", *_route(gateways[each.address.version], each.device)),
                 )
             )
             if all(gateways.values())
-            else Advice("restart the containers: the CNI plug-in makes the route"),
+            else "restart the containers: the CNI plug-in makes the route",
         )
     wide = [
         (each, net)
@@ -253,12 +249,10 @@ def container_routes(facts: Facts) -> Iterator[Finding]:
             f"{counted(len(wide), 'container')} with a wider prefix than our subnet",
             few([f"{at.address}/{at.length} in {at.path}; the subnet is {net}" for at, net in wide], "; "),
             "it looks for containers of other nodes on its own link, where they are not",
-            Fix(
-                tuple(
-                    (*entering(at.path), "ip", "address", act, f"{at.address}/{length}", "dev", at.device)
-                    for at, net in wide
-                    for act, length in (("add", net.prefixlen), ("del", at.length))
-                )
+            tuple(
+                (*entering(at.path), "ip", "address", act, f"{at.address}/{length}", "dev", at.device)
+                for at, net in wide
+                for act, length in (("add", net.prefixlen), ("del", at.length))
             ),
         )
 
@@ -287,7 +281,7 @@ def bridge_down(facts: Facts) -> Iterator[Finding]:
                 f"{name} is down",
                 "it has an address of our subnet",
                 "no packet gets to the containers or from them",
-                Fix((set_link(name, "up"),)),
+                (set_link(name, "up"),),
                 about=name,
             )
 
@@ -302,7 +296,7 @@ def bridge_address(facts: Facts) -> Iterator[Finding]:
             f"no interface leads to the containers on {bridge}",
             f"{mine[0].address} in {mine[0].path}: packets leave by {mine[0].reached_by or 'no interface'}",
             "no packet of other nodes gets to these containers, and none of this host",
-            Fix(addressing(nets, bridge)),
+            addressing(nets, bridge),
             about=bridge,
         )
 
@@ -339,11 +333,9 @@ def attachment(facts: Facts) -> Iterator[Finding]:
                 "; ",
             ),
             "no packet gets to such a container or from it",
-            Fix(
-                tuple(
-                    set_link(name, "master", bridge)
-                    for name, bridge in dict.fromkeys((each.attached_to, each.reached_by) for each in loose)
-                )
+            tuple(
+                set_link(name, "master", bridge)
+                for name, bridge in dict.fromkeys((each.attached_to, each.reached_by) for each in loose)
             ),
         )
 
@@ -368,9 +360,7 @@ def bridge_port(facts: Facts) -> Iterator[Finding]:
             "no packet gets to the container behind it or from it"
             if is_stopped
             else "packets to a MAC address whose port the bridge does not know are lost, or go to all ports",
-            Fix(
-                (command("bridge", "link", "set", "dev", port, *passing) if is_up else set_link(port, "up"),)
-            ),
+            (command("bridge", "link", "set", "dev", port, *passing) if is_up else set_link(port, "up"),),
             about=port,
             severity=Severity.PROBLEM if is_lost else Severity.HINT,
         )
@@ -408,7 +398,7 @@ def container_addresses(facts: Facts) -> Iterator[Finding]:
             f"{counted(len(strange), 'container')} with an address outside our subnet",
             few([f"{each.address} in {each.path}" for each in strange], "; "),
             f"other nodes send packets for it elsewhere: our subnet is {', '.join(map(str, own))}",
-            Advice("start these containers anew: they have kept the addresses of an earlier subnet"),
+            "start these containers anew: they have kept the addresses of an earlier subnet",
         )
 
 
@@ -430,10 +420,8 @@ def other_bridge(facts: Facts) -> Iterator[Finding]:
                 f"{name} has {address}, which is outside the cluster network",
                 f"no bridge has an address of our subnet {', '.join(map(str, own))}",
                 "containers there are not on the network: other nodes have no route to them",
-                Advice(
-                    f"start the container runtime with the values of {facts.subnet_file}: Docker with"
-                    " --bip=FLANNEL_SUBNET and --mtu=FLANNEL_MTU; with CNI take the address away and restart"
-                    f" the containers: ip address flush dev {name}"
-                ),
+                f"start the container runtime with the values of {facts.subnet_file}: Docker with"
+                " --bip=FLANNEL_SUBNET and --mtu=FLANNEL_MTU; with CNI take the address away and restart"
+                f" the containers: ip address flush dev {name}",
                 about=name,
             )

@@ -19,7 +19,7 @@ from flanneld.ctl.compare import Comparison
 from flanneld.ctl.paths import PathToPeer, listed
 from flanneld.diagnostics.status import PeerStatus, SessionStatus, Status, known
 from flanneld.errors import Fatal, Retryable
-from flanneld.findings import Advice, Finding, Severity
+from flanneld.findings import Finding, Severity, hint
 from flanneld.runtime import files
 
 if TYPE_CHECKING:
@@ -157,12 +157,11 @@ def receiving(facts: Facts) -> Iterator[Finding]:
     silent -= {peer for peer, _ in facts.passing}
     if stuck := [each for each in dict.fromkeys(facts.standing) if each in silent]:
         commands = (f"echo 0 >/sys/class/net/{name}/threaded" for name in facts.devices)
-        yield Finding(
+        yield hint(
             f"nothing comes in from {counted(len(stuck), 'peer')} with valid keys",
             f"{few(stuck)}: received bytes stand, sent ones grow; the device uses threaded NAPI",
             "on some kernels its thread stops, and received packets wait for ever",
-            Advice(f"if the peers do send: {'; '.join(commands)}"),
-            severity=Severity.HINT,
+            f"if the peers do send: {'; '.join(commands)}",
         )
 
 
@@ -218,7 +217,7 @@ def handshakes(facts: Facts) -> Iterator[Finding]:
                     f"no handshake with the node of {session.subnet}",
                     evidence,
                     "no packet for its containers arrives",
-                    Advice(advice),
+                    advice,
                     about=session.subnet,
                 )
 
@@ -284,7 +283,7 @@ def charon(facts: Facts) -> Iterator[Finding]:
     if state in _CHARON and (is_missed or state is CharonState.HANGS):
         problem, evidence, advice = _CHARON[state]
         why = "no keys are negotiated: packets to peers are lost once the present SAs end"
-        yield Finding(problem, evidence, why, Advice(advice))
+        yield Finding(problem, evidence, why, advice)
 
 
 def _conditions(
@@ -300,7 +299,7 @@ def _conditions(
     for each in facts.status.conditions:
         if each.part == part:
             problem, _, remedy = each.problem.partition("; ")
-            yield Finding(problem, evidence, why, Advice(f"{before}{remedy}"), severity=severity)
+            yield Finding(problem, evidence, why, f"{before}{remedy}", severity=severity)
 
 
 @check("M", "bypass", "no route or policy leads past the encryption")
@@ -333,6 +332,6 @@ def cloned_keys(facts: Facts) -> Iterator[Finding]:
                 f"the node of {peer.name} has our key",
                 peer.reason.partition("; ")[0],
                 "other nodes reach only one of both",
-                Advice("on the machine that is the clone remove the key file, and restart flanneld there"),
+                "on the machine that is the clone remove the key file, and restart flanneld there",
                 about=peer.name,
             )

@@ -15,7 +15,7 @@ from flanneld.ctl.checks.containers import former_subnets
 from flanneld.ctl.output import State
 from flanneld.ctl.paths import DISCOVERY, MADE_ANEW, between_nodes, listed, takes_mtu
 from flanneld.diagnostics.status import known
-from flanneld.findings import Advice, Command, Finding, Fix, Severity, command, line
+from flanneld.findings import Command, Finding, Severity, command, hint, line
 from flanneld.network.host_settings import Topic
 from flanneld.network.iproute2_commands import set_link
 from flanneld.network.rtnetlink.traffic_control import ORDINARY, WITH_FILTERS
@@ -70,7 +70,7 @@ def rules(facts: Facts) -> Iterator[Finding]:
                 f"the rules for {family} are not in place",
                 f"they belong into {firewall.place}",
                 "packets keep the wrong address, or are dropped",
-                Advice("see the daemon's log: it says why, and tries again"),
+                "see the daemon's log: it says why, and tries again",
             )
 
 
@@ -80,25 +80,23 @@ def open_tunnel(facts: Facts) -> Iterator[Finding]:
     outside = [str(address) for name, address in facts.addresses if name == uplink and address.is_global]
     packets = listed(between_nodes(facts.status))
     if outside and packets and not facts.is_guarded and not described(facts.status.backend or "").encrypts:
-        yield Finding(
+        yield hint(
             f"whoever reaches {', '.join(outside)} by {packets} sends packets to containers",
             "the address is a public one, and the backend does not authenticate its packets",
             "a stranger needs no lease for that",
-            Advice("start the daemon with -guard-tunnel, or let the host's firewall accept only nodes there"),
+            "start the daemon with -guard-tunnel, or let the host's firewall accept only nodes there",
             about=uplink,
-            severity=Severity.HINT,
         )
 
 
 @check("E", "keepers", "no other program replaces all rules")
 def keepers(facts: Facts) -> Iterator[Finding]:
     for program in facts.firewalls:
-        yield Finding(
+        yield hint(
             f"{program} is at work here",
             "found by its files or its rules",
             "when it is reloaded it may remove rules; the daemon puts its own back",
-            Advice(let_in(program, facts)),
-            severity=Severity.HINT,
+            let_in(program, facts),
         )
 
 
@@ -127,7 +125,7 @@ def subnet_file(facts: Facts) -> Iterator[Finding]:
             f"there is no {facts.subnet_file}",
             "the file does not exist",
             "no container runtime can start a container on the network",
-            Advice("start the daemon, and see what it waits for"),
+            "start the daemon, and see what it waits for",
         )
         return
     if facts.subnet_file and facts.previous.subnets == (None, None):
@@ -135,7 +133,7 @@ def subnet_file(facts: Facts) -> Iterator[Finding]:
             f"{facts.subnet_file} names no subnet",
             "it has no valid FLANNEL_SUBNET",
             "no container runtime can start a container on the network",
-            Advice("restart the daemon: it writes the file at its start"),
+            "restart the daemon: it writes the file at its start",
         )
         return
     leased = set(map(str, facts.status.own_subnets))
@@ -145,7 +143,7 @@ def subnet_file(facts: Facts) -> Iterator[Finding]:
             f"{facts.subnet_file} has another subnet than the lease",
             f"{', '.join(sorted(written)) or 'none'} there, {', '.join(sorted(leased))} in the lease",
             "new containers get addresses that lead to another node, or nowhere",
-            Advice("restart the daemon: it writes the file at its start"),
+            "restart the daemon: it writes the file at its start",
         )
     wanted = known(facts.status.mtu)
     if wanted and facts.previous.mtu is not None and facts.previous.mtu != wanted:
@@ -153,7 +151,7 @@ def subnet_file(facts: Facts) -> Iterator[Finding]:
             f"{facts.subnet_file} has the MTU {facts.previous.mtu}, wanted is {wanted}",
             f"FLANNEL_MTU={facts.previous.mtu}",
             "new containers send packets that do not fit, or that are smaller than need be",
-            Advice("restart the daemon, then the containers"),
+            "restart the daemon, then the containers",
         )
 
 
@@ -176,20 +174,19 @@ def bridge_subnet(facts: Facts) -> Iterator[Finding]:
             continue
         evidence = f"our subnet is {', '.join(map(str, own))}"
         if not facts.is_bridge(name):
-            yield Finding(
+            yield hint(
                 f"{name} has {address}, which is inside the cluster network",
                 evidence,
                 "one address may stand for a host there and for a container on another node",
-                Advice("choose a Network that no other network of this host overlaps"),
+                "choose a Network that no other network of this host overlaps",
                 about=name,
-                severity=Severity.HINT,
             )
         elif facts.has_ports(name):
             yield Finding(
                 f"{name} has {address}, which is not in our subnet",
                 evidence,
                 "other nodes send packets for its containers elsewhere",
-                Advice(f"restart its containers and see that the runtime reads {facts.subnet_file}"),
+                f"restart its containers and see that the runtime reads {facts.subnet_file}",
                 about=name,
             )
 
@@ -213,7 +210,7 @@ def container_mtu(facts: Facts) -> Iterator[Finding]:
                 f"an address of our subnet is on {name}",
                 "large packets of its containers vanish: connections open and then hang; see that the"
                 f" container runtime reads {facts.subnet_file}",
-                Fix((set_link(name, "mtu", allowed),)),
+                (set_link(name, "mtu", allowed),),
                 about=name,
             )
     narrow = [each for each in facts.containers if allowed and _is_narrow(facts, each, allowed)]
@@ -231,13 +228,11 @@ def container_mtu(facts: Facts) -> Iterator[Finding]:
                 f"{counted(len(some), 'container')} {problem}",
                 few([f"{at.address} in {at.path}: {at.mtu}; {at.port}: {at.port_mtu}" for at in some]),
                 why,
-                Fix(
-                    tuple(
-                        set_link(name, "mtu", allowed, inside=where)
-                        for each in some
-                        for name, where in ((each.port, ""), (each.device, each.path))
-                        if name
-                    )
+                tuple(
+                    set_link(name, "mtu", allowed, inside=where)
+                    for each in some
+                    for name, where in ((each.port, ""), (each.device, each.path))
+                    if name
                 ),
                 severity=Severity.PROBLEM if some is narrow else Severity.HINT,
             )
@@ -262,7 +257,7 @@ def device_mtu(facts: Facts) -> Iterator[Finding]:
                 f"{name} has the MTU {device.mtu}, too large for {link.name} with {link.mtu}",
                 f"the outer headers take {headers} bytes",
                 "large packets are fragmented or lost between the nodes",
-                Advice(
+                (
                     f"raise the MTU of {link.name}, or "
                     + (
                         "set Backend.MTU in the network config"
@@ -294,10 +289,8 @@ def path(facts: Facts) -> Iterator[Finding]:
             f"{counted(len(losing), 'path')} to peers with losses, whatever the size of packets",
             few([f"{each.name} to {each.target}: {each.lost} of {SAMPLE} echoes lost" for each in losing]),
             "connections stall, and queries time out now and then",
-            Advice(
-                f"{see_first(facts)}run flannelctl doctor there, too; then see the cable, the switch and"
-                f" limits of the cloud; ip -s link show dev {facts.status.uplink_name} counts errors here"
-            ),
+            f"{see_first(facts)}run flannelctl doctor there, too; then see the cable, the switch and"
+            f" limits of the cloud; ip -s link show dev {facts.status.uplink_name} counts errors here",
             severity=_severity({each.name for each in losing}),
         )
     for each in paths:
@@ -306,10 +299,8 @@ def path(facts: Facts) -> Iterator[Finding]:
                 f"the {each.name} to {each.target} does not carry {each.required} bytes",
                 f"an ICMP echo of {each.required} bytes in one piece is lost, one of {each.carried} is not",
                 "small packets pass and large ones are lost or taken apart: connections hang",
-                Advice(
-                    f"{see_first(facts)}flannelctl netcheck {each.target} finds the size: set"
-                    f" {each.setting} to it, then {MADE_ANEW}"
-                ),
+                f"{see_first(facts)}flannelctl netcheck {each.target} finds the size: set"
+                f" {each.setting} to it, then {MADE_ANEW}",
                 about=str(each.target),
                 severity=_severity({each.name}),
             )
@@ -350,7 +341,13 @@ def speed(facts: Facts) -> Iterator[Finding]:
     ):
         if is_slow:
             why = "the CPU limits what containers on different nodes send"
-            yield Finding(problem, evidence, why, Advice(remedy), about=name, severity=Severity.HINT)
+            yield hint(
+                problem,
+                evidence,
+                why,
+                remedy,
+                about=name,
+            )
 
 
 @check("K", "checksums", "the kernel computes the checksums of VXLAN packets right")
@@ -361,7 +358,7 @@ def checksums(facts: Facts) -> Iterator[Finding]:
                 f"{name} leaves checksums to a kernel that gets them wrong",
                 f"Linux {facts.kernel[0]}.{facts.kernel[1]}, tx-checksum-ip-generic is on",
                 "connections to services take a minute, because their first packets are dropped",
-                Advice(f"ethtool -K {name} tx-checksum-ip-generic off"),
+                f"ethtool -K {name} tx-checksum-ip-generic off",
             )
 
 
@@ -378,9 +375,7 @@ def probes(facts: Facts) -> Iterator[Finding]:
             f"{counted(len(silent), 'peer')} did not answer the last ICMP echo",
             few(silent),
             "packets to their containers are most likely lost as well",
-            Advice(
-                "flannelctl trace with that address; see whether the peer runs, and what filters between both"
-            ),
+            "flannelctl trace with that address; see whether the peer runs, and what filters between both",
         )
 
 
@@ -392,7 +387,7 @@ def port(facts: Facts) -> Iterator[Finding]:
                 f"nothing ever came in through {name}",
                 f"{sent} packets sent, none received",
                 "most often a firewall between the nodes drops them",
-                Advice(f"let in {_outer(facts, name)} on all nodes and in the cloud's security groups"),
+                f"let in {_outer(facts, name)} on all nodes and in the cloud's security groups",
                 about=name,
             )
 
@@ -419,7 +414,7 @@ def filters(facts: Facts) -> Iterator[Finding]:
             f"this node {'may drop' if doubt else each.verb} {each.flow}: {each.chain}",
             f"{evidence}{doubt}",
             "no packet of a container gets to or from other nodes that way",
-            Advice(line(each.commands)) if each.needs_decision else Fix(each.commands),
+            line(each.commands) if each.needs_decision else each.commands,
             about=each.chain,
             severity=Severity.HINT if doubt else Severity.PROBLEM,
         )
@@ -428,13 +423,12 @@ def filters(facts: Facts) -> Iterator[Finding]:
 @check("E", "translation", "no other program masquerades packets between containers")
 def translation(facts: Facts) -> Iterator[Finding]:
     for each in facts.translated:
-        yield Finding(
+        yield hint(
             f"packets of containers to other nodes are masqueraded: {each.chain}",
             each.rule,
             "containers there see an address of this node as the sender, and so do policies and logs",
-            Advice(f"have that program spare the network, as this does: {line(each.commands)}"),
+            f"have that program spare the network, as this does: {line(each.commands)}",
             about=each.chain,
-            severity=Severity.HINT,
         )
 
 
@@ -454,10 +448,8 @@ def traffic_control(facts: Facts) -> Iterator[Finding]:
             f"the traffic control of {device} drops packets: {few(filters) or kind}",
             f"{counted(number, 'packet')} while peers were probed",
             "a limit of its rate, or a filter, drops packets of the network, too",
-            Advice(
-                "raise the limit, or remove it if nobody needs it:"
-                f" {few([*dict.fromkeys(shows), *removals], '; ')}"
-            ),
+            "raise the limit, or remove it if nobody needs it:"
+            f" {few([*dict.fromkeys(shows), *removals], '; ')}",
             about=device,
             severity=Severity.PROBLEM if facts.is_lossy else Severity.HINT,
         )
@@ -470,7 +462,7 @@ def left_rules(facts: Facts) -> Iterator[Finding]:
             "rules of flannel are in a place that the daemon does not use",
             few(each.rules, "; "),
             "packets still pass them; with another subnet they masquerade wrongly",
-            Fix(each.commands),
+            each.commands,
         )
 
 
@@ -483,18 +475,17 @@ def cni(facts: Facts) -> Iterator[Finding]:
     first = confs[0]
     path = shlex.quote(first.path)
     if first != ours[0]:
-        yield Finding(
+        yield hint(
             "the CNI config of another network plug-in comes before flannel's",
             f"{first.path} names {', '.join(first.types)}, and comes before {ours[0].path}",
             "container runtimes take the first: new containers are not on flannel's network",
-            Advice(f"if that plug-in is no longer used: rm {path}, and restart the container runtime"),
+            f"if that plug-in is no longer used: rm {path}, and restart the container runtime",
             about=first.path,
-            severity=Severity.HINT,
         )
     elif facts.origin != "daemon" and (first != confs[-1] or not facts.has_subnet_file):
         yield Finding(
             "the CNI config of flannel is there, and flannel is not",
             f"{first.path} comes first, and no daemon answers",
             "new containers fail, or get unreachable addresses",
-            Advice(f"start the daemon; if flannel is no longer used here: rm {path}"),
+            f"start the daemon; if flannel is no longer used here: rm {path}",
         )

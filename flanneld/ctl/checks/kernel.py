@@ -13,7 +13,7 @@ from flanneld.ctl.checks.containers import RUNTIMES_BRIDGES, addressing
 from flanneld.ctl.compare import Comparison
 from flanneld.ctl.paths import TO_CONTAINERS
 from flanneld.diagnostics.status import known
-from flanneld.findings import Advice, Finding, Fix, Severity, command, line
+from flanneld.findings import Command, Finding, Remedy, Severity, command, hint, line
 from flanneld.network import iproute2_commands
 from flanneld.network.host_settings import Topic
 from flanneld.network.rtnetlink.links import PORT_REMEDY, SeenLink, is_flannels
@@ -41,11 +41,9 @@ def kernel_support(facts: Facts) -> Iterator[Finding]:
             f"this kernel has no {each.name}",
             each.evidence,
             "the daemon cannot start with this backend, and no packet of a container reaches a peer",
-            Advice(
-                f"modprobe -a {each.modules}, then start flanneld; if a module is not found, install the"
-                " package that has it for the running kernel, reboot if the kernel was upgraded, or set"
-                " another Backend.Type in the network config"
-            ),
+            f"modprobe -a {each.modules}, then start flanneld; if a module is not found, install the"
+            " package that has it for the running kernel, reboot if the kernel was upgraded, or set"
+            " another Backend.Type in the network config",
         )
 
 
@@ -60,7 +58,7 @@ def devices(facts: Facts) -> Iterator[Finding]:
                 f"{entry.device} {different}" if different else f"{entry.device} is not there",
                 f"wanted: {entry.value}" + (f"; {owner} has its UDP port" if owner else ""),
                 "packets to the peers are lost, or reach the wrong ones",
-                _device_fix(entry) or Advice(f"{PORT_REMEDY}; then {remedy}" if owner else remedy),
+                _device_fix(entry) or (f"{PORT_REMEDY}; then {remedy}" if owner else remedy),
                 about=entry.device,
             )
     if any(link.name == "lo" and not link.up for link in facts.links):
@@ -68,18 +66,18 @@ def devices(facts: Facts) -> Iterator[Finding]:
             "lo is down",
             "the kernel delivers packets from this host to its own addresses through it",
             "probes, and programs that talk to services of this host, fail",
-            Fix((iproute2_commands.set_link("lo", "up"),)),
+            (iproute2_commands.set_link("lo", "up"),),
             about="lo",
         )
 
 
-def _device_fix(entry: Comparison) -> Fix | None:
+def _device_fix(entry: Comparison) -> tuple[Command, ...] | None:
     """Return the commands that correct a device; None if its routes or entries would be lost."""
     desired, actual = entry.value, entry.other
     if not (isinstance(desired, Link) and isinstance(actual, Link)):
         return None
     if {each.name for each in entry.differences} <= _SET_WITHOUT_LOSS:
-        return Fix(tuple(iproute2_commands.link(desired, actual, parent="")))
+        return tuple(iproute2_commands.link(desired, actual, parent=""))
     return None
 
 
@@ -107,9 +105,7 @@ def uplink(facts: Facts) -> Iterator[Finding]:
             off.problem,
             off.why,
             "no packet of the network's IPv6 gets to another node",
-            Advice(
-                f"{off.remedy.text}; then give {link.name} its addresses back: {', '.join(of_ipv6) or 'IPv6'}"
-            ),
+            f"{off.cure}; then give {link.name} its addresses back: {', '.join(of_ipv6) or 'IPv6'}",
             about=link.name,
         )
         lost = [address for address in lost if address not in of_ipv6]
@@ -118,21 +114,21 @@ def uplink(facts: Facts) -> Iterator[Finding]:
             f"{link.name} has lost {', '.join(lost)}",
             f"it has {', '.join(sorted(held)) or 'no address'}",
             "peers send to an address that is no longer here",
-            Advice("give it back; with another address the daemon announces that by itself"),
+            "give it back; with another address the daemon announces that by itself",
         )
 
 
-def _way_up(link: SeenLink | None, addresses: Sequence[str]) -> Fix | Advice:
+def _way_up(link: SeenLink | None, addresses: Sequence[str]) -> Remedy:
     """Return how to bring the uplink up.
 
     A device that goes down keeps IPv4 addresses, and loses IPv6 ones.
     """
     if link is None:
-        return Advice("plug it in, or let the daemon elect another")
+        return "plug it in, or let the daemon elect another"
     up = iproute2_commands.set_link(link.name, "up")
     if any(ip_address(text).version == 6 for text in addresses):
-        return Advice(f"{line((up,))}, and give it its IPv6 addresses back")
-    return Fix((up,))
+        return f"{line((up,))}, and give it its IPv6 addresses back"
+    return (up,)
 
 
 # ---- B: stale or missing objects ----------------------------------------------------------------
@@ -146,7 +142,7 @@ def missing(facts: Facts) -> Iterator[Finding]:
             f"the kernel lacks {counted(len(lost), 'object')}",
             few(lost, "; "),
             "packets to these peers are lost or misrouted",
-            Advice("start the daemon, or look at its log: it puts them back at once, or says why it cannot"),
+            "start the daemon, or look at its log: it puts them back at once, or says why it cannot",
         )
 
 
@@ -162,7 +158,7 @@ def detours(facts: Facts) -> Iterator[Finding]:
             f"packets for {subnets[0]}{more} do not take the daemon's route",
             "; ".join(each.found for each in facts.detours[:FEW]),
             "another program's route or rule overrides it; the daemon leaves it alone",
-            Advice(
+            (
                 f"if nobody needs it: {'; '.join(removals)}; keep the route to a network that this host is"
                 " on, and give the peer another subnet"
                 if removals
@@ -180,7 +176,7 @@ def stale(facts: Facts) -> Iterator[Finding]:
             f"the kernel holds {counted(len(extra), 'object')} of peers that are gone",
             few(extra, "; "),
             "packets go to nodes that are gone, or to the wrong ones",
-            Advice("start the daemon: it removes them; `flanneld -plan` shows them as commands"),
+            "start the daemon: it removes them; `flanneld -plan` shows them as commands",
         )
 
 
@@ -192,7 +188,7 @@ def refused(facts: Facts) -> Iterator[Finding]:
             f"the kernel refuses {each.object}",
             each.reason,
             "its peer is not reached",
-            Advice(each.remedy or "find the object in the way and its owner; the daemon retries"),
+            each.remedy or "find the object in the way and its owner; the daemon retries",
         )
 
 
@@ -201,12 +197,11 @@ def neighbours(facts: Facts) -> Iterator[Finding]:
     """Check gc_thresh3. Our permanent entries do not count; the peers' addresses on the uplink's link do."""
     number = len(facts.peers)
     if facts.gc_thresh and number > 0.8 * facts.gc_thresh:
-        yield Finding(
+        yield hint(
             "the neighbour table may overflow",
             f"{counted(number, 'peer')}, and net.ipv4.neigh.default.gc_thresh3 is {facts.gc_thresh}",
             "on one link with all peers, new neighbours are refused: connections hang at random",
-            Advice(f"sysctl -w net.ipv4.neigh.default.gc_thresh3={4 * max(number, 1024)}"),
-            severity=Severity.HINT,
+            f"sysctl -w net.ipv4.neigh.default.gc_thresh3={4 * max(number, 1024)}",
         )
 
 
@@ -223,9 +218,7 @@ def mac(facts: Facts) -> Iterator[Finding]:
                 f"{name} has another MAC than the one in our lease",
                 f"{link.mac}, announced is {', '.join(sorted(announced))}",
                 "the kernel drops what peers send to the announced one",
-                Advice(
-                    "start the daemon: it sets the MAC back; let udev leave it alone (MACAddressPolicy=none)"
-                ),
+                "start the daemon: it sets the MAC back; let udev leave it alone (MACAddressPolicy=none)",
             )
 
 
@@ -245,7 +238,7 @@ def contested(facts: Facts) -> Iterator[Finding]:
                 f"{peer.place} shares the {what} of {', '.join(others)}",
                 f"public IP {', '.join(peer.public_ips)}",
                 f"one of both is not reached: cloned machines have one {what}",
-                Advice(
+                (
                     "on the cloned node: stop flanneld, "
                     + ("remove the key file" if has_key else NEW_MAC)
                     + ", start flanneld"
@@ -263,7 +256,7 @@ def managers(facts: Facts) -> Iterator[Finding]:
             f"{program} manages {name}",
             "it says so itself, below /run",
             "it removes addresses and routes that it did not set, and may put a default route there",
-            Advice(f"exclude flannel* there: {section}"),
+            f"exclude flannel* there: {section}",
         )
 
 
@@ -277,7 +270,7 @@ def fights(facts: Facts) -> Iterator[Finding]:
                 f"another program keeps changing {what}",
                 "frequent repairs in the last minute",
                 "between two repairs packets are lost",
-                Advice("flannelctl logs names the program, if it still runs; exclude flannel* there"),
+                "flannelctl logs names the program, if it still runs; exclude flannel* there",
             )
 
 
@@ -306,7 +299,7 @@ def misrouted(facts: Facts) -> Iterator[Finding]:
             problem,
             each.evidence,
             "they are dropped here, or leave by another way than the daemon's",
-            Fix(each.commands) if each.commands else Advice(_way_out(each, facts)),
+            each.commands or _way_out(each, facts),
             about=each.about,
         )
 
@@ -349,10 +342,8 @@ def uplink_choice(facts: Facts) -> Iterator[Finding]:
                 f"packets to other nodes leave by {each.about}, and the daemon uses {used}",
                 f"{each.evidence}; so do {each.number} of {each.asked} looked at",
                 f"peers are told the address of {used} and send to it; the tunnel's packets leave by {used}",
-                Advice(
-                    f"remove the route, or give it a metric: ip route show dev {each.about}; if {each.about}"
-                    f" is right: start the daemon with -iface={each.about}"
-                ),
+                f"remove the route, or give it a metric: ip route show dev {each.about}; if {each.about}"
+                f" is right: start the daemon with -iface={each.about}",
                 about=used,
                 severity=Severity.PROBLEM
                 if each.number == each.asked or each.families <= silent
@@ -376,13 +367,7 @@ def pinned_neighbours(facts: Facts) -> Iterator[Finding]:
             f"the MAC address of {address} is fixed by hand: {pin.mac}",
             f"ip neigh{f' in {path}' if path else ''}: {address} dev {pin.device} lladdr {pin.mac} PERMANENT",
             "the kernel does not ask who has that address, so packets go to a former or wrong MAC address",
-            Fix(
-                (
-                    command(
-                        *iproute2_commands.entering(path), "ip", "neigh", "del", address, "dev", pin.device
-                    ),
-                )
-            ),
+            (command(*iproute2_commands.entering(path), "ip", "neigh", "del", address, "dev", pin.device),),
             about=address,
             severity=Severity.HINT if is_node and address not in silent else Severity.PROBLEM,
         )
@@ -404,7 +389,7 @@ def duplicate_addresses(facts: Facts) -> Iterator[Finding]:
             f"another host has our address {address}" if name else f"two hosts have the address {address}",
             f"an ARP probe was answered by {macs}" if macs else f"ip address show dev {name}: dadfailed",
             "packets for this address, and for the containers behind it, go to either host",
-            Advice(
+            (
                 f"find {macs} at the switch; on the wrong host: ip address del {address} dev ITS_DEVICE"
                 if macs
                 else f"take it from the other host; then ip address del {again}; ip address add {again}"
@@ -431,8 +416,6 @@ def left_devices(facts: Facts) -> Iterator[Finding]:
                 f"{link.name} is left from an earlier configuration",
                 f"it has {', '.join(inside)} in our network, and is no device of this daemon",
                 "it takes in packets that were sent to the former segment, and its routes may come first",
-                Advice(
-                    f"if no other flanneld of this host uses it: ip address flush dev {link.name};"
-                    f" ip link set {link.name} down"
-                ),
+                f"if no other flanneld of this host uses it: ip address flush dev {link.name};"
+                f" ip link set {link.name} down",
             )

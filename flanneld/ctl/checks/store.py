@@ -21,7 +21,7 @@ from flanneld.ctl.paths import takes_mtu
 from flanneld.ctl.source import SourcePart, last_words
 from flanneld.diagnostics.status import Status, known
 from flanneld.errors import LEASES_END
-from flanneld.findings import Advice, Finding, Severity
+from flanneld.findings import Finding, hint
 from flanneld.model import LEASE_ENDS_SOON, lies_in
 from flanneld.network.host_settings import Topic
 from flanneld.runtime.clock import wall
@@ -90,14 +90,14 @@ def synced(facts: Facts) -> Iterator[Finding]:
             "the peers are known from a file only",
             f"leases are taken from {told.cache}",
             "nodes that joined since are not reached, and gone ones not removed",
-            Advice("see why the store does not answer"),
+            "see why the store does not answer",
         )
     elif facts.status.synced is False:
         yield Finding(
             "the peers are not known yet",
             "no list of leases was read since the start",
             "new peers are not reached, and gone ones not removed",
-            Advice("see why the store does not answer"),
+            "see why the store does not answer",
         )
 
 
@@ -105,15 +105,12 @@ def synced(facts: Facts) -> Iterator[Finding]:
 def removal_guard(facts: Facts) -> Iterator[Finding]:
     guard = known(facts.status.removal_guard)
     if guard and guard.holds:
-        yield Finding(
+        yield hint(
             "removals are held back",
             "the last list of leases lacked most peers",
             "if it is right, packets still go to nodes that are gone",
-            Advice(
-                "nothing: the list is read again within 30 s; see whether the store was restored from a copy:"
-                " then restart all API servers of Kubernetes"
-            ),
-            severity=Severity.HINT,
+            "nothing: the list is read again within 30 s; see whether the store was restored from a copy:"
+            " then restart all API servers of Kubernetes",
         )
 
 
@@ -153,7 +150,7 @@ def config(facts: Facts) -> Iterator[Finding]:
             "this daemon runs another config than the store has",
             "; ".join(found),
             "nodes that were started since run the store's, and do not reach this one",
-            Advice("restart flanneld here: it reads the network config when it starts"),
+            "restart flanneld here: it reads the network config when it starts",
         )
 
 
@@ -172,7 +169,7 @@ def lease(facts: Facts) -> Iterator[Finding]:
             "this node has no lease",
             "no lease has our public IP",
             "no other node knows the way to our containers",
-            Advice("start the daemon; if it runs, its log says what it waits for"),
+            "start the daemon; if it runs, its log says what it waits for",
         )
     expires = known(own.expires) if own else None
     if not own or not expires:
@@ -183,19 +180,18 @@ def lease(facts: Facts) -> Iterator[Finding]:
             "the lease has expired" if left <= 0 else f"the lease ends in {left:.0f} s",
             f"subnet {', '.join(own.subnets)}, renewals: {known(own.renewals) or 'none'}",
             "another node may be given our subnet",
-            Advice("see why the daemon does not renew it: its log, and whether the store answers"),
+            "see why the daemon does not renew it: its log, and whether the store answers",
         )
 
 
 @check("H", "clock", "the clock is set")
 def clock(facts: Facts) -> Iterator[Finding]:
     if facts.clock_is_synchronised is False:
-        yield Finding(
+        yield hint(
             "the clock is not synchronised",
             "/run/systemd/timesync/synchronized is missing",
             "certificates of the store may not be valid here; leases do not depend on it",
-            Advice("see timedatectl timesync-status"),
-            severity=Severity.HINT,
+            "see timedatectl timesync-status",
         )
     word = facts.etcd
     if word and abs(word.ahead) > _CLOCK_OFF:
@@ -204,7 +200,7 @@ def clock(facts: Facts) -> Iterator[Finding]:
             f"this host's clock is {abs(word.ahead) / 3600:.1f} h {way} etcd's",
             f"by the date in the answer of {word.url}",
             "certificates are not valid yet, or have expired, by a wrong clock",
-            Advice("set the clock of the one that is wrong: timedatectl set-ntp true"),
+            "set the clock of the one that is wrong: timedatectl set-ntp true",
         )
 
 
@@ -224,7 +220,7 @@ def store(facts: Facts) -> Iterator[Finding]:
             problem,
             f"{sick.url}/health: {sick.said}" if sick else told.name,
             "changes of peers are not seen, and our lease is not renewed; existing routes stay",
-            Advice(remedy or "see the log of the store"),
+            remedy or "see the log of the store",
         )
     for why in facts.unknown:
         if why.part is SourcePart.STORE and why.failed:
@@ -232,7 +228,7 @@ def store(facts: Facts) -> Iterator[Finding]:
                 "the store did not answer",
                 str(why),
                 "a start of the daemon would wait for it",
-                Advice("see whether it runs and is reached from here, and the flags that name it"),
+                "see whether it runs and is reached from here, and the flags that name it",
             )
 
 
@@ -248,7 +244,7 @@ def ready(facts: Facts) -> Iterator[Finding]:
             "the daemon is not ready",
             what if said == what else f"{what.partition('; ')[0]}; {problem}",
             "no container should be started here yet",
-            Advice(remedy or "wait, or see its log"),
+            remedy or "wait, or see its log",
         )
 
 
@@ -270,20 +266,17 @@ def public_ip(facts: Facts) -> Iterator[Finding]:
                 f"the public IP {ip} is used twice",
                 f"by {', '.join([*owners, *(['this node'] if ip in ours else [])])}",
                 "packets for one of both reach the other",
-                Advice(f"give each node its own with -public-ip or -iface; {LEASES_END}"),
+                f"give each node its own with -public-ip or -iface; {LEASES_END}",
             )
 
 
 def _behind_nat(public_ip: str, owners: Sequence[str]) -> Finding:
-    return Finding(
+    return hint(
         f"several nodes have the public IP {public_ip}",
         f"by {', '.join(owners)}",
         "they are told apart by their keys, and reached only at a port of its own each",
-        Advice(
-            "give each node behind this NAT a -wireguard-port; with etcd run no Go flannel there,"
-            " which would take the lease of another node"
-        ),
-        severity=Severity.HINT,
+        "give each node behind this NAT a -wireguard-port; with etcd run no Go flannel there,"
+        " which would take the lease of another node",
     )
 
 
@@ -296,7 +289,7 @@ def network(facts: Facts) -> Iterator[Finding]:
                 f"our subnet {net} is outside the network",
                 f"Network is {', '.join(map(str, facts.networks))}",
                 "other nodes refuse it",
-                Advice("make the podCIDR of the node, or Network, fit"),
+                "make the podCIDR of the node, or Network, fit",
             )
 
 
@@ -308,7 +301,7 @@ def refusals(facts: Facts) -> Iterator[Finding]:
                 f"the lease {peer.name} is refused",
                 peer.reason,
                 "nothing is done for this peer",
-                Advice(f"correct it on the node that wrote it; {LEASES_END}"),
+                f"correct it on the node that wrote it; {LEASES_END}",
             )
 
 
@@ -326,10 +319,8 @@ def unsafe_leases(facts: Facts) -> Iterator[Finding]:
                 f"the lease {peer.name} would harm this host",
                 peer.reason.partition("; ")[0],
                 "the daemon withdrew the routes to its node: containers there are not reached from here",
-                Advice(
-                    "give this host's own network other addresses, outside Network, or the node another"
-                    f" subnet; the daemon follows by itself; {LEASES_END}"
-                ),
+                "give this host's own network other addresses, outside Network, or the node another"
+                f" subnet; the daemon follows by itself; {LEASES_END}",
             )
 
 
@@ -344,7 +335,7 @@ def start(facts: Facts) -> Iterator[Finding]:
                 why.reason,
                 "a dry run of the start ends so, with the store's network config and the flags given here",
                 "the daemon exits with status 1, and nothing on this node is set up, repaired or renewed",
-                Advice(f"{why.remedy or 'see its log'}; then start flanneld"),
+                f"{why.remedy or 'see its log'}; then start flanneld",
             )
 
 
@@ -358,7 +349,7 @@ def daemon(facts: Facts) -> Iterator[Finding]:
         "the daemon hangs" if hangs else "the daemon is not running",
         "; ".join(filter(None, (str(silent or ""), last_words(facts.status)))),
         "existing routes stay; nothing is repaired or renewed until the daemon runs",
-        Advice(
+        (
             "see the daemon's log, then: systemctl restart flanneld"
             if hangs
             else "systemctl start flanneld; if it ends again, its log says why: journalctl -u flanneld"
@@ -370,21 +361,18 @@ def daemon(facts: Facts) -> Iterator[Finding]:
 def late(facts: Facts) -> Iterator[Finding]:
     health = known(facts.status.health)
     for line in health.late if health else ():
-        yield Finding(
-            "a thread of the daemon hangs", line, "what it does is not done", Advice("restart the daemon")
-        )
+        yield Finding("a thread of the daemon hangs", line, "what it does is not done", "restart the daemon")
 
 
 @check("L", "overruns", "no notifications of the kernel were lost")
 def overruns(facts: Facts) -> Iterator[Finding]:
     number = known(facts.status.lost_notifications)
     if number:
-        yield Finding(
+        yield hint(
             f"notifications of the kernel were lost {counted(number, 'time')}",
             "the daemon read everything again each time",
             "repairs came later than usual",
-            Advice("see what changes routes or devices so often: ip monitor"),
-            severity=Severity.HINT,
+            "see what changes routes or devices so often: ip monitor",
         )
 
 
@@ -408,5 +396,5 @@ def cloud_forwarding(facts: Facts) -> Iterator[Finding]:
 def _refused(facts: Facts, table: str, why: str) -> Iterator[Finding]:
     for each in known(facts.status.refused) or ():
         if each.table == table:
-            remedy = Advice(each.remedy or "see the daemon's log")
+            remedy = each.remedy or "see the daemon's log"
             yield Finding(each.reason, each.object, why, remedy, about=each.object)

@@ -22,7 +22,7 @@ from flanneld.ctl.output import table_lines
 from flanneld.ctl.paths import takes_mtu
 from flanneld.ctl.source import DataSource
 from flanneld.diagnostics.status import Status
-from flanneld.findings import Advice, Finding, Severity
+from flanneld.findings import Finding, Severity
 from flanneld.network.survey import SILENCE, Reply
 from flanneld.state.resources import Address
 from tests.unit.ctl.documents import object_of, status_of
@@ -101,9 +101,9 @@ def test_rule_names_the_node_that_breaks_it(rule: str, changes: dict[str, Any], 
 
 def test_advice_for_another_mtu_names_the_backends_with_an_option_for_it() -> None:
     ((_, finding),) = cluster_findings(remarks(cluster(told=replace(TOLD, mtu=1400))))
-    assert isinstance(finding.remedy, Advice)
+    assert isinstance(finding.remedy, str)
     names = sorted(name for name in BUILT_IN if takes_mtu(described(name)))
-    assert f"with {' or '.join(names)} set Backend.MTU" in finding.remedy.text
+    assert f"with {' or '.join(names)} set Backend.MTU" in finding.remedy
 
 
 def test_who_shares_a_value_is_told_with_whom() -> None:
@@ -248,7 +248,7 @@ def test_nodes_are_listed_worst_first_behind_this_one() -> None:
 
 
 def silence(about: str) -> Finding:
-    return Finding("no packet comes back", "", "", Advice(""), about=about)
+    return Finding("no packet comes back", "", "", "", about=about)
 
 
 @pytest.mark.parametrize(("origin", "asked"), [("daemon", 0), ("store", 1)])

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 from msgspec.structs import replace
 
-from flanneld.findings import Advice, Severity
+from flanneld.findings import Severity
 from flanneld.network.host_settings import HostSettings, WrongSetting, findings, mend
 
 GOOD: Mapping[str, int] = {
@@ -47,7 +47,7 @@ def test_a_host_that_does_not_forward_ipv4_may_be_mended() -> None:
     finding = only(but(ipv4_ip_forward=0))
     assert finding.problem == "net.ipv4.ip_forward is 0"
     assert "IPv4" in finding.why
-    assert finding.remedy.text == "sysctl -w net.ipv4.ip_forward=1"
+    assert finding.cure == "sysctl -w net.ipv4.ip_forward=1"
     assert finding.settings == (("net/ipv4/ip_forward", 1),)
 
 
@@ -70,7 +70,7 @@ def test_a_default_route_from_router_advertisements_is_kept_before_forwarding_be
         ("net/ipv6/conf/eth0.7/accept_ra", 2),
         ("net/ipv6/conf/all/forwarding", 1),
     )
-    assert finding.remedy.text == "sysctl -w net.ipv6.conf.eth0/7.accept_ra=2 net.ipv6.conf.all.forwarding=1"
+    assert finding.cure == "sysctl -w net.ipv6.conf.eth0/7.accept_ra=2 net.ipv6.conf.all.forwarding=1"
 
 
 @pytest.mark.parametrize("accept_ra", [0, 2])
@@ -84,13 +84,13 @@ def test_a_missing_br_netfilter_is_for_the_operator_to_load() -> None:
     finding = only(without("bridge"))
     assert "br_netfilter" in finding.problem
     assert "service address" in finding.why
-    assert (finding.remedy.text, finding.settings) == ("modprobe br_netfilter", ())
+    assert (finding.cure, finding.settings) == ("modprobe br_netfilter", ())
 
 
 def test_a_bridge_that_bypasses_the_firewall_is_for_the_operator_to_change() -> None:
     finding = only(but(bridge_bridge_nf_call_ip6tables=0))
     assert finding.problem == "net.bridge.bridge-nf-call-ip6tables is 0"
-    assert finding.remedy.text == "sysctl -w net.bridge.bridge-nf-call-ip6tables=1"
+    assert finding.cure == "sysctl -w net.bridge.bridge-nf-call-ip6tables=1"
     assert finding.settings == ()
 
 
@@ -111,7 +111,7 @@ def test_a_strict_uplink_is_reported_when_the_default_route_leads_elsewhere(
     everywhere: int, uplink: int, strict: bool
 ) -> None:
     facts = replace(but(all_rp_filter=everywhere, eth0_rp_filter=uplink), elsewhere="eth1")
-    assert [finding.remedy.text for finding in findings(facts)] == (
+    assert [finding.cure for finding in findings(facts)] == (
         ["sysctl -w net.ipv4.conf.eth0.rp_filter=2"] if strict else []
     )
 
@@ -128,7 +128,7 @@ def test_a_strict_device_is_named_while_the_cluster_switches(
 ) -> None:
     facts = replace(but(all_rp_filter=everywhere), either=("flannel-wg",))
     facts = replace(facts, settings={**facts.settings, "net/ipv4/conf/flannel-wg/rp_filter": device})
-    assert [finding.remedy.text for finding in findings(facts)] == (
+    assert [finding.cure for finding in findings(facts)] == (
         ["sysctl -w net.ipv4.conf.flannel-wg.rp_filter=2"] if strict else []
     )
 
@@ -146,4 +146,4 @@ def test_what_only_the_operator_may_do_is_not_mended() -> None:
 
 
 def test_a_setting_that_cannot_be_written_is_not_mended() -> None:
-    assert mend(WrongSetting("", "", "", Advice(""), settings=(("net/ipv4/no/such/setting", 1),))) is False
+    assert mend(WrongSetting("", "", "", "", settings=(("net/ipv4/no/such/setting", 1),))) is False
