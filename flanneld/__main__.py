@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import resource
+import sys
 from collections.abc import Callable
 
 _OUT_OF_MEMORY = "out of memory; raise the limit: ulimit -v, or MemoryMax= of the service"
@@ -50,6 +51,12 @@ def _load(*, is_limited: bool) -> Callable[[], None]:
         logging.getLogger().addHandler(logging.NullHandler())
         import hashlib  # noqa: F401 - some stores and backends need it
 
+    # msgspec prefers typing_extensions to the same functions of typing: 7 modules, such as inspect and ast.
+    sys.modules.setdefault("typing_extensions", None)  # type: ignore[arg-type] # which hides it
+    import msgspec  # noqa: F401 - the daemon's modules need it
+
+    if sys.modules["typing_extensions"] is None:
+        del sys.modules["typing_extensions"]
     from flanneld.main import main as run
 
     return run

@@ -108,6 +108,14 @@ def test_etcds_v3_api_and_lease_servers_need_no_urllib3() -> None:
     assert not {"urllib3", "requests", "etcd"} & loaded
 
 
+def test_the_daemon_takes_typing_as_it_is() -> None:
+    program = "from flanneld import __main__ as start\nstart._load(is_limited=False)"
+    loaded = loaded_after(program)
+    assert "flanneld.main" in loaded
+    assert not {"typing_extensions", "inspect", "ast"} & loaded
+    assert "typing_extensions" in loaded_after(f"{program}\nimport typing_extensions")
+
+
 def test_etcd_without_tls_needs_neither_openssl_nor_urllib3() -> None:
     loaded = loaded_after("import flanneld.main, flanneld.subnet.etcd.v2")
     assert "etcd.client" in loaded
