@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from flanneld.compat.glog import counted
 from flanneld.ctl.checks import check, few
@@ -18,10 +17,11 @@ from flanneld.ctl.losses import permanent
 from flanneld.ctl.paths import container_of
 from flanneld.diagnostics.status import PeerStatus, Status, known
 from flanneld.findings import Command, Finding, Severity, command
-from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork
+from flanneld.model import Family, IPAddress, IPNetwork
 from flanneld.network.host import HostView, entered, named_namespaces, number_of
 from flanneld.network.host_settings import sysctl
 from flanneld.network.iproute2_commands import entering, set_link
+from flanneld.network.routing import LookupResult
 from flanneld.network.rtnetlink.links import SeenLink
 from flanneld.network.rtnetlink.messages import RTN_UNICAST, mac_text
 from flanneld.runtime import files
@@ -95,37 +95,61 @@ def read_containers(
     networks = [network for network, _ in told.ranges]
     subnets = {net.version: net for peer in told.each_peer for net in peer.networks}
     targets = {family: container_of(subnet) for family, subnet in subnets.items()}
-    ends: dict[int, dict[int, SeenLink]] = {}
     names = {link.index: link.name for link in host_links}
+    host = HostView()
+
+    def inside(path: Path, view: HostView, ends: Mapping[int, SeenLink]) -> Iterator[Container]:
+        for link in (each for each in view.links() if each.index in ends):
+            end, pinned = ends[link.index], tuple(permanent(view, [link]))
+            off, bridge = _off(end.name), names.get(end.master, end.name)
+            found = (each for family in targets for each in view.addresses(family, link.index))
+            for seen in (each for each in found if any(each.address in net for net in networks)):
+                address = seen.address
+                out, back = view.look_up_route(targets[address.version]), host.look_up_route(address)
+                yield Container(
+                    str(path),
+                    link.name,
+                    address,
+                    is_routed=link.up and out is not None and _is_ours(out, host_addresses),
+                    mtu=link.mtu,
+                    reached_by=names.get(back.index, "") if back and back.kind == RTN_UNICAST else "",
+                    attached_to=bridge,
+                    is_up=link.up,
+                    port=end.name,
+                    port_mtu=end.mtu,
+                    off=off,
+                    is_learnt=not off or link.mac in _learnt(bridge),
+                    mac=link.mac,
+                    pinned=pinned,
+                    length=seen.length,
+                )
+
+    found: list[Container] = []
+    ends: dict[int, dict[int, SeenLink]] = {}
     for link in host_links:
         if link.make.make == "veth" and link.namespace >= 0:
             ends.setdefault(link.namespace, {})[link.link] = link
-    found: list[tuple[Container, SeenLink]] = []
-    host = HostView()
     for path in islice(named_namespaces() if networks and targets and ends else (), _MANY):
         with suppress(OSError):
-            indexes = ends.get(number_of(host, path))
-            if indexes:
+            mine = ends.get(number_of(host, path))
+            if mine:
                 with entered(path):
-                    found += _inside(path, HostView(), networks, targets, indexes, host_addresses)
-    return [_of_this_host(each, host, names) for each in found]
+                    found += inside(path, HostView(), mine)
+    return found
 
 
-def _of_this_host(seen: tuple[Container, SeenLink], host: HostView, names: Mapping[int, str]) -> Container:
-    """Return a container with what this host tells of it: the way to it, and its end of the veth pair."""
-    each, end = seen
-    port, bridge = Path(f"/sys/class/net/{end.name}/brport"), names.get(end.master, end.name)
-    values = ((option, files.text(port / name).strip(), bad) for name, (option, bad) in _PORT.items())
-    off = tuple(option for option, value, bad in values if value and value in bad)
-    return replace(
-        each,
-        reached_by=_device_to(host, each.address, names),
-        attached_to=bridge,
-        port=end.name,
-        port_mtu=end.mtu,
-        off=off,
-        is_learnt=not off or each.mac in _learnt(bridge),
-    )
+def _is_ours(way: LookupResult, host_addresses: Collection[IPAddress]) -> bool:
+    """Return True for a route by no gateway, by one of this host, or by one that is not looked at."""
+    gateway = way.gateway
+    is_known = gateway is None or gateway.is_link_local or gateway in host_addresses
+    return is_known and way.kind == RTN_UNICAST
+
+
+def _off(port: str) -> tuple[str, ...]:
+    """Return what a bridge does not do for its port."""
+    where = Path(f"/sys/class/net/{port}/brport")
+    values = ((option, files.text(where / name).strip(), bad) for name, (option, bad) in _PORT.items())
+    return tuple(option for option, value, bad in values if value and value in bad)
 
 
 def _learnt(bridge: str) -> set[str]:
@@ -135,46 +159,6 @@ def _learnt(bridge: str) -> set[str]:
     except OSError:
         return set()
     return {mac_text(mac) for mac, is_own in _FDB_ENTRY.iter_unpack(table) if not is_own}
-
-
-def _device_to(host: HostView, address: IPAddress, names: Mapping[int, str]) -> str:
-    way = host.look_up_route(address)
-    return names.get(way.index, "") if way is not None and way.kind == RTN_UNICAST else ""
-
-
-def _inside(
-    path: Path,
-    view: HostView,
-    networks: Collection[IPNetwork],
-    targets: Mapping[Family, IPAddress],
-    ends: Mapping[int, SeenLink],
-    host_addresses: Collection[IPAddress],
-) -> Iterator[tuple[Container, SeenLink]]:
-    links = {link.index: link for link in view.links() if link.index in ends}
-    pinned = {link.name: tuple(permanent(view, [link])) for link in links.values()}
-    for family in FAMILIES:
-        for seen in view.addresses(family) if family in targets else ():
-            link = links.get(seen.index)
-            if link is not None and any(seen.address in net for net in networks):
-                way = view.look_up_route(targets[family])
-                is_routed = way is not None and way.kind == RTN_UNICAST
-                if way is not None and way.gateway is not None and not way.gateway.is_link_local:
-                    is_routed = is_routed and way.gateway in host_addresses
-                is_routed = is_routed and link.up
-                yield (
-                    Container(
-                        str(path),
-                        link.name,
-                        seen.address,
-                        is_routed,
-                        link.mtu,
-                        is_up=link.up,
-                        mac=link.mac,
-                        length=seen.length,
-                        pinned=pinned[link.name],
-                    ),
-                    ends[link.index],
-                )
 
 
 #: Bridges that container runtimes make for their containers, by default.
