@@ -285,7 +285,6 @@ def gather(source: DataSource) -> Facts:
         clock_is_synchronised=_clock_is_synchronised(),
         paths=paths,
         filtered=tuple(drops.read_drops(told, ways, bases)),
-        translated=tuple(drops.read_translations(told, ways, bases)),
         lost=tuple(losses.lost_packets(told, names, ways, lambda: bases)),
         containers=tuple(
             containers.read_containers(told, found.links, {address for _, address in addresses})

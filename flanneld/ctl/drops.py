@@ -42,12 +42,15 @@ from flanneld.runtime import files
 Bases = Callable[[], Sequence[BaseChain]]
 #: Counters of what the kernel drops by policies of XFRM.
 _XFRM_DROPS = Path("/proc/net/xfrm_stat")
+#: By the end of a packet that goes on, what a rule does to it. A masqueraded one gets there.
+MASQUERADES = "masquerades"
+_VERBS = {DNAT: "redirects", MASQUERADE: MASQUERADES}
 #: Networks named by rules for which a peer is looked up, at most.
 _MENTIONED = 64
 
 
 class Drop(Struct, frozen=True, gc=False):
-    """A rule, or without ``rule`` a policy, that drops or redirects a flow; and the commands that accept it.
+    """A rule, or without ``rule`` a policy, that drops or changes a flow; and the commands that spare it.
 
     It may not if it depends on a rule that may match or not: ``doubt``, which may be ``rule`` itself.
     ``drops_the_rest`` is True for a FORWARD chain that drops all that it does not accept.
@@ -65,6 +68,8 @@ class Drop(Struct, frozen=True, gc=False):
 
     @property
     def state(self) -> State:
+        if self.verb == MASQUERADES:
+            return State.HINT
         return State.UNKNOWN if self.doubt else State.PROBLEM
 
     @property
@@ -107,37 +112,6 @@ def read_drops(told: Status, devices: Mapping[Family, str], bases: Sequence[Base
     """
     around = [network for network, _ in told.ranges]
     return _drops(told, bases, devices, some(reached_peers(told), _mentioned(bases, around))) if bases else []
-
-
-class Translation(Struct, frozen=True, gc=False):
-    """Rule that gives packets between containers another sender, and the commands that spare them."""
-
-    chain: str
-    rule: str
-    commands: tuple[Command, ...]
-
-
-def read_translations(told: Status, devices: dict[Family, str], bases: list[BaseChain]) -> list[Translation]:
-    """Return the rules of this host that translate the sender of packets of containers to other nodes.
-
-    A rule of a table inet is about both families, and a command spares the network of one.
-    """
-    found: dict[tuple[str, str], Translation] = {}
-    packets = [
-        flow.packet
-        for flow in flows(told, some(reached_peers(told)), devices)
-        if flow.name == FROM_CONTAINERS
-    ]
-    for network, _ in told.ranges if packets else ():
-        mine = [packet for packet in packets if packet.source.version == network.version]
-        for base, decided in (
-            each for packet in mine for each in foreign.fates(bases, packet, ("postrouting",))
-        ):
-            if decided.act == MASQUERADE and decided.certain:
-                key, spare = (str(base), decided.by), base.spare(network)
-                alike = found.get(key, Translation(str(base), foreign.text_of(base, decided.by), ()))
-                found[key] = replace(alike, commands=tuple(dict.fromkeys((*alike.commands, spare))))
-    return list(found.values())
 
 
 def bases_of(told: Status) -> Bases:
@@ -201,7 +175,8 @@ def dropped(
     found: dict[tuple[str, Fate, tuple[Opening, ...]], tuple[BaseChain, list[Flow]]] = {}
     for flow in packets:
         for base, decided in foreign.fates(bases, flow.packet, flow.hooks):
-            if decided.act in (DROP, DNAT) or decided.may_drop:
+            is_translated = decided.act == MASQUERADE and decided.certain and flow.name == FROM_CONTAINERS
+            if decided.act in (DROP, DNAT) or decided.may_drop or is_translated:
                 found.setdefault((str(base), decided, flow.openings), (base, []))[1].append(flow)
     for (_, decided, _), (base, lost) in found.items():
         kinds = {flow.kind for flow in lost}
@@ -210,8 +185,8 @@ def dropped(
 
 
 def _described(base: BaseChain, flow: Flow, decided: Fate, families: frozenset[Family]) -> Drop:
-    is_redirect, network = decided.act == DNAT, flow.openings[0].network
-    by = decided.doubt if decided.may_drop else decided.by
+    verb = "may drop" if decided.may_drop else _VERBS.get(decided.act, "drops")
+    by, network = decided.doubt if decided.may_drop else decided.by, flow.openings[0].network
     is_policy = isinstance(base, PolicyChain)
     return Drop(
         str(base),
@@ -220,11 +195,11 @@ def _described(base: BaseChain, flow: Flow, decided: Fate, families: frozenset[F
         (command("ip", "xfrm", "policy", "delete", *by.split()[-4:]),)
         if is_policy
         else (base.spare(network),)
-        if is_redirect and network
+        if verb in _VERBS.values() and network
         else base.accept(*flow.openings),
         base.is_firewalld or is_policy,
         foreign.text_of(base, decided.doubt),
         foreign.drops_the_rest(base, decided),
-        families,
-        "redirects" if is_redirect else "may drop" if decided.may_drop else "drops",
+        frozenset() if verb == MASQUERADES else families,
+        verb,
     )

@@ -334,7 +334,7 @@ FAULTS = {
     ),
     "rules left in nftables": Fault("left rules", LEFT, (f"nft -f {GOLDEN}/native-ipv4.nft",), cuts=False),
     "another program masquerades the containers": Fault(
-        "translation",
+        "filters",
         "-A POSTROUTING -s {own} ! -o cni0 -j MASQUERADE",
         ("iptables-nft -t nat -A POSTROUTING -s {own} ! -o cni0 -j MASQUERADE",),
         MASQUERADE,
@@ -344,7 +344,7 @@ FAULTS = {
         advice="iptables-nft -t nat -I POSTROUTING -s 10.5.0.0/16 -d 10.5.0.0/16 -j RETURN",
     ),
     "another program masquerades the containers, nftables": Fault(
-        "translation",
+        "filters",
         'oifname != "lo" masquerade',
         (
             WALL,
@@ -355,8 +355,7 @@ FAULTS = {
         cuts=False,
         severity=HINT,
         heal=NO_WALL,
-        advice="nft insert rule inet wall c ip saddr 10.5.0.0/16 ip daddr 10.5.0.0/16 return; "
-        "nft insert rule inet wall c ip6 saddr fc00:5::/48 ip6 daddr fc00:5::/48 return",
+        advice="nft insert rule inet wall c ip6 saddr fc00:5::/48 ip6 daddr fc00:5::/48 return",
     ),
     "queue that no program reads": Fault(
         "tunnel",

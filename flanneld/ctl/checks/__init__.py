@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from flanneld.ctl.checks.host import CniFile, LeftRules
     from flanneld.ctl.checks.store import EtcdHealth
     from flanneld.ctl.compare import Comparison, ShadowingRoute
-    from flanneld.ctl.drops import Drop, Translation
+    from flanneld.ctl.drops import Drop
     from flanneld.ctl.losses import Claim, Lost
     from flanneld.ctl.paths import PathToPeer
     from flanneld.ctl.source import Unknown
@@ -113,10 +113,8 @@ class Facts(Struct, frozen=True, gc=False):
     clock_is_synchronised: bool | None = None
     #: Paths to a few peers, each with the size that it carries.
     paths: tuple[PathToPeer, ...] = ()
-    #: Rules and policies that drop packets of the network.
+    #: Rules and policies that drop or change packets of the network.
     filtered: tuple[Drop, ...] = ()
-    #: Rules that masquerade packets between containers.
-    translated: tuple[Translation, ...] = ()
     #: Packets that the kernel drops or misroutes.
     lost: tuple[Lost, ...] = ()
     containers: tuple[Container, ...] = ()

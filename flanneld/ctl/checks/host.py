@@ -12,6 +12,7 @@ from flanneld.backends.registry import described
 from flanneld.compat.glog import counted
 from flanneld.ctl.checks import check, few
 from flanneld.ctl.checks.containers import former_subnets
+from flanneld.ctl.drops import MASQUERADES
 from flanneld.ctl.output import State
 from flanneld.ctl.paths import DISCOVERY, MADE_ANEW, between_nodes, listed, takes_mtu
 from flanneld.diagnostics.status import known
@@ -402,7 +403,7 @@ def _outer(facts: Facts, name: str) -> str:
 # ---- E, F, K: what other programs and earlier runs do to the packets ---------------------------------
 
 
-@check("E", "filters", "no rule drops or redirects packets between the nodes or between containers")
+@check("E", "filters", "no rule drops or changes packets between the nodes or between containers")
 def filters(facts: Facts) -> Iterator[Finding]:
     for each in facts.filtered:
         if ((each.doubt and not each.drops_the_rest) or each.flow == DISCOVERY) and not facts.is_lossy:
@@ -413,22 +414,16 @@ def filters(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             f"this node {'may drop' if doubt else each.verb} {each.flow}: {each.chain}",
             f"{evidence}{doubt}",
-            "no packet of a container gets to or from other nodes that way",
-            line(each.commands) if each.needs_decision else each.commands,
+            "containers there see an address of this node as the sender, and so do policies and logs"
+            if each.verb == MASQUERADES
+            else "no packet of a container gets to or from other nodes that way",
+            f"have that program spare the network, as this does: {line(each.commands)}"
+            if each.verb == MASQUERADES
+            else line(each.commands)
+            if each.needs_decision
+            else each.commands,
             about=each.chain,
-            severity=Severity.HINT if doubt else Severity.PROBLEM,
-        )
-
-
-@check("E", "translation", "no other program masquerades packets between containers")
-def translation(facts: Facts) -> Iterator[Finding]:
-    for each in facts.translated:
-        yield hint(
-            f"packets of containers to other nodes are masqueraded: {each.chain}",
-            each.rule,
-            "containers there see an address of this node as the sender, and so do policies and logs",
-            f"have that program spare the network, as this does: {line(each.commands)}",
-            about=each.chain,
+            severity=Severity.HINT if doubt or each.verb == MASQUERADES else Severity.PROBLEM,
         )
 
 

@@ -26,7 +26,7 @@ from flanneld.ctl.checks.kernel import NEW_MAC
 from flanneld.ctl.checks.store import EtcdHealth, ask_etcd
 from flanneld.ctl.compare import Comparison, Difference, Outside, ShadowingRoute
 from flanneld.ctl.doctor import CHECKS, DoctorReport, examine
-from flanneld.ctl.drops import Drop, Translation
+from flanneld.ctl.drops import MASQUERADES, Drop
 from flanneld.ctl.losses import Claim, Lost
 from flanneld.ctl.output import table_lines
 from flanneld.ctl.paths import DISCOVERY, TO_CONTAINERS, PathToPeer
@@ -415,9 +415,6 @@ CASES: dict[str, list[Facts]] = {
     "attachment": [
         replace(container(attached_to="veth1"), links=(*WELL.links, replace(link("veth1"), index=9)))
     ],
-    "translation": [
-        replace(WELL, translated=(Translation("chain POSTROUTING of table ip nat", "-j MASQUERADE", ACCEPT),))
-    ],
     "bridge address": [
         replace(WELL, containers=(replace(CONTAINER, reached_by=way),)) for way in ("", "eth0")
     ],
@@ -756,6 +753,15 @@ def test_whatever_loses_packets_is_a_problem(name: str) -> None:
     for facts in CASES[name]:
         found = [finding.severity for check, finding in examine(facts) if check.name == name]
         assert set(found) == {Severity.PROBLEM}
+
+
+def test_masqueraded_packets_are_a_hint_and_hide_no_silent_tunnel() -> None:
+    masked = Drop("chain c", "packets", "masquerade", ACCEPT, families=frozenset(), verb=MASQUERADES)
+    found = examine(replace(CASES["tunnel"][0], filtered=(masked,)))
+    assert [(check.name, finding.severity) for check, finding in found] == [
+        ("tunnel", Severity.PROBLEM),
+        ("filters", Severity.HINT),
+    ]
 
 
 def test_a_bridge_that_the_firewall_does_not_see_is_a_problem_where_services_are_used() -> None:

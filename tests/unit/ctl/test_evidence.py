@@ -21,7 +21,7 @@ from flanneld.ctl.paths import chosen_of, sample
 from flanneld.diagnostics.status import PeerStatus, Status, known
 from flanneld.model import FAMILIES
 from flanneld.network import survey
-from flanneld.network.firewall.fate import DROP, Packet, Rule, Test
+from flanneld.network.firewall.fate import DROP, MASQUERADE, Packet, Rule, Test
 from flanneld.network.firewall.foreign import BaseChain
 from flanneld.network.genetlink import SeenDevice, SeenPeer
 from flanneld.network.routing import PolicyRule
@@ -97,6 +97,15 @@ def test_rule_about_one_peer_of_5000_is_found() -> None:
     found = list(dropped([base], list(paths.flows(LARGE, chosen, {4: "cni0"}))))
     assert [(flow.name, decided.by) for _, flow, decided, _ in found] == [
         ("packets of its containers to other nodes", "no packets to 10.20.7.0/24")
+    ]
+
+
+def test_rule_that_masquerades_counts_for_packets_of_containers_to_other_nodes_only() -> None:
+    told = status_of(document(1))
+    base = BaseChain("native", 4, "ip x", "c", "postrouting", False, {"c": (Rule(MASQUERADE, text="7"),)})
+    found = dropped([base], list(paths.flows(told, chosen_of(told), {4: "cni0"})))
+    assert [(flow.name, decided.act) for _, flow, decided, _ in found] == [
+        (paths.FROM_CONTAINERS, MASQUERADE)
     ]
 
 
