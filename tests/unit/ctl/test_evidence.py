@@ -173,16 +173,21 @@ def dropped_by_policies(told: Status, *recorded: bytes) -> set[tuple[str, str, s
     rules = filter(None, (decode_rule(each, 0, len(each)) for each in recorded))
     bases = chains(rules, is_ipsec="ipsec" in told.backends)
     found = dropped(bases, list(paths.flows(told, chosen_of(told), {4: "cni0"})))
-    return {(str(base), flow.name, decided.by) for base, flow, decided, _ in found}
+    return {(str(base), flow.name, decided.by or decided.doubt) for base, flow, decided, _ in found}
 
 
 def test_policies_of_xfrm_drop_what_no_policy_before_them_is_about() -> None:
-    """Those about a mark, or another protocol or port, drop nothing; the one of priority 7 comes first."""
+    """Those about another protocol or port drop nothing, one about a mark may; priority 7 precedes 8."""
     assert dropped_by_policies(status_of(document(2)), *RECORDED) == {
         (
             "the XFRM policies for forward",
             paths.FROM_CONTAINERS,
             "src 10.5.0.0/16 dst 10.6.0.0/16 action block index 2 dir fwd",
+        ),
+        (
+            "the XFRM policies for postrouting",
+            paths.FROM_CONTAINERS,
+            "src 10.5.0.0/16 dst 10.6.0.0/16 action block index 33 dir out",
         ),
         (
             "the XFRM policies for input",
