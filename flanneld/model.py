@@ -299,6 +299,25 @@ class LeaseTable(Struct, gc=False):
         return tuple([lease.key for lease in gone if lease is not None])
 
 
+_OCTETS = tuple(map(str, range(256)))
+
+
+def dotted(number: int) -> str:
+    """Return the text of an IPv4 address."""
+    a, b, c, d = number >> 24, number >> 16 & 255, number >> 8 & 255, number & 255
+    return f"{_OCTETS[a]}.{_OCTETS[b]}.{_OCTETS[c]}.{_OCTETS[d]}"
+
+
+class Address4(IPv4Address):
+    """IPv4 address whose text takes a third of the time: ten are told of each peer."""
+
+    __slots__ = ()
+    _ip: int
+
+    def __str__(self) -> str:
+        return dotted(self._ip)
+
+
 class _Prefix:
     """A network of ``ipaddress`` that keeps its hash."""
 
@@ -339,7 +358,7 @@ _IS_PAIR = hash(_SAMPLE) == hash((int(_SAMPLE.network_address), int(_SAMPLE.netm
 
 def ipv4_prefix(number: int, length: int) -> IPv4Network:
     """Return a network from its first address and its length. Raises ``ValueError`` for host bits."""
-    return _filled(_Prefix4.__new__(_Prefix4), IPv4Address(number), number, length, _mask(4, length))
+    return _filled(_Prefix4.__new__(_Prefix4), Address4(number), number, length, _mask(4, length))
 
 
 def ipv6_prefix(number: int, length: int) -> IPv6Network:

@@ -227,7 +227,7 @@ def address_number(value: object, kind: type[A]) -> int:
 
     Raises ``ValueError`` if Go refuses the value.
     """
-    if kind is not IPv4Address or not isinstance(value, str):
+    if not (issubclass(kind, IPv4Address) and isinstance(value, str)):
         return int(kind(_literal(value, _ADDRESS)))
     try:
         a, b, c, d = value.split(".")

@@ -17,7 +17,7 @@ from msgspec import UNSET, Struct, UnsetType
 from flanneld.compat import json as gojson
 from flanneld.compat.json import Fields, GoJsonError
 from flanneld.errors import Refused
-from flanneld.model import LeaseAttrs, LeaseKey, ipv4_prefix, ipv6_prefix
+from flanneld.model import Address4, LeaseAttrs, LeaseKey, ipv4_prefix, ipv6_prefix
 
 N = TypeVar("N", bound=IPv4Network | IPv6Network)
 
@@ -103,7 +103,7 @@ def _common_attrs(text: str | bytes) -> LeaseAttrs | None:
     """
     try:
         found = _COMMON.decode(text)
-        public_ip = gojson.address_of(found.PublicIP, IPv4Address)
+        public_ip = gojson.address_of(found.PublicIP, Address4)
         public_ipv6 = None
         if found.PublicIPv6 is not None:
             public_ipv6 = gojson.address_of(found.PublicIPv6, IPv6Address)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from flanneld.network.rtnetlink import messages as rtnl
+from flanneld.network.rtnetlink import traffic_control
 from flanneld.network.rtnetlink.netlink import NetlinkSocket, messages
 from flanneld.state.resources import Address
 from tests.lab import Lab
@@ -82,6 +83,15 @@ def test_an_interface_is_found_by_its_name(empty: Namespace) -> None:
     kernel.close()
     with pytest.raises(OSError, match="Bad file descriptor"):
         kernel.index_of("lo")
+
+
+@pytest.mark.parametrize("discipline", ["clsact", "ingress"])
+def test_filter_of_traffic_control_is_named_once(empty: Namespace, discipline: str) -> None:
+    empty.run("tc", "qdisc", "add", "dev", "lo", discipline)
+    drop = "bpf direct-action bytecode".split()
+    empty.run("tc", "filter", "add", "dev", "lo", "ingress", "pref", "7", *drop, "1,6 0 0 2,")
+    found = traffic_control.filters([("lo", discipline)], {1: "lo"})
+    assert list(found) == [("lo", "ingress pref 7 bpf")]
 
 
 def test_the_kernel_sends_no_notification_of_what_an_ignored_socket_does(empty: Namespace) -> None:
