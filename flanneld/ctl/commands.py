@@ -75,9 +75,11 @@ def _peers(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
 def _routes(source: DataSource, _arguments: argparse.Namespace) -> CommandAnswer:
     from flanneld.ctl import compare
 
-    desired = compare.desired_objects(source.status)
-    found = compare.read(source.status, desired)
-    entries = [*compare.compare(source.status, desired, found), *compare.outside(source.status)]
+    found = compare.read(source.status)
+    entries = [
+        *compare.compare(source.status, compare.desired_objects(source.status), found),
+        *compare.outside(source.status),
+    ]
     wrong = any(entry.state in ("missing", "different", "not wanted") for entry in entries)
     objects = [compare.described(entry) for entry in entries]
     return _noted(source, [routes_table(entries)], lambda: {"objects": objects}, wrong=wrong)

@@ -13,11 +13,12 @@ from typing import Any, ClassVar
 from msgspec import Struct
 from msgspec.structs import replace
 
-from flanneld.diagnostics.status import ObjectStatus, PeerStatus, Status, known, resources
+from flanneld.diagnostics.status import ObjectStatus, PeerStatus, Status, known, networks, resources
 from flanneld.model import FAMILIES, IPAddress, IPNetwork
 from flanneld.network.host import HostView
 from flanneld.network.routing import RTN_LOCAL
 from flanneld.network.rtnetlink import links
+from flanneld.network.rtnetlink import messages as rtnl
 from flanneld.network.rtnetlink.domain import Behind, Domain
 from flanneld.network.rtnetlink.kernel import Kernel
 from flanneld.network.rtnetlink.links import SeenLink, is_flannels
@@ -33,17 +34,23 @@ from flanneld.state.resources import (
     Resource,
     Route,
     Vxlan,
-    destination_of,
-    route_key,
 )
 from flanneld.state.table import Claim, Scope, Seen, Table
 
 
 class ActualState(Struct, frozen=True, gc=False):
-    """Actual objects with our objects' keys or on our devices, each with True if it is ours."""
+    """Actual objects with our objects' keys or on our devices, each with True if it is ours.
+
+    Those in ``right`` are as desired, and known by their text alone. ``left`` are the other desired ones.
+    """
 
     objects: Mapping[Resource, bool]
     links: tuple[SeenLink, ...]
+    right: AbstractSet[str] = frozenset()
+    left: Sequence[DesiredObject] = ()
+
+    def has(self, resource: Resource) -> bool:
+        return resource in self.objects or str(resource) in self.right
 
     def link(self, name: str) -> SeenLink | None:
         return next((each for each in self.links if each.name == name), None)
@@ -68,8 +75,8 @@ class RouteTaken(Struct, frozen=True, gc=False):
         return f"via {self.gateway} dev {self.device}" if self.gateway else f"dev {self.device}"
 
 
-#: A desired object of this kernel, after its owner.
-DesiredObject = tuple[str, Resource]
+#: A described object, and its owner.
+DesiredObject = tuple[str, ObjectStatus]
 
 
 class Difference(Struct, frozen=True, gc=False):
@@ -108,9 +115,38 @@ class Comparison(Struct, frozen=True, gc=False):
         return "; ".join((str(self.value), *map(str, self.differences)))
 
 
-def read(told: Status, desired: Sequence[DesiredObject]) -> ActualState:
+class _Rest(Kernel):
+    """This host's kernel without the objects that have a text of ``told``; ``left`` are the other texts.
+
+    So out of thousands of objects only a few are made, on either side of the comparison.
+    """
+
+    def __init__(self, told: AbstractSet[str]) -> None:
+        super().__init__()
+        self.left = set(told)
+        self._told = told
+        self._name_of = cache(self.name_of)
+        self._read: dict[tuple[int, bytes], list[tuple[bytes, int, int]]] = {}
+
+    def stream(self, kind: int, body: bytes) -> Iterator[tuple[bytes, int, int]]:
+        """Return the messages of a dump, which is read once. Raises ``DumpInterrupted``."""
+        if (kind, body) not in self._read:
+            rest = []
+            for item in super().stream(kind, body):
+                text = rtnl.plain_text(kind, *item, self._name_of)
+                if text in self._told:
+                    self.left.discard(text)
+                else:
+                    rest.append(item)
+            self._read[kind, body] = rest
+        return iter(self._read[kind, body])
+
+
+def read(told: Status) -> ActualState:
     """Return the kernel's objects. Raises ``OSError``."""
-    kernel = Kernel()
+    # Without all leases any object of ours is to be named.
+    texts = {item.text for _, item in desired_objects(told) if told.knows_peers}
+    kernel = _Rest(texts)
     should = {value.name: value for value in resources(told.local) if isinstance(value, Link)}
     # rtnetlink does not tell all properties of a device.
     present = tuple(
@@ -126,8 +162,13 @@ def read(told: Status, desired: Sequence[DesiredObject]) -> ActualState:
     ours = {link.name: link.make for link in present if link.name in devices}
     bridging = frozenset(name for name, make in ours.items() if isinstance(make, Vxlan))
     kernel.domain = Domain(told.uplink_name, frozenset(devices), tuple(told.ranges), bridging=bridging)
+    for table in tables(kernel):
+        with suppress(DumpInterrupted):
+            next(iter(table.read(Scope({}))), None)  # which dumps it
+    desired = desired_objects(told)
+    left = [each for each in desired if each[1].text in kernel.left or not told.knows_peers]
     by_table: dict[object, dict[Key, Resource]] = defaultdict(dict)
-    for _, value in desired:
+    for value in resources(item for _, item in left):
         if not isinstance(value, Link):
             by_table[value.key[0]][value.key] = value
     # With known peers, an administrator's route must not count as left over.
@@ -137,7 +178,7 @@ def read(told: Status, desired: Sequence[DesiredObject]) -> ActualState:
         for seen in _held_still(table, Scope(by_table[table.name], adopt=adopt)):
             it = seen.resource.route if isinstance(seen.resource, Behind) else seen.resource
             objects[it] = seen.claim is not Claim.FOREIGN
-    return ActualState(objects, present)
+    return ActualState(objects, present, texts - kernel.left, left)
 
 
 def _held_still(table: Table, scope: Scope) -> list[Seen]:
@@ -162,35 +203,36 @@ def route_lookup() -> Callable[[IPAddress], RouteTaken]:
     return look_up
 
 
-def desired_objects(told: Status) -> list[DesiredObject]:
-    """Return each object that should be in this kernel."""
-    return [(owner, value) for owner, item in _items(told) if (value := item.resource) is not None]
-
-
-def _items(told: Status) -> Iterator[tuple[str, ObjectStatus]]:
-    """Yield each described object with its owner."""
+def desired_objects(told: Status) -> Iterator[DesiredObject]:
+    """Yield each object that should be in this kernel, or in a backend's own table."""
     yield from (("this node", item) for item in known(told.local) or ())
-    yield from ((peer.name, item) for peer in told.each_peer for item in peer.objects)
+    for peer in told.each_peer:
+        name = peer.name
+        for item in peer.objects:
+            yield name, item
 
 
-def compare(
-    told: Status, desired: Sequence[DesiredObject], found: ActualState, *, but_ok: bool = False
-) -> list[Comparison]:
-    """Return all desired objects, those that are ``but_ok`` if asked to, then our surplus ones (pure)."""
+def compare(told: Status, desired: Iterable[DesiredObject], found: ActualState) -> list[Comparison]:
+    """Return the desired objects of this kernel, then our surplus ones (pure).
+
+    Out of all ``found.left`` may be compared alone: the others are right.
+    """
     ours = [value for value, is_ours in found.objects.items() if is_ours]
     if not told.knows_peers:
         return [Comparison(value, "found") for value in ours]
-    if but_ok and _all_are_right(desired, found.objects, len(ours)):
-        return []
     contested = {value for peer in told.each_peer if peer.conflicts for value in resources(peer.objects)}
     at_key = {value.key: value for value in ours}
+    values: set[Resource] = set()
     replaced: set[Key] = set()
     entries = []
-    for owner, value in desired:
+    for owner, item in desired:
+        value = item.resource
+        if value is None:
+            continue
+        values.add(value)
         other = at_key.get(value.key)
-        if value in found.objects:
-            if not but_ok:
-                entries.append(Comparison(value, "ok", owner))
+        if item.text in found.right or value in found.objects:
+            entries.append(Comparison(value, "ok", owner))
         elif value in contested:
             continue
         elif other is None:
@@ -199,21 +241,9 @@ def compare(
             replaced.add(other.key)
             drift = tuple(differences(value, other, found))
             entries.append(Comparison(value, "different", owner, other, drift))
-    known = {value for _, value in desired}
-    extra = [value for value in ours if value not in known and value.key not in replaced]
+    surplus = (each for each in ours if each not in values and str(each) not in found.right)
+    extra = [value for value in surplus if value.key not in replaced]
     return entries + [Comparison(value, "not wanted") for value in extra]
-
-
-def _all_are_right(desired: Sequence[DesiredObject], found: Mapping[Resource, bool], number: int) -> bool:
-    """Return True if all is there, and nothing beside it is ours, as a rule; ``number`` is that of ours."""
-    right: set[Key] = set()
-    for _, value in desired:
-        is_ours = found.get(value)
-        if is_ours is None:
-            return False
-        if is_ours:
-            right.add(value.key)
-    return len(right) == number
 
 
 class Outside(Struct, frozen=True, gc=False):
@@ -233,7 +263,7 @@ class Outside(Struct, frozen=True, gc=False):
 
 def outside(told: Status) -> Iterator[Comparison]:
     """Yield the desired objects outside the kernel. Only the daemon knows their actual state (pure)."""
-    for owner, item in _items(told):
+    for owner, item in desired_objects(told):
         if item.value is None:
             found = Outside(item.text, known(item.table) or "")
             yield Comparison(found, "ok" if item.in_kernel else "missing", owner)
@@ -288,29 +318,31 @@ def shadowing_routes(
 ) -> list[ShadowingRoute]:
     """Return the shadowing routes on this host. Raises ``OSError``."""
     kernel = Kernel()
-    routes = [each for family in FAMILIES for each in kernel.route_keys(family)]
+    routes = [each for family in FAMILIES for each in kernel.destinations(family)]
     names = {link.index: link.name for link in found.links}
     subnets = subnets_of(told)
-    lengths = _lengths(subnets)
-    shortest = {(version, min(each for other, each in lengths if other == version)) for version, _ in lengths}
+    lengths = lengths_of(subnets)
+    # Then no peer's subnet lies in that of another.
+    is_plain = len(lengths) == len({version for version, _ in lengths})
     longer = (
-        (destination, names.get(index, ""), NOWHERE.get(kind, ""))
-        for key, index, kind in routes
-        if (key[1], key[3]) not in shortest and (destination := destination_of(key)) is not None
+        (network, names.get(index, ""), NOWHERE.get(kind, ""))
+        for destination, index, kind in routes
+        if not (is_plain and destination in subnets)
+        for network in networks([destination])
     )
-    doubtful = _doubtful(kernel, [key for key, _, _ in routes], subnets, lengths)
+    doubtful = _doubtful(kernel, [destination for destination, _, _ in routes], subnets, lengths)
     return [
         *by_lookup(told, found, look_up_route, doubtful),
-        *by_length(subnets, longer),
+        *by_length(subnets, lengths, longer),
     ]
 
 
 def _doubtful(
     kernel: HostView,
-    destinations: Sequence[Key],
-    subnets: AbstractSet[Key],
+    destinations: Sequence[str],
+    subnets: AbstractSet[str],
     lengths: AbstractSet[tuple[int, int]],
-) -> AbstractSet[Key]:
+) -> AbstractSet[str]:
     """Return the subnets that need a lookup: something beside their one route is about them.
 
     A lookup of each of thousands of subnets takes most of the doctor's time.
@@ -318,7 +350,7 @@ def _doubtful(
     if any(not rule.is_default for family in FAMILIES for rule in kernel.rules(family)):
         return subnets
     local = {
-        route_key(network.supernet(new_prefix=length))
+        str(network.supernet(new_prefix=length))
         for family in FAMILIES
         for _, network, _ in kernel.local(family)
         for version, length in lengths
@@ -326,7 +358,7 @@ def _doubtful(
     }
     once = set(destinations)
     several = (
-        {key for key, number in Counter(destinations).items() if number > 1}
+        {each for each, number in Counter(destinations).items() if number > 1}
         if len(once) < len(destinations)
         else set()
     )
@@ -337,47 +369,48 @@ def by_lookup(
     told: Status,
     found: ActualState,
     look_up_route: Callable[[IPAddress], RouteTaken],
-    subnets: AbstractSet[Key],
+    subnets: AbstractSet[str],
 ) -> Iterator[ShadowingRoute]:
     """Yield those ``subnets`` diverted by a route of the same length, a rule or another table (pure)."""
-    each_subnet = ((peer, net) for peer in (told.each_peer if subnets else ()) for net in peer.networks)
-    for peer, subnet in each_subnet:
-        if route_key(subnet) not in subnets:
-            continue
+    each_peer = told.each_peer if subnets else ()
+    doubtful = ((peer, [net for net in peer.subnets if net in subnets]) for peer in each_peer)
+    for peer, subnet in ((peer, each) for peer, texts in doubtful for each in networks(texts)):
         target = subnet[1 % subnet.num_addresses]
         route = wanted_route(target, peer, told)
-        if route is not None and route in found.objects:
+        if route is not None and found.has(route):
             way = look_up_route(target)
             if not follows(way, route):
                 yield ShadowingRoute(str(subnet), f"{target} {way}")
 
 
 def by_length(
-    subnets: AbstractSet[Key], routes: Iterable[tuple[IPNetwork, str, str]]
+    subnets: AbstractSet[str],
+    lengths: AbstractSet[tuple[int, int]],
+    routes: Iterable[tuple[IPNetwork, str, str]],
 ) -> Iterator[ShadowingRoute]:
     """Yield subnets diverted by a more specific route (pure).
 
     A route is its destination, its device, and the kind of route if it leads nowhere.
     """
-    lengths = _lengths(subnets)
     for destination, device, nowhere in routes:
         for version, length in lengths:
             if version == destination.version and length < destination.prefixlen:
                 around = destination.supernet(new_prefix=length)
-                if route_key(around) in subnets:
+                if str(around) in subnets:
                     text = f"{nowhere} {destination}" if nowhere else f"{destination} dev {device}"
                     removal = f"ip {'-6 ' if version == 6 else ''}route del {text}"
                     yield ShadowingRoute(str(around), f"route {text}", removal)
 
 
-def subnets_of(told: Status) -> AbstractSet[Key]:
-    """Return the subnets of the peers, as keys of the routes to them."""
-    return {route_key(subnet) for peer in told.each_peer for subnet in peer.networks}
+def subnets_of(told: Status) -> AbstractSet[str]:
+    """Return the subnets of the peers as texts: thousands of networks take a tenth of a second to parse."""
+    return {subnet for peer in told.each_peer for subnet in peer.subnets}
 
 
-def _lengths(subnets: Iterable[Key]) -> AbstractSet[tuple[int, int]]:
-    """Return version and prefix length of all subnets, which are few."""
-    return {(int(version), int(length)) for _, version, _, length in subnets}
+def lengths_of(subnets: Iterable[str]) -> AbstractSet[tuple[int, int]]:
+    """Return version and prefix length of all subnets, which are few. Raises ``NotUnderstood``."""
+    alike = {(":" in each, each.rpartition("/")[2]): each for each in subnets}
+    return {(each.version, each.prefixlen) for each in networks(alike.values())}
 
 
 def wanted_route(target: IPAddress, peer: PeerStatus, told: Status) -> Route | None:

@@ -231,8 +231,7 @@ def gather(source: DataSource) -> Facts:
     """Read the facts that can be read. Raises ``OSError`` if the kernel cannot be read at all."""
     told = source.status
     path = Path(source.options.subnet_file)
-    desired = compare.desired_objects(told)
-    found = compare.read(told, desired)
+    found = compare.read(told)
     ours = [link for link in found.links if is_flannels(link)]
     addresses = tuple(host_addresses())
     devices = known(told.devices) or [link.name for link in ours]
@@ -258,7 +257,7 @@ def gather(source: DataSource) -> Facts:
         previous=subnet_file.read(path),
         links=found.links,
         addresses=addresses,
-        entries=(*compare.compare(told, desired, found, but_ok=True), *lacking),
+        entries=(*compare.compare(told, found.left, found), *lacking),
         detours=tuple(compare.shadowing_routes(told, found, compare.route_lookup())),
         host=_host_findings(source),
         managed=tuple(_managed(ours)),

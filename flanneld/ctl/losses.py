@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
+from ipaddress import ip_network
 from pathlib import Path
 
 from msgspec import Struct
@@ -266,9 +267,9 @@ class _Host:
     def _dead_end(self, target: IPAddress) -> str:
         """Return the most specific route to an address if it is of a kind that leads nowhere."""
         around = [
-            (destination, kind)
-            for destination, _, kind in self._view.routes(target.version)
-            if target in destination
+            (network, kind)
+            for destination, _, kind in self._view.destinations(target.version)
+            if target in (network := ip_network(destination))
         ]
         destination, kind = max(around, key=lambda each: each[0].prefixlen, default=(None, 0))
         return f"{NOWHERE[kind]} {destination}" if kind in NOWHERE else ""

@@ -10,7 +10,6 @@ from msgspec import Struct
 from flanneld.ctl.compare import (
     ActualState,
     RouteTaken,
-    desired_objects,
     differences,
     follows,
     read,
@@ -53,7 +52,7 @@ def examine(target: IPAddress, told: Status, sender: IPAddress | None) -> list[H
     """
     from flanneld.ctl.checks.containers import container_devices, read_containers
 
-    found = read(told, desired_objects(told))
+    found = read(told)
     addresses = tuple(host_addresses())
     devices = container_devices(told, addresses)
     first: list[Hop] = []
@@ -200,7 +199,7 @@ def _resolves(resource: Resource, route: Route | None) -> bool:
 def _route_hop(route: Route | None, way: RouteTaken, found: ActualState) -> Hop:
     if route is None:
         return Hop("route", str(way), State.PROBLEM, "no route is desired for this peer")
-    if route not in found.objects:
+    if not found.has(route):
         return Hop("route", str(way), State.PROBLEM, f"missing: {route}")
     if not follows(way, route):
         return Hop("route", str(way), State.PROBLEM, f"{way} overrides flannel's {route}")
@@ -208,7 +207,7 @@ def _route_hop(route: Route | None, way: RouteTaken, found: ActualState) -> Hop:
 
 
 def _present(hop: str, desired: Resource | None, found: ActualState) -> Hop:
-    if desired is not None and desired in found.objects:
+    if desired is not None and found.has(desired):
         return Hop(hop, str(desired), State.OK)
     return Hop(hop, "", State.PROBLEM, f"missing: {desired or 'the entry'}")
 

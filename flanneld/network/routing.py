@@ -27,7 +27,6 @@ from flanneld.network.rtnetlink.messages import (
     number,
 )
 from flanneld.network.rtnetlink.netlink import MalformedNetlink, attribute, attributes, text_of, u32, unpack
-from flanneld.state.resources import ROUTES, Key
 
 RTM_GETRULE = 34
 #: struct fib_rule_hdr: family, lengths of destination and source, tos, table, two reserved, action, flags.
@@ -162,20 +161,20 @@ def decode_lookup(data: bytes, offset: int, end: int) -> LookupResult:
     )
 
 
-def decode_destination(data: bytes, offset: int, end: int) -> tuple[Key, int, int] | None:
-    """Return key, interface and type (RTN_*) of a main-table route.
+def decode_destination(data: bytes, offset: int, end: int) -> tuple[str, int, int] | None:
+    """Return destination, interface and type (RTN_*) of a main-table route.
 
     Return None for default routes and other tables.
     """
     plain = decode_plain_route(data, offset, end)
     if plain is not None:
-        return plain.key, plain.index, RTN_UNICAST
+        return plain.destination, plain.index, RTN_UNICAST
     family, length, _, _, _, _, _, kind, _ = unpack(RTMSG, data, offset, end)
     found = attributes(data, offset + RTMSG.size, end)
     raw = found.get(_RTA_DST)
     if raw is None or family not in FAMILY or number(found.get(RTA_TABLE)) != RT_TABLE_MAIN:
         return None
-    return (ROUTES, FAMILY[family], int.from_bytes(raw, "big"), length), number(found.get(RTA_OIF)), kind
+    return f"{address_of(raw)}/{length}", number(found.get(RTA_OIF)), kind
 
 
 def decode_default_route(data: bytes, offset: int, end: int) -> int | None:

@@ -216,7 +216,12 @@ class Neighbor(Struct, frozen=True, gc=False):
         return hash(self.key)
 
     def __str__(self) -> str:
-        return f"neigh {self.address} lladdr {self.mac} dev {self.device}"
+        return neighbor_text(self.address, self.mac, self.device)
+
+
+def neighbor_text(address: object, mac: object, device: object) -> str:
+    """Return a neighbour entry as text, as iproute2 has it; the address is one or a text."""
+    return f"neigh {address!s} lladdr {mac} dev {device}"
 
 
 class FdbEntry(Struct, frozen=True, gc=False):
@@ -239,7 +244,13 @@ class FdbEntry(Struct, frozen=True, gc=False):
         return hash(self.key)
 
     def __str__(self) -> str:
-        return f"fdb {self.mac} dst {self.remote} dev {self.device}"
+        text = fdb_text(self.mac, self.remote, self.device)
+        return f"{text}, by another port, VNI or interface" if self.has_overrides else text
+
+
+def fdb_text(mac: object, remote: object, device: object) -> str:
+    """Return a forwarding entry as text, with an address or its text."""
+    return f"fdb {mac} dst {remote!s} dev {device}"
 
 
 class Route(Struct, frozen=True, gc=False):
@@ -259,8 +270,13 @@ class Route(Struct, frozen=True, gc=False):
         return hash(self.key)
 
     def __str__(self) -> str:
-        via = f" via {self.gateway}" if self.gateway else ""
-        return f"route {self.destination}{via} dev {self.device}{' onlink' if self.onlink else ''}"
+        return route_text(self.destination, self.gateway, self.device, onlink=self.onlink)
+
+
+def route_text(destination: object, gateway: object, device: str, *, onlink: bool) -> str:
+    """Return a route as text, with a network and an address or their texts; the gateway may be None."""
+    via = f" via {gateway!s}" if gateway else ""
+    return f"route {destination!s}{via} dev {device}{' onlink' if onlink else ''}"
 
 
 class RivalRoute(Struct, frozen=True, gc=False):

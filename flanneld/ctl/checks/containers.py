@@ -14,7 +14,7 @@ from msgspec import Struct
 from flanneld.compat.glog import counted
 from flanneld.ctl.checks import check, few
 from flanneld.ctl.losses import permanent
-from flanneld.ctl.paths import container_of
+from flanneld.ctl.paths import chosen_of, container_of
 from flanneld.diagnostics.status import PeerStatus, Status, known
 from flanneld.findings import Command, Finding, Severity, command
 from flanneld.model import Family, IPAddress, IPNetwork
@@ -93,7 +93,7 @@ def read_containers(
     A host may have other namespaces with such addresses: only an end of a veth pair of ours counts.
     """
     networks = [network for network, _ in told.ranges]
-    subnets = {net.version: net for peer in told.each_peer for net in peer.networks}
+    subnets = {net.version: net for peer in chosen_of(told) for net in peer.subnets}
     targets = {family: container_of(subnet) for family, subnet in subnets.items()}
     names = {link.index: link.name for link in host_links}
     host = HostView()

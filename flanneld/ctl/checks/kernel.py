@@ -225,10 +225,11 @@ def mac(facts: Facts) -> Iterator[Finding]:
 @check("D", "contested", "no two nodes claim one object, as this one's MAC")
 def contested(facts: Facts) -> Iterator[Finding]:
     told: set[str] = set()
-    places = {net: peer.place for peer in facts.peers for net in peer.subnets}
+    claimed = {each for peer in facts.peers for each in peer.conflicts}
+    places = {net: peer.place for peer in facts.peers if claimed for net in peer.subnets}
     for peer in facts.peers:
         others = [places.get(each, each) for each in peer.conflicts if each not in told]
-        if not facts.own_macs.isdisjoint(mac.lower() for mac in peer.macs):
+        if not facts.own_macs.isdisjoint(map(str.lower, peer.macs)):
             others.append("our own device")
         if others:
             told.add(peer.name)

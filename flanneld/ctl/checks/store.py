@@ -256,7 +256,8 @@ def public_ip(facts: Facts) -> Iterator[Finding]:
     seen = Counter(ip for peer in facts.peers for ip in peer.public_ips)
     uplink = known(facts.status.uplink)
     ours = uplink.public_ips if uplink else ()
-    for ip, number in (seen + Counter(set(ours) & set(seen))).items():
+    seen.update(set(ours) & seen.keys())
+    for ip, number in seen.items():
         if number > 1:
             owners = [peer.name for peer in facts.peers if ip in peer.public_ips]
             if facts.status.backend == "wireguard":

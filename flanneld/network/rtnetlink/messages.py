@@ -15,7 +15,7 @@ from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
 
 from msgspec import Struct
 
-from flanneld.model import Family, IPAddress, IPNetwork
+from flanneld.model import Family, IPAddress, IPNetwork, dotted
 from flanneld.network.rtnetlink.domain import SeenRoute
 from flanneld.network.rtnetlink.netlink import (
     HEADER,
@@ -39,6 +39,9 @@ from flanneld.state.resources import (
     Neighbor,
     Resource,
     Route,
+    fdb_text,
+    neighbor_text,
+    route_text,
 )
 
 RTM_NEWLINK, RTM_DELLINK, RTM_GETLINK = 16, 17, 18
@@ -307,6 +310,10 @@ class PlainRoute(Struct, frozen=True, gc=False):
     index: int
     onlink: bool
 
+    @property
+    def destination(self) -> str:
+        return f"{dotted(int(self.key[2]))}/{self.key[3]}"
+
 
 def decode_plain_route(data: bytes, offset: int, end: int) -> PlainRoute | None:
     """Return an IPv4 route in the form in which most are, else None. It takes a tenth of ``decode_route``."""
@@ -401,6 +408,23 @@ def decode_plain_neighbor(
         if (family, a, b) == _NEIGHBOR_FORM and state & NUD_PERMANENT:
             return (NEIGHBORS, name_of(index) or "", 4, socket.ntohl(target)), mac_text(mac)
     return (), None
+
+
+def plain_text(kind: int, data: bytes, offset: int, end: int, name_of: NameOf) -> str:
+    """Return the text of the resource of an IPv4 object in its common form, empty for others.
+
+    ``kind`` is that of the dump. It takes a tenth of making the resource.
+    """
+    if kind == RTM_GETROUTE:
+        route = decode_plain_route(data, offset, end)
+        if route is None:
+            return ""
+        device = name_of(route.index) or ""
+        return route_text(route.destination, dotted(route.gateway), device, onlink=route.onlink)
+    key, leads_to = decode_plain_neighbor(data, offset, end, name_of)
+    if isinstance(leads_to, int):
+        return fdb_text(key[2], dotted(leads_to), key[1])
+    return neighbor_text(dotted(int(key[3])), leads_to, key[1]) if leads_to else ""
 
 
 def decode_unresolved(data: bytes, offset: int, end: int) -> IPAddress | None:

@@ -363,7 +363,7 @@ def test_main_table_may_be_led_to_by_a_rule_of_any_priority(rules: list[PolicyRu
                 raise OSError(errno.EAFNOSUPPORT, "the kernel has no IPv6")
             return rules
 
-        def routes(self, _family: int) -> list[Any]:
+        def destinations(self, _family: int) -> list[Any]:
             return []
 
     question = Question(paths.TO_NODES, ip_address("192.0.2.2"), None, "", lambda _: True)

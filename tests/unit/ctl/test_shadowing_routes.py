@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from flanneld.ctl.compare import ActualState, RouteTaken, ShadowingRoute, by_length, by_lookup, subnets_of
+from flanneld.ctl.compare import (
+    ActualState,
+    RouteTaken,
+    ShadowingRoute,
+    by_length,
+    by_lookup,
+    lengths_of,
+    subnets_of,
+)
 from flanneld.diagnostics.status import Status
 from flanneld.state.resources import Route
 from tests.unit.ctl.documents import object_of, status_of
@@ -66,7 +74,8 @@ def test_a_more_specific_route_makes_a_detour() -> None:
     routes.append((ip_network("10.5.2.64/26"), "", "blackhole"))
     ipv4, ipv6 = "10.5.2.128/25 dev eth0", "fc00:2::5/128 dev eth0"
     nowhere = "blackhole 10.5.2.64/26"
-    assert list(by_length(subnets_of(document(ROUTE)), routes)) == [
+    subnets = subnets_of(document(ROUTE))
+    assert list(by_length(subnets, lengths_of(subnets), routes)) == [
         ShadowingRoute("10.5.2.0/24", f"route {ipv4}", f"ip route del {ipv4}"),
         ShadowingRoute("fc00:2::/64", f"route {ipv6}", f"ip -6 route del {ipv6}"),
         ShadowingRoute("10.5.2.0/24", f"route {nowhere}", f"ip route del {nowhere}"),
