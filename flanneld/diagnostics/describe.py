@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msgspec import UNSET
 from msgspec.structs import replace
@@ -111,7 +111,7 @@ def _lease(node: Node) -> LeaseStatus | None:
 def lease(own: Lease) -> LeaseStatus:
     """Return our lease."""
     expires = None if own.expires is None else wall(own.expires)
-    return LeaseStatus(_subnets(own), expires, _public_ips(own), _macs(own))
+    return LeaseStatus(_subnets(own), expires, _public_ips(own), _macs(_data(own)))
 
 
 def _with_data_plane(status: Status, node: Node) -> Status:
@@ -213,17 +213,18 @@ def states(view: View, pending: Mapping[Key, Failure]) -> Iterator[tuple[str, st
 
 def _peer(peer: Lease, view: View, pending: Mapping[Key, Failure]) -> PeerStatus:
     resources, refusal = view.desired.get(peer.key, ()), view.reasons.get(peer.key)
-    refused = "; ".join(str(pending[resource.key]) for resource in resources if resource.key in pending)
+    failed = [pending[resource.key] for resource in resources if resource.key in pending] if pending else ()
+    also, data = second(peer.attrs), _data(peer)
     return PeerStatus(
         subnets=_subnets(peer),
         public_ips=_public_ips(peer),
-        macs=_macs(peer),
-        vnis=_vnis(peer),
+        macs=_macs(data),
+        vnis=_vnis(data),
         expires=_end(peer),
         backend=shown(peer.attrs.backend_type),
-        also=shown(second(peer.attrs).get("Type", "")) or UNSET,
+        also=shown(also["Type"]) or UNSET if also else UNSET,
         state=_state(peer, view, pending),
-        reason=refusal.text if refusal else refused,
+        reason=refusal.text if refusal else "; ".join(map(str, failed)),
         code=refusal.code if refusal else "",
         conflicts=tuple(_rivals(peer, view)),
         node=peer.node or UNSET,
@@ -272,15 +273,19 @@ def _subnets(of: Lease) -> tuple[str, ...]:
 
 
 def _public_ips(of: Lease) -> tuple[str, ...]:
-    return tuple(str(ip) for family in FAMILIES if (ip := of.attrs.public(family)))
+    return tuple(map(str, of.attrs.public_ips))
 
 
-def _vnis(of: Lease) -> tuple[int, ...]:
-    """Return the VNIs in a lease; Go flannel before 0.20 writes none."""
-    data = [of.attrs.data(family) for family in FAMILIES]
+def _data(of: Lease) -> list[dict[str, Any]]:
+    """Return a lease's backend data, of each family that has any."""
+    both = (of.attrs.backend_data, of.attrs.backend_v6_data)
+    return [each for each in both if isinstance(each, dict)]
+
+
+def _vnis(data: list[dict[str, Any]]) -> tuple[int, ...]:
+    """Return the VNIs in backend data; Go flannel before 0.20 writes none."""
     # By type: JSON's true is an int, too.
-    found = {each["VNI"] for each in data if isinstance(each, dict) and type(each.get("VNI")) is int}
-    return tuple(sorted(found))
+    return tuple(sorted({each["VNI"] for each in data if type(each.get("VNI")) is int}))
 
 
 def _end(of: Lease) -> float | None:
@@ -288,6 +293,5 @@ def _end(of: Lease) -> float | None:
     return None if of.expires is None or math.isinf(of.expires) else wall(of.expires)
 
 
-def _macs(of: Lease) -> tuple[str, ...]:
-    data = [of.attrs.data(family) for family in FAMILIES]
-    return tuple(shown(str(each["VtepMAC"])) for each in data if isinstance(each, dict) and "VtepMAC" in each)
+def _macs(data: list[dict[str, Any]]) -> tuple[str, ...]:
+    return tuple(shown(str(each["VtepMAC"])) for each in data if "VtepMAC" in each)
