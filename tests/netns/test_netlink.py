@@ -88,7 +88,7 @@ def test_an_interface_is_found_by_its_name(empty: Namespace) -> None:
 @pytest.mark.parametrize("discipline", ["clsact", "ingress"])
 def test_filter_of_traffic_control_is_named_once(empty: Namespace, discipline: str) -> None:
     empty.run("tc", "qdisc", "add", "dev", "lo", discipline)
-    drop = "bpf direct-action bytecode".split()
+    drop = ["bpf", "direct-action", "bytecode"]
     empty.run("tc", "filter", "add", "dev", "lo", "ingress", "pref", "7", *drop, "1,6 0 0 2,")
     found = traffic_control.filters([("lo", discipline)], {1: "lo"})
     assert list(found) == [("lo", "ingress pref 7 bpf")]
