@@ -141,7 +141,7 @@ def _doctor(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
     first = DoctorReport.of(source, is_cluster=is_cluster)
     chosen = fixes(first.findings) if getattr(arguments, "fix", False) else []
     if not chosen:
-        return first.tables(), first.plain, first.is_wrong
+        return first.tables(), first.plain, bool(first.problems)
     if not is_json:
         output.show(first.tables())
     arguments.fix = False  # what one run does not heal, a repetition by --watch does not heal either
@@ -155,12 +155,12 @@ def _doctor(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
     # The daemon may still be repairing, or starting.
     again = output.until_good(
         lambda: DoctorReport.of(arguments.find(), is_cluster=is_cluster),
-        lambda report: not report.is_wrong,
+        lambda report: not report.problems,
         _HEALED_WITHIN,
     )
     rows = [("failed" if why else "ran", shlex.join(each), why) for each, why in ran]
     told = [{"command": each, "failure": why} for each, why in ran]
-    is_wrong = again.is_wrong or any(why for _, why in ran)
+    is_wrong = bool(again.problems) or any(why for _, why in ran)
     return [TextTable((), rows), *again.tables()], lambda: {"ran": told, **again.plain()}, is_wrong
 
 

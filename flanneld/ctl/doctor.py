@@ -55,6 +55,8 @@ from flanneld.runtime.command import CommandRunner
 from flanneld.state.resources import Link, Tun, Vxlan
 from flanneld.subnet import subnet_file
 
+#: Findings, each after the check that found it.
+Findings = list[tuple[Check, Finding]]
 #: The modules of checks. Of one theme, the checks and findings of the first come first.
 _MODULES = (store, containers, encryption, host, kernel, cluster)
 #: All checks, sorted by theme.
@@ -83,15 +85,13 @@ _SEEN_FROM_HERE = {
 _RANKS = {"daemon": 1, **dict.fromkeys(_SYMPTOMS, 2)}
 
 
-def examine(facts: Facts) -> list[tuple[Check, Finding]]:
+def examine(facts: Facts) -> Findings:
     """Return all findings: problems before hints, causes before symptoms, then by theme (pure)."""
     found = [(check, finding) for check in CHECKS for finding in check.look(facts)]
     return _ranked(found)
 
 
-def with_cluster(
-    findings: list[tuple[Check, Finding]], found: list[cluster.Remark]
-) -> list[tuple[Check, Finding]]:
+def with_cluster(findings: Findings, found: list[cluster.Remark]) -> Findings:
     """Return the findings of this host and of the cluster: a silent node once, and never this one (pure)."""
     named = {finding.about for check, finding in findings if check.name in _OF_ONE_PEER}
     looked = {check.name for check, _ in findings}
@@ -107,11 +107,11 @@ def with_cluster(
     return _ranked([*findings, *cluster.cluster_findings(found)])
 
 
-def _ranked(found: list[tuple[Check, Finding]]) -> list[tuple[Check, Finding]]:
+def _ranked(found: Findings) -> Findings:
     return sorted(found, key=lambda each: (each[1].severity is Severity.HINT, _RANKS.get(each[0].name, 0)))
 
 
-def fixes(findings: list[tuple[Check, Finding]]) -> list[tuple[Command, ...]]:
+def fixes(findings: Findings) -> list[tuple[Command, ...]]:
     """Return the commands of each problem with a fix, each once; hints may be intended (pure)."""
     found = (finding for _, finding in findings if finding.severity is Severity.PROBLEM)
     return list(dict.fromkeys(each.remedy for each in found if not isinstance(each.remedy, str)))
@@ -136,7 +136,7 @@ def run_fixes(chosen: Iterable[tuple[Command, ...]]) -> list[tuple[Command, str]
 class DoctorReport(Struct, frozen=True):
     """Findings, what is not known, and the checks beside those of this host (``more``)."""
 
-    findings: list[tuple[Check, Finding]]
+    findings: Findings
     unknown: Sequence[object] = ()
     more: Sequence[Check] = ()
 
@@ -154,11 +154,6 @@ class DoctorReport(Struct, frozen=True):
     @property
     def problems(self) -> list[Finding]:
         return [finding for _, finding in self.findings if finding.severity is Severity.PROBLEM]
-
-    @property
-    def is_wrong(self) -> bool:
-        """Return True unless there is nothing worse than a hint."""
-        return bool(self.problems)
 
     @property
     def verdict(self) -> str:
