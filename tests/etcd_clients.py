@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-from flanneld.subnet.etcd.endpoints import EtcdOptions, Servers
-from flanneld.subnet.etcd.transport import EtcdTimeouts, Transport
+from flanneld.subnet.etcd.transport import EtcdOptions, EtcdTimeouts, Servers, Transport
 
 opened = ExitStack()
 

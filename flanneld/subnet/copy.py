@@ -20,10 +20,9 @@ from flanneld.runtime import clock
 from flanneld.subnet.codec import format_attrs, format_key, parse_attrs
 from flanneld.subnet.embedded.store import PREFIX, EmbeddedClient, KeyStore
 from flanneld.subnet.etcd.api_choice import open_client
-from flanneld.subnet.etcd.endpoints import EtcdOptions, Servers
 from flanneld.subnet.etcd.keys import Conflict, KeyClient, NotFound, StoredKey
 from flanneld.subnet.etcd.leases import LeaseReader
-from flanneld.subnet.etcd.transport import EtcdTimeouts, Transport
+from flanneld.subnet.etcd.transport import EtcdOptions, EtcdTimeouts, Servers, Transport
 from flanneld.subnet.remote.leases import LeaseStore
 
 #: Seconds by which a copy may expire before its original in v2. Beyond that it is prolonged.

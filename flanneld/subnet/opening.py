@@ -11,7 +11,7 @@ from flanneld.subnet.store import Store
 
 if TYPE_CHECKING:
     from flanneld.runtime.sockets.http_connection import TlsFiles
-    from flanneld.subnet.etcd.endpoints import EtcdOptions
+    from flanneld.subnet.etcd.transport import EtcdOptions
     from flanneld.subnet.remote.store import RemoteOptions
 
 
@@ -48,7 +48,7 @@ def open_store(options: Options, environ: Mapping[str, str], network: str = "") 
 
 def etcd_options(options: Options, network: str = "") -> EtcdOptions:
     """Return how to reach etcd, and the credentials for it."""
-    from flanneld.subnet.etcd.endpoints import EtcdOptions
+    from flanneld.subnet.etcd.transport import EtcdOptions
 
     return EtcdOptions(
         endpoints=options.etcd_endpoints,

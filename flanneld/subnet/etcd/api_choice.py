@@ -11,10 +11,17 @@ from flanneld.config import Config
 from flanneld.errors import Retryable
 from flanneld.runtime.clock import randrange
 from flanneld.subnet.etcd import v2_messages
-from flanneld.subnet.etcd.endpoints import EtcdOptions, Server, Servers
 from flanneld.subnet.etcd.keys import KeyClient, NoConfig, NoSuchApi, NotFound, config_key, read_config
 from flanneld.subnet.etcd.store import Choose, EtcdStore
-from flanneld.subnet.etcd.transport import EtcdTimeouts, Request, Send, Transport
+from flanneld.subnet.etcd.transport import (
+    EtcdOptions,
+    EtcdTimeouts,
+    Request,
+    Send,
+    Server,
+    Servers,
+    Transport,
+)
 from flanneld.subnet.failover import ServerFailed
 from flanneld.subnet.store import Store
 

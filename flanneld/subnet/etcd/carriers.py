@@ -14,13 +14,14 @@ from typing import Protocol, TypeVar
 from flanneld.errors import Cancelled, Fatal, Retryable, install_command
 from flanneld.runtime.sockets.http_connection import LineStream, LiveBody
 from flanneld.subnet.etcd import v3_messages
-from flanneld.subnet.etcd.endpoints import Server, Servers
 from flanneld.subnet.etcd.keys import NoSuchApi
 from flanneld.subnet.etcd.transport import (
     EtcdConnection,
     EtcdTimeouts,
     Request,
     Send,
+    Server,
+    Servers,
     Transport,
     server_failed,
 )

@@ -20,7 +20,6 @@ from flanneld.errors import Cancelled, NoAnswer, Retryable
 from flanneld.runtime.sockets.interruptible import WITHIN
 from flanneld.runtime.waits import StreamReader
 from flanneld.subnet.etcd import v3_messages
-from flanneld.subnet.etcd.endpoints import EtcdOptions, Server, Servers
 from flanneld.subnet.etcd.keys import NoSuchApi
 from flanneld.subnet.etcd.protobuf import METHODS, MalformedProtobuf, decode, encode
 from flanneld.subnet.etcd.transport import (
@@ -28,7 +27,10 @@ from flanneld.subnet.etcd.transport import (
     NO_SERVER,
     NO_TLS,
     OUTDATED,
+    EtcdOptions,
     EtcdTimeouts,
+    Server,
+    Servers,
     server_failed,
 )
 from flanneld.subnet.etcd.v3_messages import BATCH, CallServer, GatewayMessage

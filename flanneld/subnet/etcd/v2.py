@@ -17,9 +17,8 @@ import etcd
 from msgspec.structs import replace
 
 from flanneld.subnet.etcd import v2_messages
-from flanneld.subnet.etcd.endpoints import Server
 from flanneld.subnet.etcd.keys import Conflict, KeyChanges, KeyReply, NoConfig, NotFound, Position
-from flanneld.subnet.etcd.transport import Answer, Request, Send, Transport
+from flanneld.subnet.etcd.transport import Answer, Request, Send, Server, Transport
 from flanneld.subnet.list_watch import Contact, PossibleGap, RelistNeeded
 
 #: Changes that etcd queues for a stream.

@@ -14,9 +14,8 @@ from flanneld.errors import Cancelled, Retryable
 from flanneld.runtime import clock
 from flanneld.subnet.etcd import v3_messages
 from flanneld.subnet.etcd.carriers import Stream, open_carrier
-from flanneld.subnet.etcd.endpoints import Server, Servers
 from flanneld.subnet.etcd.keys import Conflict, KeyChanges, KeyReply, NoConfig, NotFound, Position, StoredKey
-from flanneld.subnet.etcd.transport import EtcdTimeouts, Transport, server_failed
+from flanneld.subnet.etcd.transport import EtcdTimeouts, Server, Servers, Transport, server_failed
 from flanneld.subnet.etcd.v3_messages import (
     AccessRefused,
     CallServer,

@@ -17,11 +17,10 @@ from flanneld.runtime import clock
 from flanneld.subnet.codec import format_attrs, format_key, parse_attrs
 from flanneld.subnet.embedded.store import PREFIX, EmbeddedClient, KeyStore
 from flanneld.subnet.etcd.api_choice import open_client
-from flanneld.subnet.etcd.endpoints import EtcdOptions, Servers
 from flanneld.subnet.etcd.keys import Conflict, KeyClient, KeyReply, NoConfig, NoSuchApi, NotFound, StoredKey
 from flanneld.subnet.etcd.leases import node_address
 from flanneld.subnet.etcd.store import SUBNET_TTL, TRIES, EtcdStore
-from flanneld.subnet.etcd.transport import EtcdTimeouts, Transport
+from flanneld.subnet.etcd.transport import EtcdOptions, EtcdTimeouts, Servers, Transport
 from flanneld.subnet.remote.change_log import ChangeLog, expires_ns
 from flanneld.subnet.remote.credentials import ADMINISTRATOR, ANOTHER, Caller, Denied
 from flanneld.subnet.remote.wire import (

@@ -7,7 +7,7 @@ from flanneld.node import Node
 from flanneld.options import Options
 from flanneld.reconcile.counters import CountedStore, counted
 from flanneld.subnet.etcd.api_choice import open_etcd
-from flanneld.subnet.etcd.endpoints import EtcdOptions
+from flanneld.subnet.etcd.transport import EtcdOptions
 
 
 def unasked_store() -> CountedStore:

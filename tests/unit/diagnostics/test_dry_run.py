@@ -10,7 +10,7 @@ from flanneld.diagnostics.plan import Forecast
 from flanneld.model import Lease, LeaseAttrs, LeaseKey
 from flanneld.subnet.codec import format_attrs, format_key
 from flanneld.subnet.etcd.api_choice import open_etcd
-from flanneld.subnet.etcd.endpoints import EtcdOptions
+from flanneld.subnet.etcd.transport import EtcdOptions
 from flanneld.subnet.store import LocalFacts, Store
 from tests.lab.etcd_v3 import V3Keys
 from tests.local_etcd import LocalEtcd

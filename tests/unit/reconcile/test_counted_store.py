@@ -8,7 +8,7 @@ from flanneld.errors import Cancelled, Retryable
 from flanneld.model import Event
 from flanneld.reconcile.counters import counted
 from flanneld.subnet.etcd.api_choice import open_etcd
-from flanneld.subnet.etcd.endpoints import EtcdOptions
+from flanneld.subnet.etcd.transport import EtcdOptions
 from flanneld.subnet.kube.store import KubeOptions, KubeStore
 from flanneld.subnet.store import NodeStore, Store
 from tests.lab.etcd_v3 import V3Keys

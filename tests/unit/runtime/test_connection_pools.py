@@ -11,8 +11,7 @@ import pytest
 from flanneld.errors import Retryable
 from flanneld.runtime.sockets import http_connection
 from flanneld.subnet.etcd import api_choice
-from flanneld.subnet.etcd.endpoints import EtcdOptions, Servers
-from flanneld.subnet.etcd.transport import EtcdTimeouts, Transport
+from flanneld.subnet.etcd.transport import EtcdOptions, EtcdTimeouts, Servers, Transport
 from flanneld.subnet.kube import api
 from flanneld.subnet.kube.access import Access
 from tests.local_etcd import DEADLINE, server, silent

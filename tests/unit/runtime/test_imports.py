@@ -26,7 +26,7 @@ def test_the_store_in_etcd_v3_loads_neither_python_etcd_nor_grpc(etcd: LocalEtcd
     etcd.keys("v3").put("/loaded/config", '{"Network": "10.3.0.0/16"}')
     loaded = loaded_after(
         "from flanneld.subnet.etcd.api_choice import open_etcd;"
-        "from flanneld.subnet.etcd.endpoints import EtcdOptions;"
+        "from flanneld.subnet.etcd.transport import EtcdOptions;"
         f"open_etcd(EtcdOptions(({etcd.url!r},), '/loaded')).network_config()"
     )
     assert "flanneld.subnet.etcd.v3" in loaded

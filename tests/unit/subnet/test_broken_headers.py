@@ -12,7 +12,7 @@ import pytest
 from flanneld.compat import glog
 from flanneld.errors import Retryable
 from flanneld.subnet.etcd.api_choice import open_etcd
-from flanneld.subnet.etcd.endpoints import EtcdOptions
+from flanneld.subnet.etcd.transport import EtcdOptions
 
 BODY = (
     b'{"action":"get","node":{"key":"/coreos.com/network/config",'

@@ -25,9 +25,8 @@ from flanneld.subnet.embedded import store as store_module
 from flanneld.subnet.embedded.database import Database, restore, set_fact
 from flanneld.subnet.embedded.store import PREFIX, EmbeddedClient, KeyStore, Moment, open_file, time_since
 from flanneld.subnet.etcd.api_choice import open_client
-from flanneld.subnet.etcd.endpoints import EtcdOptions, Servers
 from flanneld.subnet.etcd.keys import Conflict, NotFound, Position
-from flanneld.subnet.etcd.transport import EtcdTimeouts, Transport
+from flanneld.subnet.etcd.transport import EtcdOptions, EtcdTimeouts, Servers, Transport
 from flanneld.subnet.list_watch import RelistNeeded
 from tests.clock import Clock
 from tests.local_etcd import LocalEtcd

@@ -21,9 +21,8 @@ from msgspec.structs import replace
 from flanneld.errors import Fatal, Retryable
 from flanneld.model import LeaseAttrs
 from flanneld.subnet.etcd.api_choice import open_client, open_etcd
-from flanneld.subnet.etcd.endpoints import EtcdOptions, Servers
 from flanneld.subnet.etcd.keys import KeyChanges, KeyClient, NoSuchApi, Position
-from flanneld.subnet.etcd.transport import EtcdTimeouts, server_failed
+from flanneld.subnet.etcd.transport import EtcdOptions, EtcdTimeouts, Servers, server_failed
 from tests.etcd_clients import transport_of
 from tests.lab.etcd_v3 import V3Keys
 from tests.local_etcd import NEWER, LocalEtcd, Relay, free_port, make_certificates, running_etcd, server

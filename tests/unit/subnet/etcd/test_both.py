@@ -19,9 +19,8 @@ from flanneld.runtime import clock
 from flanneld.runtime.supervisor import Supervisor
 from flanneld.subnet.codec import format_key
 from flanneld.subnet.etcd.api_choice import open_etcd
-from flanneld.subnet.etcd.endpoints import EtcdOptions
 from flanneld.subnet.etcd.store import EtcdStore
-from flanneld.subnet.etcd.transport import EtcdTimeouts
+from flanneld.subnet.etcd.transport import EtcdOptions, EtcdTimeouts
 from flanneld.subnet.lease_keeper import LeaseKeeper
 from flanneld.subnet.store import LocalFacts, Store
 from tests.lab.wait import wait_for

@@ -15,8 +15,7 @@ from flanneld.config import parse
 from flanneld.errors import Cancelled, Retryable
 from flanneld.model import Event, LeaseAttrs
 from flanneld.subnet.etcd.api_choice import open_etcd
-from flanneld.subnet.etcd.endpoints import EtcdOptions
-from flanneld.subnet.etcd.transport import EtcdTimeouts
+from flanneld.subnet.etcd.transport import EtcdOptions, EtcdTimeouts
 from flanneld.subnet.store import Store
 from tests.etcd_clients import opened
 from tests.lab.etcd_v3 import V3Keys

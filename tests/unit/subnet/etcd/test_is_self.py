@@ -13,8 +13,7 @@ from msgspec.structs import replace
 from flanneld.errors import Retryable
 from flanneld.model import Lease, LeaseAttrs
 from flanneld.subnet.etcd.api_choice import open_etcd
-from flanneld.subnet.etcd.endpoints import EtcdOptions
-from flanneld.subnet.etcd.transport import EtcdTimeouts
+from flanneld.subnet.etcd.transport import EtcdOptions, EtcdTimeouts
 from flanneld.subnet.store import NO_FACTS, LocalFacts, Store
 from tests.local_etcd import LocalEtcd
 

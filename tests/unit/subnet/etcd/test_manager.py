@@ -21,10 +21,9 @@ from flanneld.model import Lease, LeaseAttrs, LeaseKey, Snapshot
 from flanneld.runtime import clock
 from flanneld.subnet.allocation import fits
 from flanneld.subnet.etcd.api_choice import open_etcd
-from flanneld.subnet.etcd.endpoints import EtcdOptions
 from flanneld.subnet.etcd.keys import Conflict
 from flanneld.subnet.etcd.store import SUBNET_TTL, EtcdStore, LeaseTaken
-from flanneld.subnet.etcd.transport import EtcdTimeouts
+from flanneld.subnet.etcd.transport import EtcdOptions, EtcdTimeouts
 from flanneld.subnet.store import LocalFacts, Store
 from tests.lab.etcd_v3 import V3Keys
 from tests.lab.wait import wait_for

@@ -11,9 +11,8 @@ import pytest
 from flanneld.errors import Retryable
 from flanneld.main import run
 from flanneld.subnet.copy import Migration, migrate
-from flanneld.subnet.etcd.endpoints import EtcdOptions, Servers
 from flanneld.subnet.etcd.keys import KeyReply
-from flanneld.subnet.etcd.transport import EtcdTimeouts, Transport
+from flanneld.subnet.etcd.transport import EtcdOptions, EtcdTimeouts, Servers, Transport
 from flanneld.subnet.etcd.v2 import V2Client as OldClient
 from flanneld.subnet.etcd.v3 import V3Client as NewClient
 from tests.lab.etcd_v3 import V3Keys

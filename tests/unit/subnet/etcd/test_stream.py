@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 
 from flanneld.errors import Retryable
 from flanneld.subnet.etcd.carriers import GatewayStream
-from flanneld.subnet.etcd.endpoints import EtcdOptions, Servers
-from flanneld.subnet.etcd.transport import EtcdTimeouts
+from flanneld.subnet.etcd.transport import EtcdOptions, EtcdTimeouts, Servers
 from flanneld.subnet.failover import ServerFailed
 from tests.lab.listener import Listener
 from tests.unit.mutations import tampered_bytes

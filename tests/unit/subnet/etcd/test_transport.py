@@ -7,8 +7,7 @@ import weakref
 from contextlib import suppress
 
 from flanneld.errors import Retryable
-from flanneld.subnet.etcd.endpoints import EtcdOptions, Server, Servers
-from flanneld.subnet.etcd.transport import EtcdTimeouts, Send, Transport
+from flanneld.subnet.etcd.transport import EtcdOptions, EtcdTimeouts, Send, Server, Servers, Transport
 from flanneld.subnet.failover import ServerFailed
 
 

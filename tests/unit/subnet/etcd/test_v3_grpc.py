@@ -17,10 +17,9 @@ from flanneld.config import parse
 from flanneld.errors import Cancelled, Fatal, Retryable
 from flanneld.model import Added, Event, LeaseAttrs, Snapshot
 from flanneld.subnet.etcd.api_choice import open_etcd
-from flanneld.subnet.etcd.endpoints import EtcdOptions, Servers
 from flanneld.subnet.etcd.grpc import Grpc
 from flanneld.subnet.etcd.keys import NoSuchApi, NotFound, Position
-from flanneld.subnet.etcd.transport import EtcdTimeouts
+from flanneld.subnet.etcd.transport import EtcdOptions, EtcdTimeouts, Servers
 from flanneld.subnet.etcd.v3 import V3Client
 from flanneld.subnet.etcd.v3_messages import AccessRefused, GatewayRefused
 from flanneld.subnet.failover import ServerFailed

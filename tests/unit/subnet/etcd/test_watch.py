@@ -18,9 +18,8 @@ from flanneld.errors import Cancelled
 from flanneld.model import Added, Event, Lease, LeaseAttrs, Removed, Snapshot
 from flanneld.runtime import clock
 from flanneld.subnet.etcd.api_choice import open_etcd
-from flanneld.subnet.etcd.endpoints import EtcdOptions
 from flanneld.subnet.etcd.store import EtcdStore
-from flanneld.subnet.etcd.transport import EtcdTimeouts
+from flanneld.subnet.etcd.transport import EtcdOptions, EtcdTimeouts
 from flanneld.subnet.store import Deliver
 from tests.lab.etcd_v3 import V3Keys
 from tests.lab.listener import end

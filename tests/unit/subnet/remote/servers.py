@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 from flanneld.errors import Cancelled
 from flanneld.runtime.sockets.http_connection import TlsFiles
 from flanneld.subnet.embedded.store import open_file
-from flanneld.subnet.etcd.endpoints import EtcdOptions
 from flanneld.subnet.etcd.keys import NotFound
-from flanneld.subnet.etcd.transport import EtcdTimeouts
+from flanneld.subnet.etcd.transport import EtcdOptions, EtcdTimeouts
 from flanneld.subnet.remote.change_log import ChangeLog
 from flanneld.subnet.remote.credentials import ADMINISTRATOR, Caller, server_context
 from flanneld.subnet.remote.leases import over_etcd, over_file

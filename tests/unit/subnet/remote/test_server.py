@@ -24,8 +24,8 @@ from flanneld.option_values import RemoteServer
 from flanneld.runtime.sockets.http_connection import TlsFiles, client_context
 from flanneld.subnet.codec import format_key
 from flanneld.subnet.embedded.store import EmbeddedClient
-from flanneld.subnet.etcd.endpoints import EtcdOptions
 from flanneld.subnet.etcd.keys import KeyReply
+from flanneld.subnet.etcd.transport import EtcdOptions
 from flanneld.subnet.remote import server as http_server
 from flanneld.subnet.remote.credentials import Caller, Denied, server_context
 from flanneld.subnet.remote.leases import LeaseStore, over_etcd, over_file
