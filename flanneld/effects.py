@@ -55,7 +55,7 @@ class Effects(Struct, frozen=True):
 
     - ``read_past`` reads subnet.env and the state file, which belong together.
     - ``kernel_tables`` returns the kernel's tables in the order of creation. Its arguments are the kernel,
-      the devices to sweep, the cluster's networks and the options.
+      the devices to sweep, the cluster's networks, then former ones, and the options.
     - ``file_table`` returns the table of subnet.env, and calls the function after each write.
     - ``forwarding_table`` returns the table of the kernel's forwarding, and ``report_settings`` corrects or
       reports other settings of this host.

@@ -238,7 +238,8 @@ def join(
 def desired(member: Member, effects: Effects) -> LocalNode:
     """Return the node to maintain: the backend's resources, and those that the options add."""
     last_run = member.last_run
-    networks = [network for network, _ in member.uplink_manager.ranges]
+    ranges = (*member.uplink_manager.ranges, *last_run.former)
+    networks = list(dict.fromkeys(network for network, _ in ranges))
     # Packets for a container that has gone must not go round between this host and its gateway.
     blackholes = member.lease.key if member.options.ip_blackhole_route else ()
     ports = registry.clear_ports(member.config) if member.options.guard_tunnel else ()

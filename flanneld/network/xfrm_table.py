@@ -235,14 +235,17 @@ _AT_A_TIME = 1000
 
 
 class XfrmPolicyTable(Table):
-    """Table of flannel's policies inside ``network``. Used by one thread."""
+    """Table of flannel's policies inside ``network``, without those inside ``spared``. Used by one thread."""
 
     name = POLICIES
     what = "the IPsec policies"
     audit = _AUDIT
 
-    def __init__(self, network: IPv4Network) -> None:
+    def __init__(self, network: IPv4Network, spared: Sequence[IPv4Network] = ()) -> None:
         self._network = network
+        self._spared = spared
+        if spared:
+            self.name = f"{POLICIES} of {network}"
         self._kernel: NetlinkSocket | None = None
         self._news: NetlinkSocket | None = None
         self._bypasses: tuple[Bypass, ...] = ()
@@ -250,6 +253,11 @@ class XfrmPolicyTable(Table):
     def bypasses(self) -> tuple[Bypass, ...]:
         """Return other programs' policies that let packets pass unencrypted, as of the last read."""
         return self._bypasses
+
+    def has(self, policy: XfrmPolicy) -> bool:
+        """Return True for one of flannel's policies that belongs here."""
+        spared = any(is_flannels(policy, each) for each in self._spared)
+        return is_flannels(policy, self._network) and not spared
 
     def read(self, scope: Scope) -> Iterator[Seen]:
         """Yield flannel's policies, and foreign ones with the key of a desired one."""
@@ -261,7 +269,7 @@ class XfrmPolicyTable(Table):
             if passes_by(each, self._network, scope.desired.values())
         )
         for policy in found:
-            if is_flannels(policy, self._network):
+            if self.has(policy):
                 yield Seen(policy)
             elif policy.key in scope.desired:
                 yield Seen(policy, Claim.FOREIGN)
@@ -332,6 +340,7 @@ def stale_tables(networks: Iterable[IPNetwork]) -> Iterator[XfrmPolicyTable]:
     """Yield a table for each network with stale policies of an ipsec backend, to sweep them.
 
     They would block the packets of any other backend. This does not load the kernel module of NETLINK_XFRM.
+    The first network's table has the name of the ipsec backend's.
     """
     if not has_xfrm_policies():
         return
@@ -341,9 +350,11 @@ def stale_tables(networks: Iterable[IPNetwork]) -> Iterator[XfrmPolicyTable]:
     except OSError as failure:
         log.log(V(1), "Cannot read the IPsec policies of an earlier run: %s", failure)
         return
-    for network in networks:
-        if isinstance(network, IPv4Network) and any(is_flannels(each, network) for each in found):
-            yield XfrmPolicyTable(network)
+    of_family = [each for each in networks if isinstance(each, IPv4Network)]
+    for number, network in enumerate(of_family):
+        table = XfrmPolicyTable(network, of_family[:number])
+        if any(map(table.has, found)):
+            yield table
 
 
 def open_xfrm(groups: Sequence[int] = (), receive_buffer: int = 1 << 20) -> NetlinkSocket:

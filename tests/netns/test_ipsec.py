@@ -472,3 +472,19 @@ def test_another_backend_sweeps_the_policies_and_wrong_keys_are_named(lab: Lab) 
         assert found(each) == set()
     wait_for(lambda: all(each.link(DEVICE) is None for each in (node, peer)), what="the former device to go")
     wait_for(lambda: not any(map(charon_of, (node, peer))), what="charon to end")
+
+
+@pytest.mark.parametrize("backend", [IPSEC, {"Type": "host-gw"}], ids=["ipsec", "host-gw"])
+def test_policies_of_a_former_network_go(lab: Lab, backend: dict[str, Any]) -> None:
+    node, peer = cluster(lab)
+    for each in (node, peer):
+        each.stop()
+    lab.etcd.delete_lease(peer.subnet())
+    former = IPv4Network(NETWORK)
+    lab.etcd.put_config({"Network": "10.6.0.0/16", "Backend": backend})
+    start(node)
+    node.wait_ready()
+    wait_for(
+        lambda: not any(each.source.overlaps(former) for each in found(node)), SOON, "the policies to go"
+    )
+    assert bool(found(node)) == (backend is IPSEC)
