@@ -5,7 +5,10 @@ Each returns a status; the later ones contain less.
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
+import socket
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from enum import StrEnum
@@ -16,7 +19,6 @@ from msgspec import Struct, field
 
 from flanneld import options
 from flanneld.backends.registry import BUILT_IN, described
-from flanneld.diagnostics import serving
 from flanneld.diagnostics.status import (
     EventStatus,
     LeaseStatus,
@@ -32,11 +34,13 @@ from flanneld.diagnostics.status import (
 )
 from flanneld.errors import Fatal, FlannelError
 from flanneld.options import Options
-from flanneld.runtime import clock, logs
+from flanneld.runtime import clock, logs, waits
 from flanneld.subnet import subnet_file
 
 #: Seconds after which a silent daemon counts as not running.
 DAEMON_TIME = 5.0
+#: Seconds for its whole answer: after them the daemon cuts a reader off.
+_WHOLE_TIME = 30.0
 
 
 class NothingKnown(FlannelError):
@@ -99,9 +103,9 @@ def find_source(words: Sequence[str], environ: Mapping[str, str], socket_path: s
     ``words`` and ``environ`` are as for flanneld. Raises the errors of ``options.read``.
     """
     wanted = options.read(words, environ, program="flannelctl COMMAND")
-    path = Path(socket_path) if socket_path else serving.path_beside(Path(wanted.subnet_file))
+    path = Path(socket_path) if socket_path else subnet_file.beside(Path(wanted.subnet_file), "sock")
     try:
-        return _of_the_daemon(serving.ask(path, DAEMON_TIME), wanted)
+        return _of_the_daemon(ask(path, DAEMON_TIME), wanted)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         hangs = isinstance(error, TimeoutError)
@@ -118,6 +122,39 @@ def find_source(words: Sequence[str], environ: Mapping[str, str], socket_path: s
     except (FlannelError, OSError) as error:
         lost = Unknown(SourcePart.STORE, f"the store does not tell: {error}")
         return DataSource("host", _of_the_host(wanted), (silent, lost), wanted)
+
+
+def ask(path: Path, within: float) -> bytes:
+    """Return the status of the daemon behind a socket.
+
+    Raises ``OSError``, which is ``TimeoutError`` after ``within`` seconds of silence.
+    """
+    deadline = clock.now() + _WHOLE_TIME
+    said = bytearray()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(within)
+        _connect(connection, path, within)
+        while True:
+            left = deadline - clock.now()
+            if left <= 0:
+                raise TimeoutError(f"no whole answer within {_WHOLE_TIME:g} s")
+            connection.settimeout(min(left, within))
+            piece = connection.recv(1 << 16)
+            if not piece:
+                return bytes(said)
+            said += piece
+
+
+def _connect(connection: socket.socket, path: Path, within: float) -> None:
+    def attempt() -> bool:
+        try:
+            connection.connect(str(path))
+        except BlockingIOError:  # the backlog is full
+            return False
+        return True
+
+    if not waits.until(attempt, within=within, every=0.05):
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
 
 def _of_the_daemon(said: bytes, wanted: Options) -> DataSource:

@@ -11,6 +11,7 @@ from pathlib import Path
 from flanneld.diagnostics import conditions
 from flanneld.network.query import DEFAULT_PORT
 from flanneld.node import Node, Phase
+from flanneld.subnet.subnet_file import beside
 
 log = logging.getLogger(__name__)
 
@@ -58,9 +59,9 @@ def _serve_health(node: Node) -> None:
 
 def _serve_status(node: Node) -> None:
     """Start the status socket, once traffic flows or startup has to wait."""
-    from flanneld.diagnostics.serving import StatusSocket, path_beside
+    from flanneld.diagnostics.serving import StatusSocket
 
-    server = StatusSocket.open(path_beside(Path(node.options.subnet_file)), partial(_document, node))
+    server = StatusSocket.open(beside(Path(node.options.subnet_file), "sock"), partial(_document, node))
     if server:
         node.tasks.start("status socket", server.serve, server.close)
 

@@ -8,7 +8,6 @@ subnet file and has mode 0600.
 from __future__ import annotations
 
 import contextlib
-import errno
 import io
 import logging
 import os
@@ -21,9 +20,7 @@ from typing import Protocol
 from msgspec import Struct
 
 from flanneld.errors import Fatal, cause_of
-from flanneld.runtime import clock, waits
 from flanneld.runtime.server import WRITABLE, Conversation, Limits, PolledServer, listen, receive, send
-from flanneld.subnet.subnet_file import beside
 
 log = logging.getLogger(__name__)
 
@@ -167,11 +164,6 @@ READER_TIME = 30.0
 READERS = 16
 
 
-def path_beside(subnet_file: Path) -> Path:
-    """Return the socket's path: ``flanneld.sock`` beside ``subnet.env``, another name beside ``blue.env``."""
-    return beside(subnet_file, "sock")
-
-
 class StatusSocket(PolledServer):
     """Server of the status socket. ``document`` yields the answer in pieces, in the thread of ``serve``."""
 
@@ -218,36 +210,3 @@ class StatusSocket(PolledServer):
         for piece in self._document():
             yield from send(reader, piece)
             yield WRITABLE  # let other readers proceed
-
-
-def ask(path: Path, within: float) -> bytes:
-    """Return the status of the daemon behind a socket.
-
-    Raises ``OSError``, which is ``TimeoutError`` after ``within`` seconds of silence.
-    """
-    deadline = clock.now() + READER_TIME
-    said = bytearray()
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(within)
-        _connect(connection, path, within)
-        while True:
-            left = deadline - clock.now()
-            if left <= 0:
-                raise TimeoutError(f"no whole answer within {READER_TIME:g} s")
-            connection.settimeout(min(left, within))
-            piece = connection.recv(1 << 16)
-            if not piece:
-                return bytes(said)
-            said += piece
-
-
-def _connect(connection: socket.socket, path: Path, within: float) -> None:
-    def attempt() -> bool:
-        try:
-            connection.connect(str(path))
-        except BlockingIOError:  # the backlog is full
-            return False
-        return True
-
-    if not waits.until(attempt, within=within, every=0.05):
-        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))

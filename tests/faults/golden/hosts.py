@@ -12,7 +12,8 @@ from urllib.request import urlopen
 
 from flanneld import __version__
 from flanneld.ctl.commands import COMMANDS
-from flanneld.diagnostics import serving
+from flanneld.ctl.source import ask
+from flanneld.subnet.subnet_file import beside
 from tests.faults.golden import stable
 from tests.faults.table import FAULTS
 from tests.faults.test_faults import diagnosed, heal, wait_for_health
@@ -128,7 +129,7 @@ def waiting(_worlds: Kept[Kind, World]) -> Iterator[Pages]:
         (node,) = lab.add_nodes()
         node.start(*FLAGS)
         node.wait_for_log("Couldn't fetch network config")
-        wait_for(lambda: serving.path_beside(node.subnet_file).exists(), 20, "the status socket")
+        wait_for(lambda: beside(node.subnet_file, "sock").exists(), 20, "the status socket")
         names = names_of(lab)
         yield {
             **seen(node, names),
@@ -183,7 +184,7 @@ def seen(node: Node, names: Mapping[str, str]) -> Pages:
     """Return what any daemon shows."""
 
     def status() -> str:
-        told = serving.ask(serving.path_beside(node.subnet_file), 20)
+        told = ask(beside(node.subnet_file, "sock"), 20)
         return stable.document(told.decode(), names)
 
     def shown(command: str) -> str:

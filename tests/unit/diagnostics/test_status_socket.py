@@ -14,8 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from flanneld.ctl import source
+from flanneld.ctl.source import ask
 from flanneld.diagnostics import serving as status_socket
-from flanneld.diagnostics.serving import StatusSocket, ask, path_beside
+from flanneld.diagnostics.serving import StatusSocket
+from flanneld.subnet.subnet_file import beside
 
 DEADLINE = 20.0
 
@@ -42,7 +45,7 @@ def said() -> Iterator[bytes]:
     ("file", "name"), [("subnet.env", "flanneld.sock"), ("blue.env", "flanneld-blue.sock")]
 )
 def test_each_daemon_of_a_host_has_a_socket_of_its_own(file: str, name: str) -> None:
-    assert path_beside(Path("/run/flannel") / file) == Path("/run/flannel") / name
+    assert beside(Path("/run/flannel") / file, "sock") == Path("/run/flannel") / name
 
 
 def test_the_whole_document_is_told_to_each_reader(tmp_path: Path) -> None:
@@ -174,7 +177,7 @@ def test_a_long_document_may_take_longer_than_a_silence(tmp_path: Path) -> None:
 
 def test_a_document_that_never_ends_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(tmp_path / "s", lambda: repeat(b"x")):
-        monkeypatch.setattr(status_socket, "READER_TIME", 0.2)
+        monkeypatch.setattr(source, "_WHOLE_TIME", 0.2)
         with pytest.raises(TimeoutError):
             ask(tmp_path / "s", DEADLINE)
 
