@@ -26,7 +26,7 @@ from flanneld.network.uplink_facts import Way, way_to
 from flanneld.reconcile.last_run import LastRun, StoreAddress
 from flanneld.reconcile.local_node import LocalNode
 from flanneld.runtime import clock, waits
-from flanneld.runtime.sockets.host_addresses import connected
+from flanneld.runtime.sockets.interruptible import connected
 from flanneld.state.resources import Key, Resource, Route, route_key
 from flanneld.subnet.store import Store
 from flanneld.subnet.subnet_file import Previous

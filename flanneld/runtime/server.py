@@ -22,7 +22,7 @@ from msgspec import Struct
 
 from flanneld.runtime import clock
 from flanneld.runtime.logs import PACE
-from flanneld.runtime.sockets.host_addresses import address_of
+from flanneld.runtime.sockets.interruptible import address_of
 from flanneld.runtime.supervisor import Wakeup
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from typing import Generic, Protocol, Self, TypeVar
 from flanneld.compat.glog import V
 from flanneld.errors import NoAnswer, Retryable
 from flanneld.runtime import clock
-from flanneld.runtime.sockets.host_addresses import HostAddresses
+from flanneld.runtime.sockets.interruptible import HostAddresses
 
 log = logging.getLogger(__name__)
 

@@ -18,6 +18,11 @@ from urllib.parse import urlsplit
 from flanneld.backends.cloud.backend import CloudFactory
 from flanneld.backends.cloud.calls import BATCH, Metadata, SdkCloud, batches, by_token
 from flanneld.backends.cloud.contract import (
+    ACCESS_KEY,
+    API,
+    INSTANCE_API,
+    METADATA_API,
+    TABLES,
     ApiCall,
     CloudError,
     CloudNode,
@@ -25,9 +30,9 @@ from flanneld.backends.cloud.contract import (
     CloudTerms,
     ErrorKind,
     Health,
+    access_keys,
     missing_extra,
 )
-from flanneld.backends.cloud.options import ACCESS_KEY, API, INSTANCE_API, METADATA_API, TABLES, access_keys
 from flanneld.backends.contract import HostServices
 from flanneld.compat.json import Fields
 

@@ -17,6 +17,8 @@ from msgspec.structs import replace
 from flanneld.backends.cloud.backend import CloudFactory
 from flanneld.backends.cloud.calls import Metadata, MetadataSession, SdkCloud
 from flanneld.backends.cloud.contract import (
+    API,
+    TABLES,
     ApiCall,
     CloudError,
     CloudNode,
@@ -27,7 +29,6 @@ from flanneld.backends.cloud.contract import (
     check_scope,
     missing_extra,
 )
-from flanneld.backends.cloud.options import API, TABLES
 from flanneld.backends.contract import HostServices
 from flanneld.compat.json import Fields
 

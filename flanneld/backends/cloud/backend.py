@@ -11,8 +11,7 @@ from typing import ClassVar
 
 from msgspec import Struct
 
-from flanneld.backends.cloud.contract import Cloud, CloudRoute, Forwarding
-from flanneld.backends.cloud.options import ACCESS_KEY, table_option
+from flanneld.backends.cloud.contract import ACCESS_KEY, Cloud, CloudRoute, Forwarding, table_option
 from flanneld.backends.cloud.record import SUFFIX, Record
 from flanneld.backends.cloud.routes import CloudForwardingTable, CloudRoutes
 from flanneld.backends.contract import Backend, Host, HostServices, Option, Overhead, carried

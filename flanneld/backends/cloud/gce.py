@@ -16,6 +16,7 @@ from typing import Any
 from flanneld.backends.cloud.backend import CloudFactory
 from flanneld.backends.cloud.calls import Metadata, SdkCloud, by_token
 from flanneld.backends.cloud.contract import (
+    API,
     ApiCall,
     CloudError,
     CloudNode,
@@ -25,7 +26,6 @@ from flanneld.backends.cloud.contract import (
     Health,
     missing_extra,
 )
-from flanneld.backends.cloud.options import API
 from flanneld.backends.contract import HostServices
 from flanneld.compat.json import Fields
 

@@ -16,6 +16,10 @@ from urllib.parse import urlsplit
 from flanneld.backends.cloud.backend import CloudFactory
 from flanneld.backends.cloud.calls import Metadata, SdkCloud, batches, by_offset
 from flanneld.backends.cloud.contract import (
+    ACCESS_KEY,
+    API,
+    METADATA_API,
+    TABLES,
     ApiCall,
     CloudError,
     CloudNode,
@@ -23,10 +27,10 @@ from flanneld.backends.cloud.contract import (
     CloudTerms,
     ErrorKind,
     Health,
+    access_keys,
     check_scope,
     missing_extra,
 )
-from flanneld.backends.cloud.options import ACCESS_KEY, API, METADATA_API, TABLES, access_keys
 from flanneld.backends.contract import HostServices
 from flanneld.compat.json import Fields
 

@@ -324,7 +324,7 @@ class MeshTask:
 
 def resolver(stop: threading.Event) -> Callable[[Collection[str]], Mapping[str, Sequence[IPAddress]]]:
     """Return the function that looks names up, in a thread that may be left behind."""
-    from flanneld.runtime.sockets.host_addresses import look_up  # not imported without a mesh
+    from flanneld.runtime.sockets.interruptible import look_up  # not imported without a mesh
     from flanneld.runtime.waits import DetachedCalls
 
     def resolve(names: Collection[str]) -> Mapping[str, Sequence[IPAddress]]:

@@ -22,8 +22,7 @@ from flanneld.errors import Cancelled, Fatal, NoAnswer, Refused, Retryable, reme
 from flanneld.model import FAMILIES, Cached, Event, Family, IPAddress, Lease, LeaseAttrs, LeaseKey, Removed
 from flanneld.runtime import clock
 from flanneld.runtime.logs import Once
-from flanneld.runtime.sockets.host_addresses import HostAddresses
-from flanneld.runtime.sockets.interruptible import no_heartbeat
+from flanneld.runtime.sockets.interruptible import HostAddresses, no_heartbeat
 from flanneld.runtime.waits import Backoff
 from flanneld.subnet.kube.access import Access
 from flanneld.subnet.kube.api import NODES, Api, ApiRefusal, ApiTimeouts

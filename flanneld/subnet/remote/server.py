@@ -19,8 +19,7 @@ from typing import Any, TypeVar
 from flanneld.errors import Fatal, cause_of, printable
 from flanneld.runtime import clock, waits
 from flanneld.runtime.server import READABLE, WRITABLE, Conversation, Limits, PolledServer, listen
-from flanneld.runtime.sockets.host_addresses import address_of
-from flanneld.runtime.sockets.interruptible import TCP_OPTIONS
+from flanneld.runtime.sockets.interruptible import TCP_OPTIONS, address_of
 from flanneld.subnet.remote.rest import NOT_FOUND, TEXT, RestAnswer, RestApi, RestRequest
 from flanneld.subnet.remote.wire import INDEX, SECRET
 

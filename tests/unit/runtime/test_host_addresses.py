@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from flanneld.runtime import clock
-from flanneld.runtime.sockets.host_addresses import HostAddresses
+from flanneld.runtime.sockets.interruptible import HostAddresses
 from tests.clock import Clock
 from tests.lab.wait import wait_for
 

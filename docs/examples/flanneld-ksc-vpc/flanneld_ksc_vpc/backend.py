@@ -18,6 +18,8 @@ from urllib.parse import quote, urlsplit
 from flanneld.backends.cloud.backend import CloudFactory
 from flanneld.backends.cloud.calls import Metadata, by_token
 from flanneld.backends.cloud.contract import (
+    ENDPOINT,
+    METADATA,
     ApiCall,
     Cloud,
     CloudError,
@@ -25,8 +27,8 @@ from flanneld.backends.cloud.contract import (
     CloudTableEntry,
     CloudTerms,
     ErrorKind,
+    endpoint,
 )
-from flanneld.backends.cloud.options import ENDPOINT, METADATA, endpoint
 from flanneld.backends.contract import HostServices
 from flanneld.compat.json import Fields
 from flanneld.errors import Fatal, Retryable

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from flanneld.backends.cloud.options import API, TABLES, access_keys
+from flanneld.backends.cloud.contract import API, TABLES, access_keys
 from flanneld.compat.json import Fields
 from flanneld.errors import Fatal
 

@@ -240,7 +240,7 @@ def test_lookup_that_hangs_is_left_and_the_other_answers_are_used(monkeypatch: p
             hangs.wait(60)
         return there
 
-    monkeypatch.setattr("flanneld.runtime.sockets.host_addresses.look_up", look_up)
+    monkeypatch.setattr("flanneld.runtime.sockets.interruptible.look_up", look_up)
     monkeypatch.setattr(mesh, "_LOOKUP", 0.1)
     with replaced_chance(random.Random(1)):
         resolve = mesh.resolver(threading.Event())
@@ -258,7 +258,7 @@ def test_lookup_that_was_left_goes_on_to_no_other_name(monkeypatch: pytest.Monke
         answers.wait(60)
         return []
 
-    monkeypatch.setattr("flanneld.runtime.sockets.host_addresses.look_up", look_up)
+    monkeypatch.setattr("flanneld.runtime.sockets.interruptible.look_up", look_up)
     monkeypatch.setattr(mesh, "_LOOKUP", 0.1)
     before = set(threading.enumerate())
     assert mesh.resolver(threading.Event())(["one.example.org", "other.example.org"]) == {}
