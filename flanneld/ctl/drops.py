@@ -87,22 +87,18 @@ def drops_towards(target: IPAddress, told: Status, devices: Mapping[Family, str]
     return _drops(told, bases(), devices, list(map(parsed, peers))) if peers else []
 
 
-def masquerading_rules(told: Status) -> Callable[[Family], Sequence[Rule] | None]:
-    """Return a function for the daemon's masquerading rules of a family; None if they cannot be read."""
-
-    def read(family: Family) -> Sequence[Rule] | None:
-        firewall = known(told.firewall)
-        place = firewall and next((each for each in PLACES if each == firewall.place), None)
-        if not place:
-            return None
-        chains = (FLANNEL_POSTRTG, (NATIVE_TABLE[family], NATIVE_POSTRTG), POSTROUTING)
-        try:
-            rules = driver(place, family, IptablesRunner()).read()
-        except Retryable:
-            return None
-        return next((rules[chain] for chain in chains if rules.get(chain)), ())
-
-    return read
+def masquerading_rules(told: Status, family: Family) -> Sequence[Rule] | None:
+    """Return the daemon's masquerading rules of a family; None if they cannot be read."""
+    firewall = known(told.firewall)
+    place = firewall and next((each for each in PLACES if each == firewall.place), None)
+    if not place:
+        return None
+    chains = (FLANNEL_POSTRTG, (NATIVE_TABLE[family], NATIVE_POSTRTG), POSTROUTING)
+    try:
+        rules = driver(place, family, IptablesRunner()).read()
+    except Retryable:
+        return None
+    return next((rules[chain] for chain in chains if rules.get(chain)), ())
 
 
 def read_drops(told: Status, devices: Mapping[Family, str], bases: Sequence[BaseChain]) -> list[Drop]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
@@ -71,7 +72,7 @@ def examine(target: IPAddress, told: Status, sender: IPAddress | None) -> list[H
     bases = bases_of(told)
     lost = lost_packets(told, names, devices, bases, peers) if peers else []
     drops = drops_towards(target, told, devices, bases)
-    hops = trace(target, told, found, route_lookup(), drops, masquerading_rules(told), lost)
+    hops = trace(target, told, found, route_lookup(), drops, partial(masquerading_rules, told), lost)
     if peers and does_not_forward(target):
         first.append(Hop("forwarding", "off", State.PROBLEM, "this node passes no packet of a container on"))
     return [*first, *hops]
