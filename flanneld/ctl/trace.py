@@ -183,8 +183,9 @@ def _to_a_peer(
     route = wanted_route(target, peer, told)
     way = look_up_route(target)
     yield _route_hop(route, way, found)
-    neighbour = next((each for each in resources(peer.objects) if _resolves(each, route)), None)
-    if isinstance(neighbour, Neighbor):
+    neighbours = (each for each in resources(peer.objects) if isinstance(each, Neighbor))
+    neighbour = next((each for each in neighbours if route and each.address == route.gateway), None)
+    if neighbour is not None:
         yield _present("neigh", neighbour, found)
         entries = (each for each in resources(peer.objects) if isinstance(each, FdbEntry))
         yield _present("fdb", next((each for each in entries if each.mac == neighbour.mac), None), found)
@@ -193,18 +194,14 @@ def _to_a_peer(
     yield from _underlay(target, peer, told, look_up_route)
 
 
-def _resolves(resource: Resource, route: Route | None) -> bool:
-    return isinstance(resource, Neighbor) and route is not None and resource.address == route.gateway
-
-
 def _route_hop(route: Route | None, way: RouteTaken, found: ActualState) -> Hop:
     if route is None:
-        return Hop("route", str(way), State.PROBLEM, "no route is desired for this peer")
-    if not found.has(route):
-        return Hop("route", str(way), State.PROBLEM, f"missing: {route}")
-    if not follows(way, route):
-        return Hop("route", str(way), State.PROBLEM, f"{way} overrides flannel's {route}")
-    return Hop("route", str(way), State.OK)
+        note = "no route is desired for this peer"
+    elif not found.has(route):
+        note = f"missing: {route}"
+    else:
+        note = "" if follows(way, route) else f"{way} overrides flannel's {route}"
+    return Hop("route", str(way), _verdict(not note), note)
 
 
 def _present(hop: str, desired: Resource | None, found: ActualState) -> Hop:
