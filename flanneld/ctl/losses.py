@@ -34,7 +34,7 @@ from flanneld.ctl.paths import (
 from flanneld.diagnostics.status import Status, addresses, known
 from flanneld.findings import Command, command, line
 from flanneld.model import FAMILIES, Family, IPAddress, family_of
-from flanneld.network import survey
+from flanneld.network import interfaces
 from flanneld.network.firewall import foreign
 from flanneld.network.firewall.foreign import BaseChain
 from flanneld.network.host import HostView
@@ -67,9 +67,9 @@ def host_addresses() -> Iterator[tuple[str, IPAddress]]:
 
 #: Values of rp_filter.
 _STRICT, _LOOSE = 1, 2
-#: Value of arp_ignore to answer for no address, and its path.
 #: Flags of linux/if.h: interfaces with two ends, and lo, have no neighbours to ask.
 _IFF_NOARP, _NO_NEIGHBOURS = 0x80, 0x98
+#: Value of arp_ignore to answer for no address, and its path.
 _NEVER, _ARP_IGNORE = 8, "net/ipv4/conf/{}/arp_ignore"
 #: Hooks whose marks a route lookup sees.
 _BEFORE_ROUTING = frozenset({"prerouting", "output"})
@@ -335,13 +335,13 @@ def unresolved(nodes: Iterable[IPAddress]) -> Iterator[tuple[str, str]]:
 
 
 class Claim(Struct, frozen=True, gc=False):
-    """An address of ours or of a silent node, and the MAC address of a host that has it.
+    """An address of ours or of a silent node, and the MAC addresses of the hosts that have it.
 
-    Of ours in IPv6 the kernel knows that another host has it, and no ``mac``. ``length`` is of the prefix.
+    Of ours in IPv6 the kernel knows that another host has it, and no MAC. ``length`` is of the prefix.
     """
 
     address: IPAddress
-    mac: str = ""
+    macs: frozenset[str] = frozenset()
     length: int = 32
 
 
@@ -356,13 +356,13 @@ def claims(
     }
     uplink = known(told.uplink)
     if silent and uplink:
-        nodes = [each.target for each in paths if each.peer in silent and each.name == "underlay"]
+        asked = [each.target for each in paths if each.peer in silent and each.name == "underlay"]
+        asked += addresses(uplink.addresses)
         with suppress(OSError):
-            for address, mac in survey.holders(uplink.name, [*addresses(uplink.addresses), *nodes], BRIEFLY):
-                yield Claim(address, mac)
-        for each in HostView().addresses(6):
-            if each.flags & IFA_F_DADFAILED:
-                yield Claim(each.address, length=each.length)
+            for address, macs in interfaces.holders(uplink.name, asked, BRIEFLY).items():
+                yield Claim(address, frozenset(macs))
+        failed = (each for each in HostView().addresses(6) if each.flags & IFA_F_DADFAILED)
+        yield from (Claim(each.address, length=each.length) for each in failed)
 
 
 def permanent(view: HostView, devices: Iterable[SeenLink]) -> Iterator[Neighbor]:

@@ -1,4 +1,4 @@
-"""Interfaces in this network namespace: names and numbers, checksum offload, and TUN devices.
+"""Interfaces in this network namespace: names and numbers, offload, TUN devices, and hosts on their links.
 
 Source: linux/ethtool.h and linux/if_tun.h.
 """
@@ -11,8 +11,12 @@ import fcntl
 import os
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from flanneld.model import IPAddress
 
 
 def index_of(name: str) -> int:
@@ -87,6 +91,34 @@ def _words(name: str, sent: list[int]) -> array.array[int]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
         fcntl.ioctl(asker, _SIOCETHTOOL, request)
     return words
+
+
+#: Protocol of a frame; a request of RFC 826 for Ethernet and IPv4, up to MAC and IP address of both ends.
+_ETH_P_ARP, _ARP, _PROBE = 0x0806, struct.Struct("!8s6s4s6s4s"), bytes.fromhex("0001080006040001")
+
+
+def holders(device: str, targets: Iterable[IPAddress], within: float) -> dict[IPAddress, set[str]]:
+    """Return the MAC addresses that have each target on a device's link, except this device's own.
+
+    A probe (RFC 5227, section 2.1.1) names no sender, so it changes no host's cache. Raises ``OSError``.
+    """
+    from flanneld.runtime import clock, waits  # the proxy of udp needs neither
+
+    asked = {each.packed: each for each in targets if each.version == 4}
+    found: dict[IPAddress, set[str]] = {}
+    with socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, socket.htons(_ETH_P_ARP)) as asker:
+        asker.bind((device, _ETH_P_ARP))
+        mac = asker.getsockname()[4]
+        for each in asked if len(mac) == 6 else ():
+            probe = _ARP.pack(_PROBE, mac, bytes(4), bytes(6), each)
+            asker.sendto(probe, (device, _ETH_P_ARP, 0, 0, b"\xff" * 6))
+        deadline = clock.now() + (within if asked else 0.0)
+        while (left := deadline - clock.now()) > 0 and waits.readable(asker.fileno(), left):
+            data = asker.recv(_ARP.size)
+            _, sender, address, *_ = _ARP.unpack(data.ljust(_ARP.size, b"\0"))
+            if address in asked:
+                found.setdefault(asked[address], set()).add(sender.hex(":"))
+    return found
 
 
 _DEVICE = "/dev/net/tun"

@@ -4,8 +4,8 @@ A thousand hosts take as long as one that is silent. Messages are sent in small 
 between, because a thousand answers at once overflow a socket's buffer.
 
 The messages are queries (``flanneld.network.query``), ICMP echo (RFC 792, RFC 4443 section 4), also to find
-the largest packet that a path carries, ARP probes, and messages to a port that a host may refuse: UDP by ICMP
-(RFC 792), TCP by RST.
+the largest packet that a path carries, and messages to a port that a host may refuse: UDP by ICMP (RFC 792),
+TCP by RST.
 """
 
 from __future__ import annotations
@@ -397,30 +397,6 @@ def refused(
                 except OSError:
                     continue
     return found
-
-
-#: Protocol of a frame; a request of RFC 826 for Ethernet and IPv4, up to MAC and IP address of both ends.
-_ETH_P_ARP, _ARP, _PROBE = 0x0806, struct.Struct("!8s6s4s6s4s"), bytes.fromhex("0001080006040001")
-
-
-def holders(device: str, targets: Iterable[IPAddress], within: float) -> Iterator[tuple[IPAddress, str]]:
-    """Yield each target with each MAC address that has it on a device's link; of other hosts than this one.
-
-    A probe (RFC 5227, section 2.1.1) names no sender, so it changes no host's cache. Raises ``OSError``.
-    """
-    asked = {each.packed: each for each in targets if each.version == 4}
-    with socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, socket.htons(_ETH_P_ARP)) as asker:
-        asker.bind((device, _ETH_P_ARP))
-        mac = asker.getsockname()[4]
-        for each in asked if len(mac) == 6 else ():
-            probe = _ARP.pack(_PROBE, mac, bytes(4), bytes(6), each)
-            asker.sendto(probe, (device, _ETH_P_ARP, 0, 0, b"\xff" * 6))
-        deadline = clock.now() + within
-        while (left := deadline - clock.now()) > 0 and waits.readable(asker.fileno(), left):
-            data = asker.recv(_ARP.size)
-            _, sender, address, *_ = _ARP.unpack(data.ljust(_ARP.size, b"\0"))
-            if address in asked:
-                yield asked[address], sender.hex(":")
 
 
 #: What every host takes in one piece (RFC 791, RFC 8200).

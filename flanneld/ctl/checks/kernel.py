@@ -21,8 +21,7 @@ from flanneld.state.resources import Link, Route
 
 if TYPE_CHECKING:
     from flanneld.ctl.checks import Facts
-    from flanneld.ctl.losses import Claim, Lost
-    from flanneld.model import IPAddress
+    from flanneld.ctl.losses import Lost
 
 #: What gives a clone a MAC of its own while its daemon is stopped.
 NEW_MAC = "ip link set flannel.1 address with a new MAC"
@@ -378,14 +377,11 @@ def pinned_neighbours(facts: Facts) -> Iterator[Finding]:
 def duplicate_addresses(facts: Facts) -> Iterator[Finding]:
     ours = {address: name for name, address in facts.addresses}
     own = {link.mac for link in facts.links}
-    by_address: dict[IPAddress, dict[str, Claim]] = {}
     for each in facts.claims:
-        by_address.setdefault(each.address, {})[each.mac] = each
-    for address, found in by_address.items():
-        name, macs = ours.get(address), few(sorted(found.keys() - own))
-        if len(found.keys() - own) < (1 if name else 2):  # a silent node answers itself
+        address, name, others = each.address, ours.get(each.address), each.macs - own
+        if each.macs and len(others) < (1 if name else 2):  # a silent node answers itself
             continue
-        again = f"{address}/{next(iter(found.values())).length} dev {name}"
+        macs, again = few(sorted(others)), f"{address}/{each.length} dev {name}"
         yield Finding(
             f"another host has our address {address}" if name else f"two hosts have the address {address}",
             f"an ARP probe was answered by {macs}" if macs else f"ip address show dev {name}: dadfailed",

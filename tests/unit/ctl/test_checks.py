@@ -399,9 +399,9 @@ CASES: dict[str, list[Facts]] = {
     "duplicate addresses": [
         replace(WELL, claims=claims)
         for claims in (
-            (Claim(ip_address("192.0.2.1"), OTHER_MAC),),
+            (Claim(ip_address("192.0.2.1"), frozenset({OTHER_MAC, MAC})),),
             (Claim(ip_address("192.0.2.1"), length=64),),
-            (Claim(ip_address("192.0.2.2"), OTHER_MAC), Claim(ip_address("192.0.2.2"), "02:00:00:00:00:98")),
+            (Claim(ip_address("192.0.2.2"), frozenset({OTHER_MAC, "02:00:00:00:00:98"})),),
         )
     ],
     "container routes": [
@@ -753,6 +753,12 @@ def test_whatever_loses_packets_is_a_problem(name: str) -> None:
     for facts in CASES[name]:
         found = [finding.severity for check, finding in examine(facts) if check.name == name]
         assert set(found) == {Severity.PROBLEM}
+
+
+def test_node_that_answers_for_its_own_address_is_no_duplicate() -> None:
+    own = Claim(ip_address("192.0.2.1"), frozenset({MAC}))
+    peers = Claim(ip_address("192.0.2.2"), frozenset({OTHER_MAC}))
+    assert not remedies("duplicate addresses", replace(WELL, claims=(own, peers)))
 
 
 def test_masqueraded_packets_are_a_hint_and_hide_no_silent_tunnel() -> None:
