@@ -100,7 +100,10 @@ class LeftBehind:
         """
         awaited = {net for net in unclear if any(lies_in(net, network) for network, _ in self._outside)}
         if self._adopts:
-            self._record(adopted=frozenset(self._adopted()))
+            adopted = frozenset(self._adopted())
+            # A repeated sweep leaves what an operator made meanwhile.
+            self._kernel.domain = replace(self._kernel.domain, unmarked=False, adopted=adopted)
+            self._record(adopted=adopted)
         self._record(adopts=False)
         self.networks = (*self._nets, *(self._outside if awaited else ()))
         return awaited

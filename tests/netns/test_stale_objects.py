@@ -499,6 +499,24 @@ def test_objects_of_former_networks_go_also_after_a_run_that_died_before_the_swe
     wait_for(lambda: json.loads(state_file(node).read_text())["former"] == known, what="the record to forget")
 
 
+def test_a_sweep_that_is_repeated_leaves_what_an_operator_has_made_meanwhile(lab: Lab) -> None:
+    """The first one adopts routes that look like Go's. The next one comes with the end of a former lease."""
+    node, peer = lab.cluster({"Type": "host-gw"})
+    of_peer = peer.subnet()
+    node.wait_for_route(of_peer)
+    for each in (node, peer):
+        each.stop()
+    write_as_go(node)
+    lab.etcd.put_config({"Network": "10.6.0.0/16", "Backend": {"Type": "host-gw"}})
+    start(node)
+    by_hand = LEFT_BY_GO.replace("10.5", "10.6")
+    node.namespace.ip(by_hand)
+    assert of_peer in destinations(node)
+    lab.etcd.delete_lease(of_peer)
+    node.wait_for_no_route(of_peer, SOON)
+    assert "10.6.0.0/24" in destinations(node)
+
+
 def test_routes_of_a_family_that_the_network_no_longer_has_go(lab: Lab) -> None:
     node, peer = lab.cluster({"Type": "host-gw"}, **DUAL_STACK)
     former = peer.subnet(6)
