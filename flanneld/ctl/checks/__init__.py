@@ -157,6 +157,13 @@ class Facts(Struct, frozen=True, gc=False):
         return [network for network, _ in self.status.ranges]
 
     @property
+    def gateways(self) -> list[tuple[str, IPAddress]]:
+        """The interfaces that lead to our containers, each with an address in our subnet."""
+        ours, own = self.devices, self.status.own_subnets
+        held = ((name, address) for name, address in self.addresses if name not in ours)
+        return [(name, address) for name, address in held if any(address in net for net in own)]
+
+    @property
     def own_macs(self) -> set[str]:
         """The MAC addresses in our lease, in lower case."""
         lease = known(self.status.lease)

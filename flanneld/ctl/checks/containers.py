@@ -206,7 +206,7 @@ def container_routes(facts: Facts) -> Iterator[Finding]:
         if not each.is_routed and not _is_cut_off(facts, each) and each.attached_to not in former
     ]
     if lost:
-        gateways = {each.address.version: _gateway(facts, each.address.version) for each in lost}
+        gateways = {address.version: str(address) for _, address in reversed(facts.gateways)}
         yield Finding(
             f"{counted(len(lost), 'container')} without a route to other nodes",
             few([f"{each.address} in {each.path}" for each in lost], "; "),
@@ -214,13 +214,12 @@ def container_routes(facts: Facts) -> Iterator[Finding]:
             tuple(
                 step
                 for each in lost
-                if gateways[each.address.version]
                 for step in (
                     *(() if each.is_up else (set_link(each.device, "up", inside=each.path),)),
                     (*entering(each.path), "ip", *_route(gateways[each.address.version], each.device)),
                 )
             )
-            if all(gateways.values())
+            if gateways.keys() >= {each.address.version for each in lost}
             else "restart the containers: the CNI plug-in makes the route",
         )
     wide = [
@@ -241,24 +240,13 @@ def container_routes(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _gateway(facts: Facts, version: int) -> str:
-    """Return the address of the containers' bridge in our subnet; empty if it has none."""
-    own = [net for net in facts.status.own_subnets if net.version == version]
-    for name, address in facts.addresses:
-        if name not in facts.devices and any(address in net for net in own):
-            return str(address)
-    return ""
-
-
 def _route(gateway: str, device: str) -> tuple[str, ...]:
     return ("route", "replace", "default", "via", gateway, "dev", device)
 
 
 @check("G", "bridge down", "the containers' bridge is up")
 def bridge_down(facts: Facts) -> Iterator[Finding]:
-    own = facts.status.own_subnets
-    held = {name for name, address in facts.addresses if any(address in net for net in own)}
-    for name in sorted(held - set(facts.devices)):
+    for name in sorted({name for name, _ in facts.gateways}):
         link = facts.link(name)
         if link is not None and not link.up:
             yield Finding(

@@ -198,9 +198,7 @@ def bridge_subnet(facts: Facts) -> Iterator[Finding]:
 @check("K", "containers", "containers and their bridges have no larger MTU than the network allows")
 def container_mtu(facts: Facts) -> Iterator[Finding]:
     allowed = known(facts.status.mtu) or facts.previous.mtu
-    own = facts.status.own_subnets
-    names = {name for name, address in facts.addresses if any(address in net for net in own)}
-    for name in sorted(names - set(facts.devices)):
+    for name in sorted({name for name, _ in facts.gateways}):
         link = facts.link(name)
         if not allowed or link is None or link.make.make not in _LEADS_TO_CONTAINERS:
             continue
