@@ -377,17 +377,12 @@ def container_addresses(facts: Facts) -> Iterator[Finding]:
 @check("G", "other bridge", "the runtime's bridge has the address of our subnet")
 def other_bridge(facts: Facts) -> Iterator[Finding]:
     own = facts.status.own_subnets
-    bridges = {name for name, _ in facts.addresses if facts.is_bridge(name)}
-    if not own or any(address in net for name, address in facts.addresses if name in bridges for net in own):
+    if not own or any(facts.is_bridge(name) for name, _ in facts.gateways):
         return
     for name, address in facts.addresses:
-        outside = not any(address in network for network in facts.networks)
-        if (
-            name in bridges.intersection(RUNTIMES_BRIDGES)
-            and outside
-            and not address.is_link_local
-            and facts.has_ports(name)
-        ):
+        is_used = name in RUNTIMES_BRIDGES and facts.is_bridge(name) and facts.has_ports(name)
+        is_inside = address.is_link_local or any(address in network for network in facts.networks)
+        if is_used and not is_inside:
             yield Finding(
                 f"{name} has {address}, which is outside the cluster network",
                 f"no bridge has an address of our subnet {', '.join(map(str, own))}",
