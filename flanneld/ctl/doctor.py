@@ -239,6 +239,7 @@ def gather(source: DataSource) -> Facts:
     queued = traffic_control.queue_drops(queues) - before
     former, told = told, encryption.with_sessions(told, paths, now)
     bases = drops.read_bases(told)
+    refusing = frozenset(_refusing(told, paths))  # first: a kernel sends a few ICMP errors a second to a host
     passed = frozenset(passing(told, paths))
     lacks_segmentation, queues_used = _speed(told.uplink_name)
     lacking = encryption.lacking_objects(told) if source.origin == "store" else ()
@@ -289,7 +290,7 @@ def gather(source: DataSource) -> Facts:
         unresolved=dict(
             losses.unresolved(each.target for each in paths if each.name == "underlay" and not each.carried)
         ),
-        refusing=frozenset(_refusing(told, paths)),
+        refusing=refusing,
         passing=passed,
         claims=tuple(losses.claims(told, paths, passed)),
     )
