@@ -33,7 +33,7 @@ from flanneld.ctl.checks import (
 from flanneld.ctl.compare import ActualState
 from flanneld.ctl.losses import host_addresses, number
 from flanneld.ctl.output import State, TextTable, in_lines
-from flanneld.ctl.paths import BRIEFLY, PathToPeer, carriers, passing, sample
+from flanneld.ctl.paths import BRIEFLY, PathToPeer, carriers, passing, sample, turned_away
 from flanneld.ctl.source import DataSource
 from flanneld.diagnostics.status import Status, known, resources
 from flanneld.errors import Retryable
@@ -234,6 +234,7 @@ def gather(source: DataSource) -> Facts:
     names = {link.index: link.name for link in found.links}
     ways_out = {told.uplink_name, *devices, *ways.values()}
     queues = {index: name for index, name in names.items() if name in ways_out}
+    own = {ip.version: ip for _, ip in addresses if any(ip in net for net in told.own_subnets)}
     before = traffic_control.queue_drops(queues)
     paths, now = tuple(_paths(told)), clock.wall()
     queued = traffic_control.queue_drops(queues) - before
@@ -292,6 +293,7 @@ def gather(source: DataSource) -> Facts:
         ),
         refusing=refusing,
         passing=passed,
+        turned_away=tuple(turned_away(told, paths, own)),
         claims=tuple(losses.claims(told, paths, passed)),
     )
 

@@ -380,16 +380,39 @@ def passing(told: Status, paths: Collection[PathToPeer]) -> Iterator[tuple[str, 
         if path.carried is None and (path.name == "tunnel" or (path.peer, path.target.version) not in tunnels)
     }
     yield from map(ends.__getitem__, survey.reached(ends, BRIEFLY))
-    look_up = route_lookup()
-    # By another way the first hop, which reports such a packet, would be a router.
-    asked = {
-        target: (peer.subnets[0], target.version)
-        for peer in (told.each_peer if silent else ())
-        if peer.subnets[0] in silent
-        for target in map(container_of, peer.networks)
-        if (route := wanted_route(target, peer, told)) is not None and follows(look_up(target), route)
-    }
+    asked = {target: (peer, target.version) for target, peer, _ in _behind(told, silent)}
     is_udp = told.backend == "udp"
     with suppress(OSError):
         for target in survey.passing(asked, _HOPS_UDP if is_udp else _HOPS, BRIEFLY):
             yield asked[target]
+
+
+def _behind(told: Status, names: Collection[str]) -> Iterator[tuple[IPAddress, str, str]]:
+    """Yield a container's address of each peer with one of these first subnets, that, and our device to it.
+
+    By another way than the daemon's the first hop, which reports a packet without hops, would be a router.
+    """
+    look_up = route_lookup()
+    for peer in told.each_peer if names else ():
+        for target in map(container_of, peer.networks if peer.subnets[0] in names else ()):
+            route = wanted_route(target, peer, told)
+            if route is not None and follows(look_up(target), route):
+                yield target, peer.subnets[0], route.device
+
+
+def turned_away(
+    told: Status, paths: Collection[PathToPeer], own: Mapping[Family, IPAddress]
+) -> Iterator[tuple[str, IPAddress]]:
+    """Yield peer and sender of packets of containers that get lost, though the peer's node answers.
+
+    ``own`` are addresses of ours in the network. Only packets without a tunnel may be turned away so.
+    """
+    there = {each.peer for each in paths if each.name == "underlay" and each.carried is not None}
+    asked = {
+        target: peer
+        for target, peer, device in _behind(told, there)
+        if device == told.uplink_name and target.version in own
+    }
+    with suppress(OSError):
+        for target in asked.keys() - survey.passing(asked, _HOPS, BRIEFLY, sources=own):
+            yield asked[target], own[target.version]

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from itertools import islice
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 from msgspec import Struct, field
@@ -157,10 +158,10 @@ class Channel(Protocol[Asked]):
 class EchoChannel:
     """ICMP echo requests. Those to a bare address have ``size`` bytes, IP header included.
 
-    ``hops`` limits the routers on the way, if it is not 0.
+    ``hops`` limits the routers on the way, if it is not 0. They are sent from ``source`` if there is one.
     """
 
-    def __init__(self, family: Family, size: int = 0, hops: int = 0) -> None:
+    def __init__(self, family: Family, size: int = 0, hops: int = 0, source: IPAddress | None = None) -> None:
         self._family = family
         self._size = size
         self._socket = ping_socket(family)
@@ -169,6 +170,8 @@ class EchoChannel:
         self._socket.setsockopt(*_WHOLE[family])
         if hops:
             self._socket.setsockopt(*_HOPS[family], hops)
+        if source:
+            self._socket.bind((str(source), 0))
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -257,12 +260,20 @@ def echoes(
     return _per_family(targets, EchoChannel, within, tries, is_wanted)
 
 
-def passing(targets: Iterable[IPAddress], hops: int, within: float, tries: int = 2) -> set[IPAddress]:
+def passing(
+    targets: Iterable[IPAddress],
+    hops: int,
+    within: float,
+    tries: int = 2,
+    sources: Mapping[Family, IPAddress] = MappingProxyType({}),
+) -> set[IPAddress]:
     """Return the targets whose packets the router ``hops`` hops away would pass on. Raises ``OSError``.
 
     It reports a message with no hop left, even if it filters what is sent to itself.
     """
-    replies = _per_family(targets, lambda family: EchoChannel(family, hops=hops), within, tries)
+    replies = _per_family(
+        targets, lambda family: EchoChannel(family, hops=hops, source=sources.get(family)), within, tries
+    )
     return {
         target for target, reply in replies.items() if reply.error == errno.ETIME or reply.rtt is not None
     }

@@ -6,7 +6,7 @@ from typing import Any
 
 from flanneld.ctl.checks.kernel import NEW_MAC
 from flanneld.errors import LEASES_END
-from tests.faults.fault import BEHIND, Fault, ready, restart, restarted_with, start
+from tests.faults.fault import Fault, ready, restart, restarted_with, start
 from tests.faults.world import HOST_GW, HOST_GW_ROUTED, Step, World
 from tests.lab import wait_for
 from tests.netns.test_seeing import answer
@@ -101,6 +101,19 @@ UNPLUGGED = "ip netns exec {switch} ip link set {peer_port} down"
 PLUGGED = "ip netns exec {switch} ip link set {peer_port} up"
 NO_WALL = "ip netns exec {switch} nft delete table netdev wall"
 FAULTS = {
+    "switch that passes only addresses of nodes, host-gw": Fault(
+        "tunnel",
+        "packets of containers to 2 peers get lost, and those of nodes do not",
+        (
+            "ip netns exec {switch} nft add table bridge cloud",
+            "ip netns exec {switch} nft"
+            " 'add chain bridge cloud c {{ type filter hook prerouting priority 0; }}'",
+            "ip netns exec {switch} nft add rule bridge cloud c ip saddr 10.5.0.0/16 drop",
+        ),
+        HOST_GW,
+        heal=("ip netns exec {switch} nft delete table bridge cloud",),
+        advice="--no-source-dest-check",
+    ),
     "two leases with one public IP": Fault(
         "public ip",
         "the public IP {peer} is used twice",
@@ -194,7 +207,6 @@ FAULTS = {
         HOST_GW,
         heal=("ip link del lan0",),
         advice="other addresses",
-        peer_blind=BEHIND,
     ),
     "peer behind a gateway, host-gw": Fault(
         "off link",

@@ -7,7 +7,6 @@ import signal
 
 from flanneld.network.rtnetlink.links import PORT_REMEDY
 from tests.faults.fault import (
-    BEHIND,
     NO_LEASE,
     Fault,
     kill,
@@ -214,7 +213,6 @@ FAULTS = {
         HOST_GW,
         heal=(start,),
         advice="start the daemon",
-        peer_blind=BEHIND,
     ),
     "forwarding entry of another program while the daemon is stopped": Fault(
         "missing",

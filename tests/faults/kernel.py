@@ -112,7 +112,6 @@ FAULTS = {
         "net.ipv4.ip_forward is 0",
         ("sysctl -w net.ipv4.ip_forward=0",),
         HOST_GW,
-        peer_blind=BEHIND,
     ),
     "forwarding off, IPv6": Fault(
         "forwarding",
@@ -328,7 +327,6 @@ FAULTS = {
         ("ip route add unreachable {base}/25",),
         HOST_GW,
         heal=("ip route del unreachable {base}/25",),
-        peer_blind=BEHIND,
     ),
     "more specific route of another program": Fault(
         "detours",

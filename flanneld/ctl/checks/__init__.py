@@ -126,6 +126,8 @@ class Facts(Struct, frozen=True, gc=False):
     claims: tuple[Claim, ...] = ()
     #: Public IPs of nodes that refuse the tunnel's UDP port.
     refusing: frozenset[str] = frozenset()
+    #: Peers that answer, and packets of containers to which get lost without a tunnel, each with the sender.
+    turned_away: tuple[tuple[str, IPAddress], ...] = ()
     #: Peers, each with a family, that answer no echo and pass packets on to their containers or refuse TCP.
     passing: frozenset[tuple[str, int]] = frozenset()
 

@@ -391,6 +391,27 @@ def tunnel(facts: Facts) -> Iterator[Finding]:
     gone = [each for each in silent if each.name == "underlay" or _end(each) not in answered]
     if gone:
         yield _of_gone(gone, peers, facts.unresolved)
+    yield from _of_turned_away(facts)
+
+
+def _of_turned_away(facts: Facts) -> Iterator[Finding]:
+    """Yield the finding about packets of containers that the network between the nodes turns away."""
+    away = {} if facts.lost or any(not drop.doubt for drop in facts.filtered) else dict(facts.turned_away)
+    if away:
+        yield Finding(
+            f"packets of containers to {counted(len(away), 'peer')} get lost, and those of nodes do not",
+            few(
+                [
+                    f"{peer.place}, from {away[peer.subnets[0]]}"
+                    for peer in facts.peers
+                    if peer.subnets[0] in away
+                ]
+            ),
+            "the network passes only addresses of nodes, as clouds do, or the node there does not forward",
+            "run flannelctl doctor there; in a cloud switch its check off for each node, with AWS by"
+            " aws ec2 modify-instance-attribute --no-source-dest-check --instance-id ID; or set Backend.Type"
+            " to vxlan",
+        )
 
 
 def _of_gone(

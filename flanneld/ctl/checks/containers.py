@@ -345,7 +345,7 @@ def _is_up(facts: Facts, name: str) -> bool:
 
 def _is_cut_off(facts: Facts, container: Container) -> bool:
     """Return True if packets of this host for a container of our subnet leave for another host."""
-    if any(each.cause == "no rule" for each in facts.lost):
+    if any(each.cause in ("no rule", "rule") for each in facts.lost):
         return False
     away = {facts.status.uplink_name, "", *facts.devices}
     return container.reached_by in away and _net_of(facts, container) is not None

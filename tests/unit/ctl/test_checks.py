@@ -430,6 +430,7 @@ CASES: dict[str, list[Facts]] = {
             told(lambda d: d["peers"][0].update(objects=[object_of(OFF_LINK)])),
             paths=(path("underlay", None),),
         ),
+        replace(WELL, turned_away=(("10.5.2.0/24", ip_address("10.5.1.1")),)),
     ],
     "segment": [
         told(lambda d: (d.update(local=[object_of(VXLAN)]), d["peers"][0].update(vnis=[7]))),
