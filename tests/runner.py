@@ -43,7 +43,7 @@ EFFECTS = (
     "subnet/remote",
 )
 #: Tests marked ``needs_kernel`` run in the machine if this kernel lacks what they need.
-FEATURES = ("ipip", "wireguard", "esp", "own-clock")
+FEATURES = ("ipip", "wireguard", "esp", "police", "own-clock")
 SEARCH = (PYTHON, "-m", "tests.unit.simulation", "search")
 #: By the word that ``--long=`` runs alone. "tests" are all others.
 LONG = {

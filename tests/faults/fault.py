@@ -28,7 +28,7 @@ class Fault:
     why the peer cannot; then it must find nothing.
 
     ``within`` are the seconds until the doctor may know; ``is_long`` marks what takes more than ten times as
-    long as others.
+    long as others. ``needs`` is a feature that not every kernel has, as ``tests/vm/probe`` names it.
     """
 
     check: str
@@ -45,6 +45,7 @@ class Fault:
     peer_blind: str = ""
     within: float = 0.6
     is_long: bool = False
+    needs: str = ""
 
 
 #: Reasons why a peer sees nothing of packets that are lost.

@@ -40,21 +40,32 @@ def unsupported(kind: str) -> Fault:
 
 
 #: Classic BPF that drops all packets, and those of UDP: it compares the byte at 23 of the frame.
-ALL, ONLY_UDP = "1,6 0 0 2,", "4,48 0 0 23,21 0 1 17,6 0 0 2,6 0 0 4294967295,"
+ALL, ONLY_UDP = (
+    f"bpf direct-action bytecode '{program}'"
+    for program in ("1,6 0 0 2,", "4,48 0 0 23,21 0 1 17,6 0 0 2,6 0 0 4294967295,")
+)
 
 
-def filtered(device: str, way: str, program: str) -> Fault:
-    """Return the fault of a filter of tc that drops packets, as a policer drops those over its rate."""
+def filtered(device: str, way: str, test: str, discipline: str = "clsact", needs: str = "") -> Fault:
+    """Return the fault of a filter of tc that drops packets. ``test`` is its kind and what follows."""
+    name = f"{way} pref 7 {test.split()[0]}"
     return Fault(
         "traffic control",
-        f"the traffic control of {device} drops packets: {way} pref 7 bpf",
+        f"the traffic control of {device} drops packets: {name}",
         (
-            f"tc qdisc add dev {device} clsact",
-            f"tc filter add dev {device} {way} pref 7 bpf direct-action bytecode '{program}'",
+            f"tc qdisc add dev {device} {discipline}",
+            f"tc filter add dev {device} {way} pref 7 {test}",
         ),
-        heal=(f"tc filter del dev {device} {way} pref 7 bpf",),
-        after=(f"tc qdisc del dev {device} clsact",),
+        heal=(f"tc filter del dev {device} {name}",),
+        after=(f"tc qdisc del dev {device} {discipline}",),
+        needs=needs,
     )
+
+
+def policed(device: str, way: str, test: str, discipline: str = "clsact") -> Fault:
+    """Return the fault of a policer of packets that match: each is over its rate."""
+    action = "action police rate 8kbit burst 20 conform-exceed drop"
+    return filtered(device, way, f"{test} {action}", discipline, needs="police")
 
 
 def twin(address: str, *calls: str) -> Step:
@@ -160,6 +171,9 @@ FAULTS = {
     "filter of tc that drops what leaves": filtered("eth0", "egress", ONLY_UDP),
     "filter of tc that drops what comes in": filtered("eth0", "ingress", ONLY_UDP),
     "filter of tc on the device": filtered("flannel.1", "ingress", ALL),
+    "policer of what leaves": policed("eth0", "egress", "u32 match ip protocol 17 0xff"),
+    "policer of what comes in": policed("eth0", "ingress", "u32 match ip protocol 17 0xff", "ingress"),
+    "policer of all on the device": policed("flannel.1", "ingress", "matchall"),
     "forwarding off for the device": Fault(
         "lookups",
         "flannel.1 does not forward",

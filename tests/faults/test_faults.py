@@ -29,7 +29,8 @@ def worlds() -> Iterator[Kept[Kind, World]]:
 
 def parameter(name: str) -> Any:
     fault = FAULTS[name]
-    return fault.kind.marked(name, name, *([pytest.mark.long] if fault.is_long else ()))
+    marks = [pytest.mark.needs_kernel(fault.needs)] if fault.needs else []
+    return fault.kind.marked(name, name, *marks, *([pytest.mark.long] if fault.is_long else ()))
 
 
 @pytest.mark.parametrize("name", [parameter(name) for name in FAULTS])
