@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -71,6 +72,17 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "long: takes more than a few seconds; runs with --long only")
     config.addinivalue_line("markers", "shares(network): runs beside those of its file that share it")
     config.addinivalue_line("markers", "needs_kernel(feature): fails on a kernel without it; see tests/vm")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Spend no time on garbage: ten thousand tests stay, and each collection would look through them all."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
