@@ -159,6 +159,7 @@ class Controller:
         backend = self.uplink_manager.backend
         try:
             spare_links_of_others(self._node.kernel, self._host.links())
+            self._left_behind.announce_devices(self._host.links())
             self._host.look_at_networks(now)
             spare_connected_networks(self.peers.local_resources(), self.peers.claims.host)
         except OSError as failure:

@@ -51,7 +51,7 @@ class Machine(Struct, frozen=True, gc=False):
 
 
 class Device(Struct, frozen=True, gc=False):
-    """Device that the daemon made or took over."""
+    """Device that the daemon made or took over; ``index`` is 0 if it was about to be made."""
 
     index: int
     kind: str
@@ -60,6 +60,9 @@ class Device(Struct, frozen=True, gc=False):
 
     def is_same(self, seen: SeenLink) -> bool:
         """Return True if a link is this device, within one boot. Only one with a MAC may be renamed."""
+        if not self.index:
+            is_kind = not isinstance(seen.make, ForeignLink) and seen.make.make == self.kind
+            return is_kind and seen.name == self.name and self.mac in ("", seen.mac)
         name = seen.name if self.mac else self.name
         return device_of(seen) == Device(self.index, self.kind, self.mac, seen.name) and name == seen.name
 

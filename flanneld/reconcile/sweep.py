@@ -65,6 +65,14 @@ class LeftBehind:
         stale = last_run.stale(self._devices, self._kernel.links(), self._kernel.domain.links)
         return [seen.make for seen in stale if isinstance(seen.make, Link)]
 
+    def announce_devices(self, desired: Iterable[Link]) -> None:
+        """Record the devices that are about to be made: a run may die before it records their indexes."""
+        present = {seen.name for seen in self._kernel.links()}
+        missing = (each for each in desired if each.name not in present)
+        coming = [Device(0, each.make, getattr(each, "mac", ""), each.name) for each in missing]
+        if coming:
+            self._record(devices=(*self._devices, *coming))
+
     def record_devices(self) -> None:
         """Record for the next run our devices, and those that are still to be swept."""
         present = self._kernel.links()

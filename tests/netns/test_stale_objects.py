@@ -527,6 +527,35 @@ def test_routes_of_a_family_that_the_network_no_longer_has_go(lab: Lab) -> None:
     node.wait_for_no_route(former, SOON, family=6)
 
 
+#: The daemon, which dies once it has made devices, and before it records which.
+DIES_WITH_DEVICES = """
+import json, os, signal, sys
+
+def on_event(event, args):
+    if event == "os.rename" and str(args[1]).endswith("flanneld.state"):
+        with open(args[0]) as file:
+            if any(each["index"] for each in json.load(file)["devices"]):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+from flanneld.main import main
+
+sys.addaudithook(on_event)
+main()
+"""
+
+
+def test_devices_of_a_run_that_died_before_it_recorded_them_are_swept(lab: Lab) -> None:
+    lab.etcd.put_config({"Network": "10.5.0.0/16", "Backend": {"Type": "vxlan"}})
+    (node,) = lab.add_nodes(1)
+    node.start(command=[sys.executable, "-c", DIES_WITH_DEVICES])
+    wait_for(lambda: not node.running, what="its end")
+    assert node.link("flannel.1")
+    lab.etcd.put_config({"Network": "10.5.0.0/16", "Backend": VNI_7})
+    start(node)
+    wait_for(lambda: node.link("flannel.1") is None, SOON, "the device to go")
+    assert node.link("flannel.7")
+
+
 def test_devices_are_kept_on_record_until_they_were_swept(lab: Lab) -> None:
     """A daemon that ends before it knows the peers leaves the sweep to the next one."""
     (node,) = lab.cluster({"Type": "vxlan"}, nodes=1)
