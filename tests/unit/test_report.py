@@ -31,7 +31,11 @@ def test_has_a_broken_fixture(broken): pass
 
 
 #: What the collector will not look at any more.
-NOTE_FROZEN = "print(gc.get_freeze_count(), file=open('frozen', 'a'))"
+NOTE_FROZEN = """
+import gc
+def pytest_runtest_teardown(): print(gc.get_freeze_count(), file=open('before', 'w'))
+def pytest_unconfigure(): print(gc.get_freeze_count(), file=open('frozen', 'a'))
+"""
 
 
 def session(folder: Path, *arguments: str, more: str = "") -> subprocess.CompletedProcess[str]:
@@ -58,11 +62,11 @@ def test_session_names_what_was_not_run_and_how_to_repeat_what_failed(tmp_path: 
 
 
 def test_worker_leaves_no_garbage_to_collect_after_its_last_word(tmp_path: Path) -> None:
-    session(tmp_path, "-n1", more=f"import gc\ndef pytest_unconfigure(): {NOTE_FROZEN}\n")
+    session(tmp_path, "-n1", more=NOTE_FROZEN)
     worker, controller = sorted(
         (int(line) for line in (tmp_path / "frozen").read_text().split()), reverse=True
     )
-    assert worker > controller == 0
+    assert worker > int((tmp_path / "before").read_text()) > controller == 0
 
 
 def test_command_that_repeats_a_test_of_the_machine_runs_it_there(monkeypatch: pytest.MonkeyPatch) -> None:
