@@ -240,6 +240,21 @@ FAULTS = {
         cuts=False,
         after=("nft delete table inet proxy",),
     ),
+    "packets with no hop left": Fault(
+        "filters",
+        FROM_CONTAINERS,
+        chain("forward", "accept", "ip ttl set 1"),
+        after=NO_WALL,
+        peer_blind=BEHIND,
+    ),
+    "IPv6 of all nodes dropped": Fault(
+        "filters",
+        FROM_PEERS,
+        chain("input", "accept", "ip6 saddr fd00:18::/64 drop"),
+        DUAL,
+        after=NO_WALL,
+        peer_says="no answer from 1 peer over IPv6, neither from the node nor through the tunnel",
+    ),
     "neighbour discovery dropped": Fault(
         "filters",
         "neighbour discovery (ICMPv6) of its peers",

@@ -389,8 +389,10 @@ def tunnel(facts: Facts) -> Iterator[Finding]:
             about=each.peer,
         )
     gone = [each for each in silent if each.name == "underlay" or _end(each) not in answered]
-    if gone:
-        yield _of_gone(gone, peers, facts.unresolved)
+    half = {peer for peer, _ in answered}  # over the other family
+    for is_half in (False, True):
+        if some := [each for each in gone if (each.peer in half) == is_half]:
+            yield _of_gone(some, peers, facts.unresolved, f" over IPv{some[0].target.version}" * is_half)
     yield from _of_turned_away(facts)
 
 
@@ -415,9 +417,9 @@ def _of_turned_away(facts: Facts) -> Iterator[Finding]:
 
 
 def _of_gone(
-    gone: Sequence[PathToPeer], peers: Mapping[str, PeerStatus], unresolved: Mapping[str, str]
+    gone: Sequence[PathToPeer], peers: Mapping[str, PeerStatus], unresolved: Mapping[str, str], over: str
 ) -> Finding:
-    """Return the finding about peers that do not answer at all."""
+    """Return the finding about peers that do not answer, or only not ``over`` one family."""
     names = list(dict.fromkeys(each.peer for each in gone))
     left = names if len(names) == 1 else ()
     ways = ", neither from the node nor through the tunnel" if gone[0].name == "tunnel" else ""
@@ -430,11 +432,12 @@ def _of_gone(
         steps.append(f"ip route get {min(routed)} shows the route: correct it, or bring the router up")
     if any(name not in peers or routed.keys().isdisjoint(peers[name].public_ips) for name in names):
         where = "on the others" if routed else "there"
-        steps.append(f"run flannelctl doctor {where}; {_if_it_has_left(*left)}")
+        steps.append(f"run flannelctl doctor {where}" + ("" if over else f"; {_if_it_has_left(*left)}"))
     return Finding(
-        f"no answer from {counted(len(names), 'peer')}{ways}",
+        f"no answer from {counted(len(names), 'peer')}{over}{ways}",
         few([peers[name].place if name in peers else name for name in names]) + unanswered,
-        "neither ICMP nor TCP comes back: the nodes are off, or a firewall drops all packets",
+        "neither ICMP nor TCP comes back: "
+        + (f"a firewall drops all{over}" if over else "the nodes are off, or a firewall drops all packets"),
         "; ".join(steps),
     )
 

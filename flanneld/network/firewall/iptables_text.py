@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from flanneld.model import IPNetwork
 from flanneld.network.firewall.fate import (
     ALL_BITS,
+    DROP,
     MARK,
     NEVER,
     NOTRACK,
@@ -188,6 +189,8 @@ def _with_option(rule: Rule, name: str, values: tuple[str, ...]) -> Rule:
         rule = replace(rule, new_mark=_mark(*values))
     if name in ("--notrack", "--restore-mark"):
         rule = replace(rule, verdict=NOTRACK if name == "--notrack" else MARK)
+    if name in ("--ttl-set", "--hl-set") and values[0] in ("0", "1"):
+        rule = replace(rule, verdict=DROP)  # by the next router, which is the peer
     return replace(rule, extra=f"{rule.extra} {name}".strip())
 
 

@@ -180,6 +180,9 @@ def read_rules(rule: ListedRule, family: Family, sets: Sets = _NO_SETS) -> Itera
                 return
             case "mangle", {"key": {"meta": {"key": "mark"}}, "value": value}:
                 yield replace(_rule(rule, tests, {MARK: None}, rest), new_mark=_new_mark(value))
+            case "mangle", {"key": {"payload": {"field": "ttl" | "hoplimit"}}, "value": 0 | 1}:
+                yield _rule(rule, tests, {"drop": None}, rest)  # by the next router, which is the peer
+                return
             case "set", {"stmt": _}:  # a limit of its own for each element
                 tests.append(UNKNOWN)
             case "notrack", _:

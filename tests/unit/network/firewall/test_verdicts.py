@@ -64,6 +64,8 @@ def iptables(*rules: str, packet: Packet = PACKET) -> Fate:
         ("-p udp -m u32 --u32 0x0=0x0 -j DROP", False),
         ("-p udp -j LOG --log-prefix DROP", False),
         ("-p udp -j MARK --set-xmark 0x1/0x1", False),
+        ("-j TTL --ttl-set 1", True),
+        ("-j TTL --ttl-set 64", False),
         ("-m mark --mark 0x1 -j DROP", False),
         ("", False),
     ],
