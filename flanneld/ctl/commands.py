@@ -87,22 +87,19 @@ def _routes(source: DataSource, _arguments: argparse.Namespace) -> CommandAnswer
 
 def _logs(source: DataSource, arguments: argparse.Namespace) -> CommandAnswer:
     """Return the log's last lines, or those about a peer; with ``--follow`` those that were not shown yet."""
-    events, raw = known(source.status.events) or (), source.document().get("events", [])
+    told, raw = known(source.status.events), source.document().get("events", [])
+    lines = list(zip(told, raw, strict=True)) if told else []
     follows = getattr(arguments, "follow", False)
     if follows:  # out of the daemon's file: the whole status is long
-        events = history(Path(known(source.status.subnet_file) or source.options.subnet_file))
-        raw, former = list(map(asdict, events)), getattr(arguments, "shown", ())
-        arguments.shown = frozenset(events)
-        chosen = [at for at, event in enumerate(events) if event not in former]
-    else:
-        chosen = list(range(len(events)))
+        told = history(Path(known(source.status.subnet_file) or source.options.subnet_file))
+        former, arguments.shown = getattr(arguments, "shown", ()), frozenset(told)
+        lines = [(each, asdict(each)) for each in told if each not in former]
     if name := getattr(arguments, "peer", None):
         is_about = naming(source.status, name)
-        chosen = [at for at in chosen if is_about(events[at].text)]
-    rows = [
-        (when(each.time), each.severity, each.source, each.text) for each in map(events.__getitem__, chosen)
-    ]
-    plain = {"events": [raw[at] for at in chosen] if events else raw}
+        lines = [each for each in lines if is_about(each[0].text)]
+    rows = [(when(each.time), each.severity, each.source, each.text) for each, _ in lines]
+    # Another version's lines are shown as they came.
+    plain = {"events": [said for _, said in lines] if told or follows else raw}
     if follows:
         return [TextTable((), rows)], lambda: plain, False
     return _noted(source, [TextTable(("time", "", "from", "event"), rows)], lambda: plain, wrong=False)
