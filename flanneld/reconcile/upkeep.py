@@ -81,7 +81,7 @@ class ContestBackoff:
         return clock.now() - last > self._memory
 
     def _forget(self) -> None:
-        if self._is_peace():
+        if self._repairs and self._is_peace():
             self._repairs.clear()
             self._is_contest = False
         while not self._is_contest and self._repairs and self._repairs[0] < clock.now() - self._memory:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import posixpath
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 from urllib.parse import quote, urlencode
 
@@ -41,9 +42,6 @@ class V2Client(etcd.Client):  # type: ignore[misc] # python-etcd has no types
         # Without python-etcd's own, which would load urllib3 for connections that are never used.
         self._transport = transport
         self._contact = contact
-        #: Position and timeout of the watch that is being requested.
-        self._after: Position | None = None
-        self._poll_timeout = 0.0
 
     def root(self, prefix: str) -> str:
         return "/" + posixpath.normpath(f"/{prefix}").lstrip("/")
@@ -95,14 +93,17 @@ class V2Client(etcd.Client):  # type: ignore[misc] # python-etcd has no types
         seconds, or the poll timeout. With ``is_stream`` one request serves many calls, until one returns
         nothing or another request is made. Raises ``RelistNeeded`` if changes since ``after`` are lost.
         """
-        query = {"wait": "true", "recursive": str(recursive).lower(), "waitIndex": after.index + 1}
-        if is_stream:  # python-etcd knows no streams
-            query["stream"] = "true"
-        self._after, self._poll_timeout = after, min(timeout, self._transport.timeouts.poll)
-        try:
-            answer: KeyReply | list[KeyReply] = self.api_execute(self.key_endpoint + key, "GET", query)
-        finally:
-            self._after = None
+        # Not by python-etcd, which knows no streams.
+        query = f"wait=true&recursive={str(recursive).lower()}&waitIndex={after.index + 1}"
+        request = Request(
+            "GET",
+            f"{quote(self.key_endpoint + key)}?{query}{'&stream=true' if is_stream else ''}",
+            poll_timeout=min(timeout, self._transport.timeouts.poll),
+            is_stream=is_stream,
+            on_head=partial(self._began, after, self._transport.losses),
+        )
+        # A watch that breaks off is a failure, as in v3: the next server may lack changes that this one had.
+        answer = self._send(request, repeatable=False)
         found = answer if isinstance(answer, list) else [answer]
         begun, last = found[0].at, after.index
         for reply in found:
@@ -127,49 +128,40 @@ class V2Client(etcd.Client):  # type: ignore[misc] # python-etcd has no types
     def api_execute(
         self, path: str, method: str, params: Mapping[str, Any] | None = None, timeout: float | None = None
     ) -> KeyReply | list[KeyReply]:
-        """Send a request. All of python-etcd's requests go through this method.
+        """Send a request as Go's client does: value and TTL in the body, the rest in the query.
 
-        Return the reply; for a stream a list.
+        All of python-etcd's requests go through this method.
         """
         del timeout  # python-etcd's own timeout; ours are in Timeouts
         query = {name: value for name, value in (params or {}).items() if name not in ("value", "ttl")}
-        request = self._request(path, method, params or {}, query)
+        form = {name: value for name, value in (params or {}).items() if name not in query}
+        request = Request(
+            method,
+            quote(path) + (f"?{urlencode(query)}" if query else ""),
+            urlencode(form) if form else None,
+            {"Content-Type": "application/x-www-form-urlencoded"} if form else {},
+            on_head=partial(self._began, None, 0),
+        )
+        return self._send(request, repeatable=method != "DELETE" and query.get("prevExist") != "false")
+
+    def _send(self, request: Request, *, repeatable: bool) -> KeyReply | list[KeyReply]:
+        """Return the reply; for a stream a list."""
 
         def attempt(server: Server, send: Send) -> KeyReply | list[KeyReply]:
             login = server.basic_login() | dict(request.headers)
             answer = send(replace(request, headers=login))
             return v2_messages.changes(answer) if request.is_stream else v2_messages.read(answer)
 
-        # A watch that breaks off is a failure, as in v3: the next server may lack changes that this one had.
-        repeatable = self._after is None and method != "DELETE" and query.get("prevExist") != "false"
         return self._transport.ask(attempt, repeatable=repeatable)
 
-    def _request(
-        self, path: str, method: str, params: Mapping[str, Any], query: Mapping[str, Any]
-    ) -> Request:
-        """Return a request as Go's client sends it: value and TTL in the body, the rest in the query."""
-        form = {name: value for name, value in params.items() if name not in query}
-        target = quote(path) + (f"?{urlencode(query)}" if query else "")
-        headers = {"Content-Type": "application/x-www-form-urlencoded"} if form else {}
-        after, losses = self._after, self._transport.losses
-
-        def on_head(answer: Answer) -> None:
-            if answer.at.index and answer.status < 500:
-                self._contact()
-            if after is not None and answer.status == 200:
-                v2_messages.check_history(after, answer.at)
-                if self._transport.losses > losses:
-                    raise PossibleGap("another server answers than before")
-
-        return Request(
-            method,
-            target,
-            urlencode(form) if form else None,
-            headers,
-            self._poll_timeout if after is not None else None,
-            "stream" in query,
-            on_head,
-        )
+    def _began(self, after: Position | None, losses: int, answer: Answer) -> None:
+        """Look at the head of a response, for a watch whether it shows all changes after a position."""
+        if answer.at.index and answer.status < 500:
+            self._contact()
+        if after is not None and answer.status == 200:
+            v2_messages.check_history(after, answer.at)
+            if self._transport.losses > losses:
+                raise PossibleGap("another server answers than before")
 
     def _result_from_response(self, response: KeyReply) -> KeyReply:
         return response
