@@ -240,6 +240,19 @@ FAULTS = {
         cuts=False,
         after=("nft delete table inet proxy",),
     ),
+    "answers to ARP dropped": Fault(
+        "tunnel",
+        "no answer to ARP or NDP from {peer}",
+        (
+            "nft add table arp wall",
+            "nft 'add chain arp wall c {{ type filter hook input priority 0; }}'",
+            "nft add rule arp wall c arp operation reply drop; ip neigh flush dev eth0",
+        ),
+        cuts=None,
+        heal=("nft delete table arp wall",),
+        advice="nft list ruleset arp",
+        within=5,
+    ),
     "packets with no hop left": Fault(
         "filters",
         FROM_CONTAINERS,
