@@ -428,7 +428,8 @@ def largest(
     """Return for each path the largest size of its range that is carried, None if none is (pure).
 
     ``carried`` asks some sizes at once, with patience if it is told so: the smallest size that seemed to be
-    lost is asked once more, and after an answer all further ones.
+    lost is asked once more, and after an answer all further ones; and so is the largest, in case that only
+    a limit of their rate dropped the others.
     """
     low, high = [least - 1 for least, _ in ranges], [most + 1 for _, most in ranges]
     is_patient = False
@@ -436,7 +437,8 @@ def largest(
         asked = [(path, size) for path in range(len(ranges)) for size in _between(low[path], high[path])]
         if not asked and not is_patient:
             is_patient = True
-            asked = [(path, high[path]) for path, (_, most) in enumerate(ranges) if high[path] <= most]
+            whole = [(path, most) for path, (_, most) in enumerate(ranges) if high[path] <= most]
+            asked = [*whole, *((path, high[path]) for path, most in whole if high[path] < most)]
         if not asked:
             break
         answered = carried(asked, is_patient)
@@ -477,9 +479,17 @@ SAMPLE = 10
 
 
 def lost_of_sample(targets: Iterable[IPAddress]) -> Counter[IPAddress]:
-    """Return for each target how many of ``SAMPLE`` small packets get no answer. Raises ``OSError``."""
-    asked = {Echo(each, SMALLEST[each.version] - number) for each in targets for number in range(SAMPLE)}
-    return Counter(each.target for each in asked - _answered(asked, _WITHIN))
+    """Return for each target how many of ``SAMPLE`` small packets are lost at random. Raises ``OSError``.
+
+    Those after the last answered one do not count: a limit of the rate of ICMP drops these.
+    """
+    sizes = {each: range(SMALLEST[each.version], SMALLEST[each.version] - SAMPLE, -1) for each in targets}
+    asked = [Echo(each, sizes[each][number]) for number in range(SAMPLE) for each in sizes]
+    answered = _answered(asked, _WITHIN)
+    last = {each.target: each.size for each in asked if each in answered}
+    return Counter(
+        each.target for each in asked if each not in answered and each.size > last.get(each.target, each.size)
+    )
 
 
 def path_mtus(questions: Sequence[tuple[IPAddress, int]]) -> list[int | None]:

@@ -392,13 +392,13 @@ FAULTS = {
         heal=flushed("filter", "INPUT"),
         advice="see first whether this rule drops them: -A INPUT -p udp -m udp --dport 8472 -j NFQUEUE",
     ),
-    "rule that drops every second packet": Fault(
+    "rule that drops every third packet": Fault(
         "path",
         "to peers with losses, whatever the size of packets",
-        chain("input", "accept", "udp dport 8472 numgen inc mod 2 0 drop"),
+        chain("input", "accept", "udp dport 8472 numgen inc mod 3 0 drop"),
         cuts=None,
         heal=NO_WALL,
-        advice="see first whether this rule drops them: udp dport 8472 numgen inc mod 2 0 drop",
+        advice="see first whether this rule drops them: udp dport 8472 numgen inc mod 3 0 drop",
         peer_sees="path",
         peer_says="tunnel to {own_base}: ",
     ),

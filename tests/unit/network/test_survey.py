@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import socket
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from ipaddress import IPv4Address, ip_address
 from pathlib import Path
@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from flanneld.model import IPAddress
+from flanneld.network import survey as module
 from flanneld.network.query import answer, decode
-from flanneld.network.survey import QueryChannel, ask, queries, refused, survey
+from flanneld.network.survey import SAMPLE, Echo, QueryChannel, ask, lost_of_sample, queries, refused, survey
 from flanneld.runtime.clock import replaced
 from tests.clock import Clock
 
@@ -141,3 +142,17 @@ def test_kernel_without_ipv6_knows_of_no_refusal(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr("flanneld.network.survey.socket.socket", refuse)
     assert refused([(ip_address("fd00::1"), 8472)], 1.0) == set()
+
+
+def test_only_packets_lost_before_an_answered_one_are_lost_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit of the rate of ICMP drops all that follow; a path that loses packets, some in between."""
+    limited, lossy, silent = map(ip_address, ("192.0.2.1", "2001:db8::1", "192.0.2.3"))
+
+    def answered(asked: Sequence[Echo], _: float) -> set[Echo]:
+        first = asked[: len(asked) // 2]
+        return {each for each in first if each.target == limited} | {
+            each for each in asked if each.target == lossy and each.size % 2
+        }
+
+    monkeypatch.setattr(module, "_answered", answered)
+    assert lost_of_sample((limited, lossy, silent)) == {lossy: SAMPLE // 2}
