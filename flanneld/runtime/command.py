@@ -57,10 +57,10 @@ class TooMuchOutput(Retryable):
 
 def find(program: str) -> str | None:
     """Return the path of a program, None if it is not installed."""
-    # Not shutil.which, which would load bz2 and lzma.
+    # Not shutil.which, which would load bz2 and lzma. A folder without access makes is_file raise.
     places = f"{os.environ.get('PATH', os.defpath)}:{_SYSTEM_PATHS}".split(":")
     paths = (Path(place, program) for place in places)
-    return next((str(path) for path in paths if path.is_file() and os.access(path, os.X_OK)), None)
+    return next((str(path) for path in paths if os.access(path, os.X_OK) and path.is_file()), None)
 
 
 class CommandRunner:
