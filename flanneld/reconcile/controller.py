@@ -159,9 +159,9 @@ class Controller:
         backend = self.uplink_manager.backend
         try:
             spare_links_of_others(self._node.kernel, self._host.links())
-            self._left_behind.announce_devices(self._host.links())
             self._host.look_at_networks(now)
             spare_connected_networks(self.peers.local_resources(), self.peers.claims.host)
+            self._left_behind.announce_devices(self._host.links())
         except OSError as failure:
             raise Retryable(f"cannot read the kernel's tables: {cause_of(failure)}") from failure
         # Routes of an earlier run may bypass the encryption, so they go before any peer is known.
