@@ -253,7 +253,8 @@ class Firewall(Worker):
 
     def has_swept(self) -> bool:
         """Return True if no rule of an earlier run is left, in the tables that are not used either."""
-        return self._is_prepared and all(state.settled for state in super().states())
+        are_swept = all(table.is_used or table.is_swept for table in self.placed.tables)
+        return self._is_prepared and are_swept and all(state.settled for state in super().states())
 
     # ---- the loop ----------------------------------------------------------------------------
 

@@ -92,6 +92,8 @@ class RulesTable:
         self._claim = claim
         self._removals: Removals | None = None
         self._was_right = self._lacks_random = False
+        #: No rule of an earlier run is left, and the place could be read.
+        self.is_swept = False
         #: Edits of chains that could only be flushed, because foreign rules refer to them.
         self._stuck: set[Edit] = set()
         self._found: Rules = {}
@@ -158,6 +160,7 @@ class RulesTable:
         edits = self._plan(None)
         stuck = carry_out(self._driver, edits) if self._driver else ()
         self._stuck.update(stuck)
+        self.is_swept = True
         report.removed += found
         report.details |= {each.key: _some(list(described(edits, stuck))) for each in found}
         return report
@@ -192,8 +195,10 @@ class RulesTable:
 
     def _look(self, want: Resource | None) -> tuple[Edit, ...]:
         """Read the rules. Return the edits that correct them."""
+        self.is_swept = True
         self._found = self._read()
         edits = self._plan(want)
+        self.is_swept = self.is_swept and not edits
         self._was_right = self._was_right or not edits
         return edits
 
@@ -208,6 +213,7 @@ class RulesTable:
             if self.is_used:
                 raise
             log.warning("Rules of an earlier run for IPv%d not removed: %s", self.family, missing)
+            self.is_swept = False
             return {}
 
     def _plan(self, want: Resource | None) -> tuple[Edit, ...]:

@@ -82,7 +82,10 @@ def test_rules_that_are_not_desired_are_removed_and_those_of_others_stay() -> No
     table = table_of(driver)
     want = table.desired(OWN)
     converge(table, want)
+    assert list(table.read(Scope({})))
+    assert not table.is_swept
     assert [each.key for each in converge(table).removed] == [want.key]
+    assert table.is_swept
     assert driver.rules == LOOK_ALIKES
 
 
@@ -174,9 +177,11 @@ def test_rules_of_an_earlier_run_that_cannot_be_looked_for_are_told(
     monkeypatch.setattr(tables, "driver", refuse)
     monkeypatch.setattr(tables, "may_hold", lambda *_: False)
     assert list(table.read(Scope({}))) == []
+    assert table.is_swept
     assert caplog.text == ""
     monkeypatch.setattr(tables, "may_hold", lambda *_: True)
     assert list(table.read(Scope({}))) == []
+    assert not table.is_swept
     assert "Rules of an earlier run for IPv4 not removed: no iptables" in caplog.text
 
 
