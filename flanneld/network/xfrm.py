@@ -158,7 +158,9 @@ def is_flannels(policy: XfrmPolicy, network: IPNetwork) -> bool:
         return False
     if policy.is_guard:
         return lies_in(policy.source, network) and lies_in(policy.destination, network)
+    # charon, too, gives its tunnels such numbers, but another priority.
     is_tunnel = policy.tunnel is not None and policy.tunnel.reqid == REQID
+    is_tunnel = is_tunnel and policy.priority == TUNNEL_PRIORITY
     return is_tunnel and (lies_in(policy.source, network) or lies_in(policy.destination, network))
 
 

@@ -186,6 +186,8 @@ def test_ours_are_told_from_those_of_others() -> None:
     assert other_reqid.tunnel is not None
     foreign = XfrmPolicy(Direction.OUT, OWN, PEER, 0, Tunnel(HERE, THERE, 12))
     assert not is_flannels(foreign, NETWORK)
+    charons = XfrmPolicy(Direction.OUT, OWN, PEER, 371_327, Tunnel(HERE, THERE))
+    assert not is_flannels(charons, NETWORK)
     bypass = XfrmPolicy(Direction.OUT, OWN, PEER, 100)
     assert not is_flannels(bypass, NETWORK)
     assert passes_by(bypass, NETWORK)
