@@ -58,7 +58,11 @@ class _LazyLoader:
         module.__loader__ = self._loader
         if module.__spec__:
             module.__spec__.loader = self._loader
-        self._loader.exec_module(module)
+        try:
+            self._loader.exec_module(module)
+        except BaseException:  # as without memory or file descriptors: the next use tries again
+            module.__loader__ = cast("Loader", self)
+            raise
         # Last, so that another thread waits for the end of the code instead of missing an attribute.
         module.__class__ = ModuleType
 

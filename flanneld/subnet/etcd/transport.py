@@ -305,7 +305,8 @@ def server_failed(error: Exception, timeout: float, server: Server) -> ServerFai
         return ServerFailed(problem, "see whether etcd there is overloaded, and the network to it")
     if isinstance(error, TimeoutError):
         return ServerFailed(problem, "see whether etcd there is overloaded or cut off")
-    if problem != BROKEN and isinstance(error, ssl.SSLError) and "ALERT" not in (error.reason or "ALERT"):
+    is_tls = type(error).__module__ == "ssl" and isinstance(error, ssl.SSLError)
+    if problem != BROKEN and is_tls and "ALERT" not in (error.reason or "ALERT"):
         code = getattr(error, "verify_code", 0)
         return ServerFailed(problem, OUTDATED if code in _OUTDATED else NO_TLS)
     if server.scheme == "https":

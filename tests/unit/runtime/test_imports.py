@@ -77,6 +77,24 @@ def test_threads_that_use_a_deferred_module_at_once_all_see_it_whole(tmp_path: P
     assert "slow_to_load" in loaded_after(program)
 
 
+def test_deferred_module_whose_load_failed_is_tried_again(tmp_path: Path) -> None:
+    (tmp_path / "fails_once.py").write_text(
+        "import sys\n"
+        "if not hasattr(sys, 'tried'):\n"
+        "    sys.tried = True\n"
+        "    raise MemoryError\n"
+        "ready = True\n"
+    )
+    program = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "from contextlib import suppress\n"
+        "from flanneld.runtime.imports import defer; defer('fails_once'); import fails_once\n"
+        "with suppress(MemoryError): fails_once.ready\n"
+        "assert fails_once.ready\n"
+    )
+    assert "fails_once" in loaded_after(program)
+
+
 def test_deferred_package_that_is_not_installed_is_missing() -> None:
     program = "from flanneld.runtime.imports import defer; defer('flanneld.nothing', 'part')\n"
     program += "try:\n  import flanneld.nothing\nexcept ModuleNotFoundError: import email.mime.text"
