@@ -342,6 +342,7 @@ def ports(backend: Backend | type[Backend], config: Config) -> tuple[tuple[str, 
     return tuple(
         (flow.protocol, (flow.option and config.backend.integer(flow.option, 0)) or flow.port)
         for flow in backend.flows
+        if flow.family in (0, *config.families)
     )
 
 

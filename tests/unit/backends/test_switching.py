@@ -255,6 +255,7 @@ def test_a_pair_that_cannot_be_is_refused(first: str, second: str, problem: str)
 def test_a_pair_at_one_port_is_refused() -> None:
     with pytest.raises(Fatal, match="vxlan and wireguard both use UDP port 8472; choose another"):
         made("vxlan", "wireguard", ListenPort=8472)
+    made("vxlan", "wireguard", ListenPortV6=8472)  # of a family that the network has not
 
 
 @pytest.mark.parametrize("also", ["{}", '{"VNI": 2}', '"wireguard"', "[]"])
