@@ -19,6 +19,7 @@ from flanneld.network.rtnetlink import devices, links
 from flanneld.network.rtnetlink.links import Attribute, LinkCodec, LinkStep, SeenLink, link_info, number
 from flanneld.state.resources import ForeignLink, Link
 from tests.lab import Lab
+from tests.lab.forks import FORKS
 from tests.lab.namespace import Namespace, batch, remove
 from tests.netns.test_cleanup import cleanup
 from tests.netns.test_seeing import answer, findings
@@ -178,6 +179,7 @@ def test_device_of_a_packages_kind_is_shown_and_cleaned_up(
     (info / "entry_points.txt").write_text("[flanneld.backends]\npier = pier:Backend\n")
     (tmp_path / "pier.py").write_text(PACKAGE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv(FORKS, "0")  # what forks programs has looked for packages before
     lab.etcd.put_config({"Network": "10.5.0.0/16", "Backend": {"Type": "pier"}})
     (node,) = lab.add_nodes()
     node.start()
