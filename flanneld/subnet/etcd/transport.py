@@ -305,8 +305,8 @@ def server_failed(error: Exception, timeout: float, server: Server) -> ServerFai
         return ServerFailed(problem, "see whether etcd there is overloaded, and the network to it")
     if isinstance(error, TimeoutError):
         return ServerFailed(problem, "see whether etcd there is overloaded or cut off")
-    is_tls = type(error).__module__ == "ssl" and isinstance(error, ssl.SSLError)
-    if problem != BROKEN and is_tls and "ALERT" not in (error.reason or "ALERT"):
+    is_tls = problem != BROKEN and type(error).__module__ == "ssl"  # else its classes would load OpenSSL
+    if is_tls and isinstance(error, ssl.SSLError) and "ALERT" not in (error.reason or "ALERT"):
         code = getattr(error, "verify_code", 0)
         return ServerFailed(problem, OUTDATED if code in _OUTDATED else NO_TLS)
     if server.scheme == "https":
