@@ -108,6 +108,8 @@ class HostMonitor(Protocol):
 log = logging.getLogger(__name__)
 
 _DUMP_TRIES = 5
+#: Failures of a dump of nothing: a table is created with its first route, and without IPv6 it has no rules.
+_NOTHING = frozenset({(rtnl.RTM_GETROUTE, errno.ENOENT), (routing.RTM_GETRULE, errno.EAFNOSUPPORT)})
 
 
 class HostView:
@@ -145,8 +147,8 @@ class HostView:
         """Return the addresses of one interface, or of all."""
         found = self.dump(rtnl.RTM_GETADDR, rtnl.addresses_request(family, index))
         seen = [rtnl.decode_address(*item) for item in found]
-        # Before Linux 4.20 the kernel ignores the filter.
-        return [each for each in seen if each is not None and index in (0, each.index)]
+        # Before Linux 4.20 the kernel ignores the filter. Without IPv6 it lists the addresses of IPv4 for it.
+        return [each for each in seen if each and each.address.version == family and index in (0, each.index)]
 
     def look_up_route(self, target: IPAddress) -> routing.LookupResult | None:
         """Return the route the kernel would use for a packet, None if it has none."""
@@ -232,10 +234,10 @@ class HostView:
                 return [item for item in self._socket.dump(kind, body) if concerns_us(*item)]
             except DumpInterrupted:
                 continue
-            except FileNotFoundError:
-                if kind != rtnl.RTM_GETROUTE:
+            except OSError as failure:
+                if (kind, failure.errno) not in _NOTHING:
                     raise
-                return []  # The table is created with its first route.
+                return []
         raise DumpInterrupted(errno.EINTR, "the kernel's table does not hold still")
 
     def stream(self, kind: int, body: bytes) -> Iterator[tuple[bytes, int, int]]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import struct
+from collections.abc import Iterator
 from ipaddress import ip_network
 
 import pytest
 
-from flanneld.network.routing import PolicyRule, decode
-from flanneld.network.rtnetlink.netlink import MalformedNetlink, attribute, u32
+from flanneld.model import FAMILIES
+from flanneld.network.host import HostView
+from flanneld.network.routing import RTM_GETRULE, PolicyRule, decode
+from flanneld.network.rtnetlink.netlink import MalformedNetlink, NetlinkSocket, attribute, u32
 
 TO, FROM, IIF, PRIORITY, MARK, TABLE, MASK, OIF = 1, 2, 3, 6, 10, 15, 16, 17
 LOOKUP, GOTO, BLACKHOLE, UNREACHABLE, PROHIBIT = 1, 2, 6, 7, 8
@@ -77,3 +81,18 @@ def test_rules_that_every_host_has_are_known_by_their_priority(priority: int, is
 def test_rule_of_another_family_is_malformed() -> None:
     with pytest.raises(MalformedNetlink):
         dumped(family=7)
+
+
+def test_kernel_without_ipv6_has_no_rules_and_no_addresses_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It refuses to list the rules of a family without any, and lists the addresses of all others."""
+    local = struct.pack("=BBBBI", AF_INET, 8, 0, 0, 1) + attribute(1, bytes([127, 0, 0, 1]))
+
+    def dump(_: object, kind: int, _body: bytes) -> Iterator[tuple[bytes, int, int]]:
+        if kind == RTM_GETRULE:
+            raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+        yield local, 0, len(local)
+
+    monkeypatch.setattr(NetlinkSocket, "dump", dump)
+    view = HostView()
+    assert [len(view.addresses(family)) for family in FAMILIES] == [1, 0]
+    assert list(view.rules(6)) == []
