@@ -40,7 +40,7 @@ from flanneld.network.firewall.foreign import BaseChain
 from flanneld.network.host import HostView
 from flanneld.network.host_settings import FORWARDING, sysctl
 from flanneld.network.iproute2_commands import set_link
-from flanneld.network.routing import MAIN_RULE, RTN_LOCAL, PolicyRule
+from flanneld.network.routing import MAIN_RULE, RTN_LOCAL, LookupResult, PolicyRule
 from flanneld.network.rtnetlink.links import SeenLink
 from flanneld.network.rtnetlink.messages import (
     IFA_F_DADFAILED,
@@ -215,7 +215,7 @@ class _Host:
         self._view = view
         self._names = names
         self._indexes = {name: index for index, name in names.items()}
-        #: By family: a kernel without IPv6 refuses to list its rules.
+        #: By family.
         self.rules: Callable[[Family], Sequence[PolicyRule]] = cache(lambda family: [*view.rules(family)])
 
     def ask(self, question: Question) -> RouteTaken | OSError | None:
@@ -356,13 +356,22 @@ def claims(
     }
     uplink = known(told.uplink)
     if silent and uplink:
-        asked = [each.target for each in paths if each.peer in silent and each.name == "underlay"]
-        asked += addresses(uplink.addresses)
+        view, ours, own = HostView(), addresses(uplink.addresses), told.own_subnets
+        index = interfaces.index_of(uplink.name)
+        nodes = (each.target for each in paths if each.peer in silent and each.name == "underlay")
+        asked = [*ours, *(each for each in nodes if _is_on_link(view.look_up_route(each), index))]
         with suppress(OSError):
             for address, macs in interfaces.holders(uplink.name, asked, BRIEFLY).items():
                 yield Claim(address, frozenset(macs))
-        failed = (each for each in HostView().addresses(6) if each.flags & IFA_F_DADFAILED)
-        yield from (Claim(each.address, length=each.length) for each in failed)
+        for seen in view.addresses(6):
+            is_ours = seen.address in ours or any(seen.address in net for net in own)
+            if is_ours and seen.flags & IFA_F_DADFAILED:
+                yield Claim(seen.address, length=seen.length)
+
+
+def _is_on_link(way: LookupResult | None, index: int) -> bool:
+    """Return True if packets leave by an interface without a router, so that ARP finds their target."""
+    return way is not None and way.gateway is None and way.index == index
 
 
 def permanent(view: HostView, devices: Iterable[SeenLink]) -> Iterator[Neighbor]:

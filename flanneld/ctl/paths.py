@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from ipaddress import ip_network
@@ -245,6 +246,8 @@ def _between_containers(
 
 #: Peers that the doctor probes.
 _FEW = 8
+#: Lost packets of a sample from which on a path loses packets at random.
+_LOSES = 2
 
 
 class PathToPeer(Struct, frozen=True, gc=False):
@@ -262,6 +265,11 @@ class PathToPeer(Struct, frozen=True, gc=False):
     headers: int = 0
     #: Small packets of ``survey.SAMPLE`` without an answer, if others are answered.
     lost: int = 0
+
+    @property
+    def is_losing(self) -> bool:
+        """True if the path loses packets at random: one may be lost by chance."""
+        return self.lost >= _LOSES
 
     @property
     def state(self) -> State:
@@ -366,8 +374,10 @@ def _ends(peer: PeerStatus, told: Status) -> Iterator[tuple[str, IPAddress, int]
 
 #: Seconds for a node to refuse a port, or a packet with no hop left.
 BRIEFLY = 0.3
-#: Hops to the kernel of a peer: with udp the proxies of both nodes take one each.
-_HOPS, _HOPS_UDP = 1, 3
+#: Hops to the kernel of a peer: with udp the proxies of both nodes take one each. 0 is any number.
+_HOPS, _HOPS_UDP, _ANY_HOPS = 1, 3, 0
+#: Reports of a peer about a packet for a container: no hop is left, or an idle peer has no route to it.
+_TAKEN = (errno.ETIME, errno.EHOSTUNREACH, errno.ENETUNREACH)
 
 
 def passing(told: Status, paths: Collection[PathToPeer]) -> Iterator[tuple[str, int]]:
@@ -402,17 +412,22 @@ def _behind(told: Status, names: Collection[str]) -> Iterator[tuple[IPAddress, s
 
 def turned_away(
     told: Status, paths: Collection[PathToPeer], own: Mapping[Family, IPAddress]
-) -> Iterator[tuple[str, IPAddress]]:
+) -> Iterator[tuple[str, IPAddress, bool]]:
     """Yield peer and sender of packets of containers that get lost, though the peer's node answers.
 
-    ``own`` are addresses of ours in the network. Only packets without a tunnel may be turned away so.
+    Last comes True if the node answers this sender, too: then the network passes it. ``own`` are addresses of
+    ours in the network. Only packets without a tunnel may be turned away so.
     """
-    there = {each.peer for each in paths if each.name == "underlay" and each.carried is not None}
+    there = (each for each in paths if each.name == "underlay" and each.carried is not None)
+    nodes = {(each.peer, each.target.version): each.target for each in there}
     asked = {
-        target: peer
-        for target, peer, device in _behind(told, there)
-        if device == told.uplink_name and target.version in own
+        target: (peer, nodes[peer, target.version])
+        for target, peer, device in _behind(told, {peer for peer, _ in nodes})
+        if device == told.uplink_name and target.version in own and (peer, target.version) in nodes
     }
     with suppress(OSError):
-        for target in asked.keys() - survey.passing(asked, _HOPS, BRIEFLY, sources=own):
-            yield asked[target], own[target.version]
+        lost = asked.keys() - survey.passing(asked, _HOPS, BRIEFLY, sources=own, errors=_TAKEN)
+        heard = survey.passing({asked[each][1] for each in lost}, _ANY_HOPS, BRIEFLY, sources=own)
+        for target in lost:
+            peer, node = asked[target]
+            yield peer, own[target.version], node in heard

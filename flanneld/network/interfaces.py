@@ -106,7 +106,8 @@ def holders(device: str, targets: Iterable[IPAddress], within: float) -> dict[IP
 
     asked = {each.packed: each for each in targets if each.version == 4}
     found: dict[IPAddress, set[str]] = {}
-    with socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, socket.htons(_ETH_P_ARP)) as asker:
+    # Until it is bound, a socket with a protocol hears all interfaces.
+    with socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, 0) as asker:
         asker.bind((device, _ETH_P_ARP))
         mac = asker.getsockname()[4]
         for each in asked if len(mac) == 6 else ():

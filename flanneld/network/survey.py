@@ -266,17 +266,17 @@ def passing(
     within: float,
     tries: int = 2,
     sources: Mapping[Family, IPAddress] = MappingProxyType({}),
+    errors: Collection[int] = (errno.ETIME,),
 ) -> set[IPAddress]:
-    """Return the targets whose packets the router ``hops`` hops away would pass on. Raises ``OSError``.
+    """Return the targets that answer, or whose router ``hops`` hops away does. Raises ``OSError``.
 
-    It reports a message with no hop left, even if it filters what is sent to itself.
+    It reports a message with no hop left, even if it filters what is sent to itself. ``errors`` are the
+    errnos of reports that count.
     """
     replies = _per_family(
         targets, lambda family: EchoChannel(family, hops=hops, source=sources.get(family)), within, tries
     )
-    return {
-        target for target, reply in replies.items() if reply.error == errno.ETIME or reply.rtt is not None
-    }
+    return {target for target, reply in replies.items() if reply.error in errors or reply.rtt is not None}
 
 
 def queries(targets: Iterable[IPAddress], port: int, within: float, tries: int = 2) -> dict[IPAddress, Reply]:

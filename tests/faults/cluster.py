@@ -6,7 +6,7 @@ from typing import Any
 
 from flanneld.ctl.checks.kernel import NEW_MAC
 from flanneld.errors import LEASES_END
-from tests.faults.fault import Fault, ready, restart, restarted_with, start
+from tests.faults.fault import HINT, Fault, on_peer, ready, restart, restarted_with, start
 from tests.faults.world import HOST_GW, HOST_GW_ROUTED, Step, World
 from tests.lab import wait_for
 from tests.netns.test_seeing import answer
@@ -113,6 +113,16 @@ FAULTS = {
         HOST_GW,
         heal=("ip netns exec {switch} nft delete table bridge cloud",),
         advice="--no-source-dest-check",
+    ),
+    "node that does not report packets for its containers, host-gw": Fault(
+        "tunnel",
+        "packets of containers to 1 peer may get lost, and those of nodes do not",
+        (on_peer("iptables-nft -A OUTPUT -p icmp --icmp-type time-exceeded -j DROP"),),
+        HOST_GW,
+        cuts=False,
+        severity=HINT,
+        heal=(on_peer("iptables-nft -F OUTPUT"),),
+        advice="run flannelctl doctor there",
     ),
     "two leases with one public IP": Fault(
         "public ip",

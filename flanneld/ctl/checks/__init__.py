@@ -126,8 +126,9 @@ class Facts(Struct, frozen=True, gc=False):
     claims: tuple[Claim, ...] = ()
     #: Public IPs of nodes that refuse the tunnel's UDP port.
     refusing: frozenset[str] = frozenset()
-    #: Peers that answer, and packets of containers to which get lost without a tunnel, each with the sender.
-    turned_away: tuple[tuple[str, IPAddress], ...] = ()
+    #: Peers that answer, and packets of containers to which get lost without a tunnel, each with the sender,
+    #: and True if the node answers this sender, too.
+    turned_away: tuple[tuple[str, IPAddress, bool], ...] = ()
     #: Peers, each with a family, that answer no echo and pass packets on to their containers or refuse TCP.
     passing: frozenset[tuple[str, int]] = frozenset()
 
@@ -152,7 +153,7 @@ class Facts(Struct, frozen=True, gc=False):
     @property
     def is_lossy(self) -> bool:
         """True if packets of a path were lost, all or some."""
-        return any(path.lost or path.carried != path.required for path in self.paths)
+        return any(path.is_losing or path.carried != path.required for path in self.paths)
 
     @property
     def networks(self) -> list[IPNetwork]:

@@ -15,6 +15,7 @@ from flanneld.ctl.checks import FEW, Check, check, few
 from flanneld.ctl.checks.host import see_first
 from flanneld.ctl.checks.kernel import NEW_MAC
 from flanneld.ctl.checks.store import shown, unlike_stored
+from flanneld.ctl.drops import MASQUERADES
 from flanneld.ctl.nodes import Told
 from flanneld.ctl.paths import PathToPeer, carriers, listed
 from flanneld.diagnostics.status import PeerStatus, known, networks, resources
@@ -397,22 +398,24 @@ def tunnel(facts: Facts) -> Iterator[Finding]:
 
 
 def _of_turned_away(facts: Facts) -> Iterator[Finding]:
-    """Yield the finding about packets of containers that the network between the nodes turns away."""
-    away = {} if facts.lost or any(not drop.doubt for drop in facts.filtered) else dict(facts.turned_away)
+    """Yield the finding about packets of containers without a tunnel that get no answer."""
+    is_known = facts.lost or any(not drop.doubt and drop.verb != MASQUERADES for drop in facts.filtered)
+    found = () if is_known else facts.turned_away
+    sure = {peer: source for peer, source, is_heard in found if not is_heard}
+    away = sure or {peer: source for peer, source, _ in found}
     if away:
+        places = ((peer.place, peer.subnets[0]) for peer in facts.peers)
         yield Finding(
-            f"packets of containers to {counted(len(away), 'peer')} get lost, and those of nodes do not",
-            few(
-                [
-                    f"{peer.place}, from {away[peer.subnets[0]]}"
-                    for peer in facts.peers
-                    if peer.subnets[0] in away
-                ]
-            ),
-            "the network passes only addresses of nodes, as clouds do, or the node there does not forward",
-            "run flannelctl doctor there; in a cloud switch its check off for each node, with AWS by"
-            " aws ec2 modify-instance-attribute --no-source-dest-check --instance-id ID; or set Backend.Type"
-            " to vxlan",
+            f"packets of containers to {counted(len(away), 'peer')} {'' if sure else 'may '}get lost,"
+            " and those of nodes do not",
+            few([f"{place}, from {away[peer]}" for place, peer in places if peer in away]),
+            "the network passes only addresses of nodes, as clouds do, or the node there does not forward"
+            if sure
+            else "the node there does not forward, or it forwards and does not report what it cannot deliver",
+            "run flannelctl doctor there"
+            + "; in a cloud switch its check off for each node, with AWS by aws ec2 modify-instance-attribute"
+            " --no-source-dest-check --instance-id ID; or set Backend.Type to vxlan" * bool(sure),
+            severity=Severity.PROBLEM if sure else Severity.HINT,
         )
 
 

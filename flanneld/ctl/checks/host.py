@@ -267,10 +267,6 @@ def device_mtu(facts: Facts) -> Iterator[Finding]:
             )
 
 
-#: Lost packets of a sample from which on a path loses packets at random.
-_LOSES = 2
-
-
 def see_first(facts: Facts) -> str:
     """Return what to look at before the network between the nodes is blamed."""
     doubtful = dict.fromkeys(drop.doubt for drop in facts.filtered if drop.doubt)
@@ -282,7 +278,7 @@ def path(facts: Facts) -> Iterator[Finding]:
     # A queue that drops packets is the cause then.
     is_shaped = any(kind not in ORDINARY | WITH_FILTERS for _, kind in facts.queued)
     paths = () if is_shaped else facts.paths
-    losing = [each for each in paths if each.lost >= _LOSES]
+    losing = [each for each in paths if each.is_losing]
     if losing:
         yield Finding(
             f"{counted(len(losing), 'path')} to peers with losses, whatever the size of packets",
@@ -444,7 +440,7 @@ def traffic_control(facts: Facts) -> Iterator[Finding]:
             "raise the limit, or remove it if nobody needs it:"
             f" {few([*dict.fromkeys(shows), *removals], '; ')}",
             about=device,
-            severity=Severity.PROBLEM if facts.is_lossy else Severity.HINT,
+            severity=Severity.PROBLEM if facts.is_lossy and kind not in ORDINARY else Severity.HINT,
         )
 
 

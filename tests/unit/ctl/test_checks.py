@@ -430,7 +430,10 @@ CASES: dict[str, list[Facts]] = {
             told(lambda d: d["peers"][0].update(objects=[object_of(OFF_LINK)])),
             paths=(path("underlay", None),),
         ),
-        replace(WELL, turned_away=(("10.5.2.0/24", ip_address("10.5.1.1")),)),
+        *(
+            replace(WELL, turned_away=(("10.5.2.0/24", ip_address("10.5.1.1"), heard),))
+            for heard in (False, True)
+        ),
     ],
     "segment": [
         told(lambda d: (d.update(local=[object_of(VXLAN)]), d["peers"][0].update(vnis=[7]))),
@@ -771,6 +774,15 @@ def test_masqueraded_packets_are_a_hint_and_hide_no_silent_tunnel() -> None:
     ]
 
 
+@pytest.mark.parametrize("heard", [False, True])
+def test_lost_packets_of_containers_are_a_hint_where_the_network_passes_their_senders(heard: bool) -> None:
+    masked = Drop("chain c", "packets", "masquerade", ACCEPT, families=frozenset(), verb=MASQUERADES)
+    away = (("10.5.2.0/24", ip_address("10.5.1.1"), heard),)
+    found = examine(replace(WELL, turned_away=away, filtered=(masked,)))
+    severity = Severity.HINT if heard else Severity.PROBLEM
+    assert ("tunnel", severity) in [(check.name, finding.severity) for check, finding in found]
+
+
 def test_a_bridge_that_the_firewall_does_not_see_is_a_problem_where_services_are_used() -> None:
     setting = {"net/bridge/bridge-nf-call-iptables": 0}
     for services, severity in ((True, Severity.PROBLEM), (False, Severity.HINT)):
@@ -856,6 +868,23 @@ def test_etcd_that_has_another_clock_tells_its_own() -> None:
 
 def test_full_queue_is_no_finding_while_peers_answer() -> None:
     assert examine(replace(WELL, queued={("eth0", "fq_codel"): 3}, paths=(path("tunnel", 1450),))) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "lost", "carried", "severity"),
+    [
+        ("tbf", 1, 1450, Severity.HINT),
+        ("tbf", 2, 1450, Severity.PROBLEM),
+        ("fq_codel", 0, None, Severity.HINT),
+        ("tbf", 0, None, Severity.PROBLEM),
+    ],
+)
+def test_queue_is_the_cause_only_of_more_than_one_lost_echo_and_if_someone_chose_it(
+    kind: str, lost: int, carried: int | None, severity: Severity
+) -> None:
+    lossy = replace(path("tunnel", carried), lost=lost)
+    found = examine(replace(WELL, queued={("eth0", kind): 1}, paths=(lossy,)))
+    assert [each.severity for check, each in found if check.name == "traffic control"] == [severity]
 
 
 HOSTILE = "$(reboot) `reboot`; reboot"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
+from collections.abc import Iterable
 from ipaddress import IPv4Network, ip_address, ip_network
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from flanneld.backends.ipsec.resources import ConnectionSas
-from flanneld.ctl import paths
+from flanneld.ctl import losses, paths
 from flanneld.ctl.checks.encryption import sessions_of, with_associations
 from flanneld.ctl.compare import ActualState, RouteTaken
 from flanneld.ctl.doctor import lacking_features
@@ -19,12 +20,14 @@ from flanneld.ctl.drops import dropped
 from flanneld.ctl.losses import Lost, Question, _before, _Host, by_cause, questions
 from flanneld.ctl.paths import chosen_of, sample
 from flanneld.diagnostics.status import PeerStatus, Status, known
-from flanneld.model import FAMILIES
-from flanneld.network import survey
+from flanneld.model import FAMILIES, IPAddress
+from flanneld.network import interfaces, survey
 from flanneld.network.firewall.fate import DROP, MASQUERADE, Packet, Rule, Test
 from flanneld.network.firewall.foreign import BaseChain
 from flanneld.network.genetlink import SeenDevice, SeenPeer
-from flanneld.network.routing import PolicyRule
+from flanneld.network.routing import LookupResult, PolicyRule
+from flanneld.network.rtnetlink.messages import IFA_F_DADFAILED, RTN_UNICAST, SeenAddress
+from flanneld.network.survey import Reply
 from flanneld.network.xfrm import Action, Direction, XfrmPolicy, guards
 from flanneld.network.xfrm_table import chains, decode_rule, pack_policy
 from flanneld.state.resources import Address, Route, Vxlan
@@ -74,6 +77,68 @@ def test_router_that_is_asked_for_want_of_the_route_is_no_peer(
     monkeypatch.setattr(survey, "reached", lambda *_: set())
     monkeypatch.setattr(survey, "passing", lambda targets, *_: set(targets))
     assert set(paths.passing(told, silent)) == ({("10.6.0.0/24", 4)} if device == "flannel.1" else set())
+
+
+@pytest.mark.parametrize(
+    ("error", "found"),
+    [
+        (0, {("10.6.0.0/24", True)}),  # a filter, or a blackhole route
+        (errno.ETIME, set()),
+        (errno.EHOSTUNREACH, set()),  # an idle node without a route to its subnet
+        (errno.ENETUNREACH, set()),
+    ],
+)
+def test_node_that_reports_packets_of_containers_turns_none_away(
+    error: int, found: set[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told, ours, node = status_of(document(1)), ip_address("10.5.1.1"), ip_address("198.18.0.1")
+    answered = sample(told, lambda targets: [size for _, size in targets])
+    there = [(ip_address("10.6.0.2"), "10.6.0.0/24", told.uplink_name)]
+    monkeypatch.setattr(paths, "_behind", lambda *_: there)
+    replies = {node: Reply(0.1)}
+    monkeypatch.setattr(
+        survey,
+        "_per_family",
+        lambda targets, *_: {each: replies.get(each, Reply(error=error)) for each in targets},
+    )
+    assert set(paths.turned_away(told, answered, {4: ours})) == {
+        (peer, ours, is_heard) for peer, is_heard in found
+    }
+
+
+def test_only_hosts_on_the_link_are_asked_by_arp_and_only_our_duplicates_are_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gateway, index = ip_address("192.0.2.254"), 2
+    ways = {
+        "198.18.0.1": LookupResult(index, None, None, RTN_UNICAST),
+        "198.18.0.2": LookupResult(index, None, gateway, RTN_UNICAST),
+        "198.18.0.3": LookupResult(index + 1, None, None, RTN_UNICAST),
+    }
+    failed = [SeenAddress(index, ip_address(text), 64, IFA_F_DADFAILED) for text in ("fe80::1", "fd05:1::1")]
+
+    class View:
+        def look_up_route(self, target: IPAddress) -> LookupResult | None:
+            return ways.get(str(target))
+
+        def addresses(self, _family: int) -> list[SeenAddress]:
+            return failed
+
+    asked: list[str] = []
+
+    def holders(_name: str, targets: Iterable[IPAddress], _within: float) -> dict[IPAddress, set[str]]:
+        asked.extend(map(str, targets))
+        return {}
+
+    monkeypatch.setattr(losses, "HostView", View)
+    monkeypatch.setattr(interfaces, "index_of", {"eth0": index}.get)
+    monkeypatch.setattr(interfaces, "holders", holders)
+    told = document(4)
+    told["lease"]["subnets"].append("fd05:1::/64")
+    silent = sample(status_of(told), lambda targets: [None] * len(targets))
+    found = list(losses.claims(status_of(told), silent, ()))
+    assert asked == ["192.0.2.1", "198.18.0.1"]
+    assert found == [losses.Claim(ip_address("fd05:1::1"), length=64)]
 
 
 def test_with_5000_peers_few_routes_are_looked_up_and_few_packets_sent() -> None:

@@ -1,8 +1,9 @@
-"""What ethtool's ioctl says of an interface."""
+"""What ethtool's ioctl and other hosts say of an interface."""
 
 from __future__ import annotations
 
 import array
+import socket
 
 import pytest
 
@@ -38,3 +39,17 @@ def test_feature_is_lacking_only_where_it_was_switched_off(
     assert interfaces.lacks_feature("eth0", "feature-35") is lacks
     assert not interfaces.lacks_feature("eth0", "feature-34")
     assert not interfaces.lacks_feature("eth0", "unknown")
+
+
+def test_other_links_are_not_heard_before_the_socket_is_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """packet(7): a socket with a protocol takes its packets of all interfaces until it is bound to one."""
+    opened: list[tuple[int, ...]] = []
+
+    def refuse(*arguments: int) -> socket.socket:
+        opened.append(arguments)
+        raise PermissionError
+
+    monkeypatch.setattr(socket, "socket", refuse)
+    with pytest.raises(PermissionError):
+        interfaces.holders("lo", [], 0.0)
+    assert opened == [(socket.AF_PACKET, socket.SOCK_DGRAM, 0)]
