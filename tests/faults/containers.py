@@ -32,6 +32,15 @@ IN_CONTAINERS = {
             INSIDE + "ip address del {container_address} dev eth0",
         ),
     ),
+    "container with the prefix of the network, IPv6": Fault(
+        "container routes",
+        "1 container with a wider prefix than our subnet",
+        (
+            INSIDE + "ip address del {container_address6} dev eth0",
+            INSIDE + "ip address add {container_ip6}/48 dev eth0 nodad",
+        ),
+        DUAL,
+    ),
     "blackhole in the container": Fault(
         "container routes",
         "1 container without a route",

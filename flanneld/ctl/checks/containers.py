@@ -232,12 +232,18 @@ def container_routes(facts: Facts) -> Iterator[Finding]:
             f"{counted(len(wide), 'container')} with a wider prefix than our subnet",
             few([f"{at.address}/{at.length} in {at.path}; the subnet is {net}" for at, net in wide], "; "),
             "it looks for containers of other nodes on its own link, where they are not",
-            tuple(
-                (*entering(at.path), "ip", "address", act, f"{at.address}/{length}", "dev", at.device)
-                for at, net in wide
-                for act, length in (("add", net.prefixlen), ("del", at.length))
-            ),
+            tuple(step for at, net in wide for step in _narrowed(at, net.prefixlen)),
         )
+
+
+def _narrowed(at: Container, length: int) -> tuple[Command, ...]:
+    """Return the commands that give a container's address another prefix length."""
+    change = (*entering(at.path), "ip", "address")
+    added = (*change, "add", f"{at.address}/{length}", "dev", at.device)
+    removed = (*change, "del", f"{at.address}/{at.length}", "dev", at.device)
+    # The kernel takes an IPv6 address only once, whatever its length. The default route of IPv4 goes with
+    # the last address of its gateway's network.
+    return (removed, (*added, "nodad")) if at.address.version == 6 else (added, removed)
 
 
 def _route(gateway: str, device: str) -> tuple[str, ...]:

@@ -752,6 +752,24 @@ def test_an_address_of_our_subnet_that_leads_to_no_container_limits_no_mtu() -> 
     assert examine(replace(WELL, links=(*WELL.links, link("lo", 65536)), addresses=addresses)) == []
 
 
+@pytest.mark.parametrize(
+    ("address", "subnet", "commands"),
+    [
+        ("10.5.1.2", "10.5.1.0/24", ["add 10.5.1.2/24 dev eth0", "del 10.5.1.2/16 dev eth0"]),
+        ("fc00:5::2", "fc00:5::/64", ["del fc00:5::2/16 dev eth0", "add fc00:5::2/64 dev eth0 nodad"]),
+    ],
+)
+def test_container_never_ends_without_its_address_when_its_prefix_is_corrected(
+    address: str, subnet: str, commands: list[str]
+) -> None:
+    """An IPv6 address of any length is in the way of the same one with another length."""
+    node = told(lambda document: document["lease"].update(subnets=[subnet]))
+    wide = replace(CONTAINER, address=ip_address(address), length=16)
+    (found,) = remedies("container routes", replace(node, containers=(wide,)))
+    inside = "nsenter --net=/run/netns/a ip address "
+    assert [" ".join(map(str, each)) for each in found] == [inside + each for each in commands]
+
+
 @pytest.mark.parametrize("name", ["filters", "probes", "port", "forwarding", "reverse path", "uplink"])
 def test_whatever_loses_packets_is_a_problem(name: str) -> None:
     for facts in CASES[name]:
