@@ -31,7 +31,7 @@ from flanneld.ctl.paths import (
     container_of,
     flows,
 )
-from flanneld.diagnostics.status import Status, addresses, known
+from flanneld.diagnostics.status import Status, addresses, known, resources
 from flanneld.findings import Command, command, line
 from flanneld.model import FAMILIES, Family, IPAddress, family_of
 from flanneld.network import interfaces
@@ -50,7 +50,7 @@ from flanneld.network.rtnetlink.messages import (
     neighbors_request,
 )
 from flanneld.runtime import files
-from flanneld.state.resources import Neighbor
+from flanneld.state.resources import Blackhole, Neighbor
 
 #: End of a policy rule's text that leads to the main table.
 _TO_MAIN = " lookup main"
@@ -261,18 +261,20 @@ class _Host:
         if isinstance(wrong, RouteTaken) and question.packets == TO_NODES and wrong.device:
             return Lost(question.packets, "uplink", wrong.device, evidence)
         about = str(question.target) if question.packets != TO_CONTAINERS else ""
-        removal = self._dead_end(question.target) if isinstance(wrong, OSError) else ""
+        removal = self._dead_end(question.target, told) if isinstance(wrong, OSError) else ""
         return Lost(question.packets, "route", about, evidence, removal=removal)
 
-    def _dead_end(self, target: IPAddress) -> str:
-        """Return the most specific route to an address if it is of a kind that leads nowhere."""
+    def _dead_end(self, target: IPAddress, told: Status) -> str:
+        """Return the most specific route to an address if it leads nowhere, and is not the daemon's own."""
         around = [
             (network, kind)
             for destination, _, kind in self._view.destinations(target.version)
             if target in (network := ip_network(destination))
         ]
         destination, kind = max(around, key=lambda each: each[0].prefixlen, default=(None, 0))
-        return f"{NOWHERE[kind]} {destination}" if kind in NOWHERE else ""
+        found = f"{NOWHERE[kind]} {destination}" if kind in NOWHERE else ""
+        own = (str(each) for each in resources(told.local) if isinstance(each, Blackhole))
+        return "" if found in own else found
 
     def _way(
         self, target: IPAddress, source: IPAddress | None = None, iif: str = "", mark: int = 0

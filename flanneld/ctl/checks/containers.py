@@ -250,23 +250,28 @@ def _route(gateway: str, device: str) -> tuple[str, ...]:
     return ("route", "replace", "default", "via", gateway, "dev", device)
 
 
+def bridges_down(facts: Facts) -> list[str]:
+    """Return the interfaces that lead to our containers and are down: the kernel has removed their routes."""
+    names = sorted({name for name, _ in facts.gateways})
+    return [name for name in names if facts.link(name) is not None and not _is_up(facts, name)]
+
+
 @check("G", "bridge down", "the containers' bridge is up")
 def bridge_down(facts: Facts) -> Iterator[Finding]:
-    for name in sorted({name for name, _ in facts.gateways}):
-        link = facts.link(name)
-        if link is not None and not link.up:
-            yield Finding(
-                f"{name} is down",
-                "it has an address of our subnet",
-                "no packet gets to the containers or from them",
-                (set_link(name, "up"),),
-                about=name,
-            )
+    for name in bridges_down(facts):
+        yield Finding(
+            f"{name} is down",
+            "it has an address of our subnet",
+            "no packet gets to the containers or from them",
+            (set_link(name, "up"),),
+            about=name,
+        )
 
 
 @check("G", "bridge address", "packets for the containers of this node get to their bridge")
 def bridge_address(facts: Facts) -> Iterator[Finding]:
-    lost = [each for each in facts.containers if _is_cut_off(facts, each)]
+    down = bridges_down(facts)
+    lost = [each for each in facts.containers if _is_cut_off(facts, each) and each.attached_to not in down]
     for bridge in dict.fromkeys(each.attached_to for each in lost):
         mine = [each for each in lost if each.attached_to == bridge]
         nets = dict.fromkeys(net for each in mine if (net := _net_of(facts, each)))

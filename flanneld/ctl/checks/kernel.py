@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from flanneld.backends.cloud.contract import FORWARDING, ROUTES
 from flanneld.compat.glog import counted
 from flanneld.ctl.checks import FEW, check, few
-from flanneld.ctl.checks.containers import RUNTIMES_BRIDGES, addressing
+from flanneld.ctl.checks.containers import RUNTIMES_BRIDGES, addressing, bridges_down
 from flanneld.ctl.compare import Comparison
 from flanneld.ctl.paths import TO_CONTAINERS
 from flanneld.diagnostics.status import known
@@ -291,7 +291,7 @@ def misrouted(facts: Facts) -> Iterator[Finding]:
             problem = f"{each.about} answers no ARP request"
         elif each.cause == "forwarding":
             problem = f"{each.about} does not forward {each.packets}"
-        elif each.cause == "route" and not _is_missing(facts, each):
+        elif each.cause == "route" and not _is_known(facts, each):
             problem = f"this node loses {each.packets}"
         else:
             continue
@@ -304,8 +304,10 @@ def misrouted(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _is_missing(facts: Facts, lost: Lost) -> bool:
-    """Return True if the kernel lacks the daemon's route, which is a finding of its own."""
+def _is_known(facts: Facts, lost: Lost) -> bool:
+    """Return True if the cause is a finding of its own: a bridge down, or a route of the daemon missing."""
+    if lost.packets == TO_CONTAINERS and bridges_down(facts):
+        return True
     target = ip_address(lost.about) if lost.about else None
     lacking = (each.value for each in facts.entries if each.state in ("missing", "different"))
     return any(

@@ -980,6 +980,15 @@ def test_peer_that_answers_is_not_stuck_however_little_it_sends() -> None:
     assert found.problem.startswith("nothing comes in from 1 peer")
 
 
+def test_bridge_that_is_down_is_the_only_cause_named() -> None:
+    facts = replace(
+        CASES["bridge down"][0],
+        lost=(Lost(TO_CONTAINERS, "route", "", "the kernel drops it"),),
+        containers=(replace(CONTAINER, reached_by=""),),
+    )
+    assert [check.name for check, _ in examine(facts)] == ["bridge down"]
+
+
 def test_port_of_a_bridge_that_is_down_is_no_finding_of_its_own() -> None:
     facts = replace(
         container(port="veth1", off=("state",)),

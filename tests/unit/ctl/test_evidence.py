@@ -30,7 +30,7 @@ from flanneld.network.rtnetlink.messages import IFA_F_DADFAILED, RTN_UNICAST, Se
 from flanneld.network.survey import Reply
 from flanneld.network.xfrm import Action, Direction, XfrmPolicy, guards
 from flanneld.network.xfrm_table import chains, decode_rule, pack_policy
-from flanneld.state.resources import Address, Route, Vxlan
+from flanneld.state.resources import Address, Blackhole, Route, Vxlan
 from tests.unit.ctl.documents import object_of, status_of
 
 VXLAN = Vxlan("flannel.1", 1, 2, ip_address("192.0.2.1"), 8472, "02:00:00:00:00:01", 1450)
@@ -434,6 +434,28 @@ def test_main_table_may_be_led_to_by_a_rule_of_any_priority(rules: list[PolicyRu
     question = Question(paths.TO_NODES, ip_address("192.0.2.2"), None, "", lambda _: True)
     found = _Host(View(), {}).explain(question, OSError(errno.ENETUNREACH, "unreachable"), status_of({}))  # type: ignore[arg-type]
     assert found.cause == cause
+
+
+@pytest.mark.parametrize(
+    ("routes", "removal"),
+    [
+        ([("10.5.0.0/16", 0, 7)], ""),
+        ([("10.5.0.0/16", 0, 7), ("10.5.1.0/25", 0, 7)], "unreachable 10.5.1.0/25"),
+        ([("10.5.0.0/16", 0, 6)], "blackhole 10.5.0.0/16"),
+    ],
+)
+def test_guard_route_of_the_daemon_is_not_removed(routes: list[tuple[str, int, int]], removal: str) -> None:
+    class View:
+        def rules(self, _family: int) -> list[PolicyRule]:
+            return [PolicyRule(4, 32766, "from all lookup main")]
+
+        def destinations(self, _family: int) -> list[tuple[str, int, int]]:
+            return routes
+
+    told = status_of({"local": [object_of(Blackhole(IPv4Network("10.5.0.0/16"), unreachable=True))]})
+    question = Question(paths.TO_CONTAINERS, ip_address("10.5.1.2"), None, "", lambda _: True)
+    found = _Host(View(), {}).explain(question, OSError(errno.ENETUNREACH, "unreachable"), told)  # type: ignore[arg-type]
+    assert found.removal == removal
 
 
 @pytest.mark.parametrize(
