@@ -69,6 +69,8 @@ def host_addresses() -> Iterator[tuple[str, IPAddress]]:
 _STRICT, _LOOSE = 1, 2
 #: Flags of linux/if.h: interfaces with two ends, and lo, have no neighbours to ask.
 _IFF_NOARP, _NO_NEIGHBOURS = 0x80, 0x98
+#: Type of linux/if_arp.h, and kinds of such interfaces that have NOARP by design; of ipvlan in its mode L3.
+_ETHERNET, _WITHOUT_ARP = 1, frozenset({"dummy", "ipvlan", "vrf"})
 #: Value of arp_ignore to answer for no address, and its path.
 _NEVER, _ARP_IGNORE = 8, "net/ipv4/conf/{}/arp_ignore"
 #: Hooks whose marks a route lookup sees.
@@ -135,7 +137,7 @@ def lost_packets(
         asked = [replace(each, mark=marks.get((each.source, each.target, each.iif), 0)) for each in asked]
     wrong = ((each, way) for each in asked if (way := host.ask(each)) is not None)
     lost = by_cause(asked, ((each, host.explain(each, way, told)) for each, way in wrong))
-    return [*lost, *_mute({told.uplink_name, container_devices.get(4, "")})]
+    return [*lost, *_mute(HostView(), {told.uplink_name, container_devices.get(4, "")})]
 
 
 def _marks(
@@ -147,16 +149,25 @@ def _marks(
     return {(packet.source, packet.destination, packet.iif): mark for packet, mark in marked if mark}
 
 
-def _mute(names: Iterable[str]) -> Iterator[Lost]:
+def _mute(view: HostView, names: Iterable[str]) -> Iterator[Lost]:
     """Yield the interfaces that answer no ARP request."""
     for name in sorted(filter(None, names)):
         mute = [_ARP_IGNORE.format(each) for each in ("all", name)]
         fixes = tuple(sysctl((path, 0)) for path in mute if _setting(path) == _NEVER)
         if fixes:
             yield Lost(TO_CONTAINERS, "arp", name, f"arp_ignore is {_NEVER}", fixes)
-        if int(files.text(Path(f"/sys/class/net/{name}/flags")) or "0", 16) & _NO_NEIGHBOURS == _IFF_NOARP:
+        if _has_arp_off(view, name):
             fix = set_link(name, "arp", "on")
             yield Lost(TO_CONTAINERS, "arp", name, "ip link: NOARP", (fix,), families=frozenset(FAMILIES))
+
+
+def _has_arp_off(view: HostView, name: str) -> bool:
+    """Return True if an interface asks for no neighbour, and would by its kind."""
+    flags, hardware = (files.text(Path("/sys/class/net", name, each)) or "0" for each in ("flags", "type"))
+    if int(flags, 16) & _NO_NEIGHBOURS != _IFF_NOARP or int(hardware) != _ETHERNET:
+        return False
+    link = view.link(name)
+    return link is not None and link.make.make not in _WITHOUT_ARP
 
 
 def by_cause(asked: Iterable[Question], lost: Iterable[tuple[Question, Lost]]) -> list[Lost]:

@@ -26,11 +26,12 @@ from flanneld.network.firewall.fate import DROP, MASQUERADE, Packet, Rule, Test
 from flanneld.network.firewall.foreign import BaseChain
 from flanneld.network.genetlink import SeenDevice, SeenPeer
 from flanneld.network.routing import LookupResult, PolicyRule
+from flanneld.network.rtnetlink.links import SeenLink
 from flanneld.network.rtnetlink.messages import IFA_F_DADFAILED, RTN_UNICAST, SeenAddress
 from flanneld.network.survey import Reply
 from flanneld.network.xfrm import Action, Direction, XfrmPolicy, guards
 from flanneld.network.xfrm_table import chains, decode_rule, pack_policy
-from flanneld.state.resources import Address, Blackhole, Route, Vxlan
+from flanneld.state.resources import Address, Blackhole, ForeignLink, Route, Vxlan
 from tests.unit.ctl.documents import object_of, status_of
 
 VXLAN = Vxlan("flannel.1", 1, 2, ip_address("192.0.2.1"), 8472, "02:00:00:00:00:01", 1450)
@@ -434,6 +435,31 @@ def test_main_table_may_be_led_to_by_a_rule_of_any_priority(rules: list[PolicyRu
     question = Question(paths.TO_NODES, ip_address("192.0.2.2"), None, "", lambda _: True)
     found = _Host(View(), {}).explain(question, OSError(errno.ENETUNREACH, "unreachable"), status_of({}))  # type: ignore[arg-type]
     assert found.cause == cause
+
+
+@pytest.mark.parametrize(
+    ("flags", "hardware", "kind", "is_lost"),
+    [
+        ("0x10c3", "1", "", True),
+        ("0x10c3", "1", "veth", True),
+        ("0x1003", "1", "", False),
+        ("0xc3", "1", "dummy", False),
+        ("0xc3", "1", "ipvlan", False),
+        ("0xc1", "65534", "xfrm", False),
+        ("0xd1", "1", "", False),
+    ],
+)
+def test_interface_that_needs_no_arp_loses_nothing(
+    flags: str, hardware: str, kind: str, is_lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class View:
+        def link(self, name: str) -> SeenLink:
+            return SeenLink(5, name, "", 1500, True, ForeignLink(name, "an interface", kind))
+
+    read = {"flags": flags, "type": hardware}
+    monkeypatch.setattr("flanneld.ctl.losses.files.text", lambda path: read.get(path.name, ""))
+    monkeypatch.setattr(losses, "_setting", lambda _path: 0)
+    assert [each.cause for each in losses._mute(View(), ["eth9"])] == ["arp"] * is_lost  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
