@@ -9,6 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from flanneld.backends.registry import described
@@ -55,8 +56,10 @@ def with_sessions(told: Status, paths: Collection[PathToPeer], now: float) -> St
     """Return the status with the sessions as they are now, after ``paths`` were probed.
 
     The daemon reads charon's sessions every 10 s, and calls a peer of WireGuard silent after up to 90 s. A
-    probe through the tunnel asks for a handshake at once.
+    probe through the tunnel asks for a handshake at once. Peers that are not known stay so.
     """
+    if told.peers is UNSET:
+        return told
     if "ipsec" in told.backends:
         told = replace(told, peers=tuple(with_associations(told, _associations())))
     if "wireguard" not in told.backends:

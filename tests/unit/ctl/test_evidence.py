@@ -13,6 +13,7 @@ import pytest
 
 from flanneld.backends.ipsec.resources import ConnectionSas
 from flanneld.ctl import losses, paths
+from flanneld.ctl.checks import encryption
 from flanneld.ctl.checks.encryption import sessions_of, with_associations
 from flanneld.ctl.compare import ActualState, RouteTaken
 from flanneld.ctl.doctor import lacking_features
@@ -390,6 +391,16 @@ def test_a_session_is_as_the_device_has_it_now(
     (found,) = sessions_of(told, [seen(handshake=handshake)], silent, 1000.0)
     (one,) = known(found.sessions) or ()
     assert (one.state, one.endpoint, one.port) == (state, "198.18.0.1:51821", 51820)
+
+
+@pytest.mark.parametrize("backend", ["wireguard", "ipsec"])
+def test_peers_that_another_version_does_not_tell_stay_unknown(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encryption, "_devices", lambda _names: [])
+    monkeypatch.setattr(encryption, "_associations", dict)
+    told = encryption.with_sessions(status_of({"network": {"backend": backend}}), (), 1000.0)
+    assert not told.knows_peers
 
 
 @pytest.mark.parametrize("encap", ["yes", "no"])
