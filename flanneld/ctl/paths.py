@@ -290,11 +290,11 @@ class PathToPeer(Struct, frozen=True, gc=False):
     def remedy(self, outer: int) -> str:
         """Return what makes packets between the nodes at most ``outer`` bytes long."""
         inside = f", which leaves {outer - self.headers} inside the tunnel" if self.headers else ""
-        return f"set {self.setting} to {outer} or less{inside}; then {MADE_ANEW}"
+        return f"set {self.setting} to {outer} or less{inside}; then {AFTER_NEW_MTU}"
 
 
 #: What a new MTU takes: daemons read it when they start, and containers when they are made.
-MADE_ANEW = "restart flanneld on all nodes, and make their containers anew"
+AFTER_NEW_MTU = "restart flanneld on all nodes, and recreate their containers"
 #: Finds, for many targets at once, a size that each path carries, at most the wanted one.
 Find = Callable[[Sequence[tuple[IPAddress, int]]], Sequence[int | None]]
 

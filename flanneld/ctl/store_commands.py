@@ -187,14 +187,14 @@ def consequences(former: str, wanted: Config) -> Iterator[str]:
         return
     yield "restart flanneld on each node: it reads the network config when it starts"
     if old.ranges != wanted.ranges:
-        yield "a node whose subnet does not fit takes another: make its containers anew"
+        yield "a node whose subnet does not fit takes another: recreate its containers"
     one, other = (_backend(each) for each in (old, wanted))
     if old.backend_type != wanted.backend_type:
         yield "until then nodes of both backends do not reach each other: Backend.Also avoids that"
     elif {**one, "MTU": 0} != {**other, "MTU": 0}:
         yield "until then nodes with the former settings may not reach those with the new ones"
     if old.backend_type != wanted.backend_type or one.get("MTU") != other.get("MTU"):
-        yield "containers keep their MTU: make them anew"
+        yield "containers keep their MTU: recreate them"
 
 
 def _backend(one: Config) -> dict[str, Any]:

@@ -86,7 +86,7 @@ def _from_container(container: Container, told: Status) -> Hop:
     elif container.reached_by != container.attached_to:
         note = f"packets for it leave by {container.reached_by or 'no interface'}"
     elif mtu and container.mtu > mtu:
-        note = f"its MTU is above that of the network, {mtu}: make it anew"
+        note = f"its MTU is above that of the network, {mtu}: recreate it"
     else:
         note = ""
     return Hop("container", shown, _verdict(not note), note)

@@ -189,7 +189,7 @@ IN_CONTAINERS = {
             + INSIDE
             + "ip route add default via {own_ip}",
         ),
-        advice="start these containers anew",
+        advice="recreate these containers",
     ),
 }
 FAULTS = {

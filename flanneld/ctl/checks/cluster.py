@@ -433,11 +433,11 @@ def _of_gone(
     steps = []
     if routed:  # most likely by the same router
         steps.append(f"ip route get {min(routed)} shows the route: correct it, or bring the router up")
-    elif hops:
-        steps.append("nft list ruleset arp shows rules here that drop ARP")
     if any(name not in peers or routed.keys().isdisjoint(peers[name].public_ips) for name in names):
         where = "on the others" if routed else "there"
         steps.append(f"run flannelctl doctor {where}" + ("" if over else f"; {_if_it_has_left(*left)}"))
+    if not routed and any(":" not in hop for hop in hops.values()):
+        steps.append("see whether a rule here drops ARP: nft list ruleset arp")
     return Finding(
         f"no answer from {counted(len(names), 'peer')}{over}{ways}",
         few([peers[name].place if name in peers else name for name in names]) + unanswered,

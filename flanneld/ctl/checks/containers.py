@@ -191,8 +191,8 @@ def former_subnet(facts: Facts) -> Iterator[Finding]:
             f"the lease {peer.name} has the public IP {where}; if that is a former lease of this node, which"
             " nothing here proves, it ends by itself",
             f"other nodes send packets for the containers on {name} to {where}",
-            f"if this node was at {where} before: ip address flush dev {name}, and start its containers"
-            f" anew; else give {name} other addresses, outside Network",
+            f"if this node was at {where} before: ip address flush dev {name}, and recreate its"
+            f" containers; else give {name} other addresses, outside Network",
             about=peer.subnets[0],
         )
 
@@ -381,7 +381,7 @@ def container_addresses(facts: Facts) -> Iterator[Finding]:
             f"{counted(len(strange), 'container')} with an address outside our subnet",
             few([f"{each.address} in {each.path}" for each in strange], "; "),
             f"other nodes send packets for it elsewhere: our subnet is {', '.join(map(str, own))}",
-            "start these containers anew: they have kept the addresses of an earlier subnet",
+            "recreate these containers: they have kept the addresses of an earlier subnet",
         )
 
 

@@ -14,7 +14,7 @@ from flanneld.ctl.checks import check, few
 from flanneld.ctl.checks.containers import former_subnets
 from flanneld.ctl.drops import MASQUERADES
 from flanneld.ctl.output import State
-from flanneld.ctl.paths import DISCOVERY, MADE_ANEW, between_nodes, listed, takes_mtu
+from flanneld.ctl.paths import AFTER_NEW_MTU, DISCOVERY, between_nodes, listed, takes_mtu
 from flanneld.diagnostics.status import known
 from flanneld.findings import Command, Finding, Severity, command, hint, line
 from flanneld.network.host_settings import Topic
@@ -82,7 +82,7 @@ def open_tunnel(facts: Facts) -> Iterator[Finding]:
     packets = listed(between_nodes(facts.status))
     if outside and packets and not facts.is_guarded and not described(facts.status.backend or "").encrypts:
         yield hint(
-            f"whoever reaches {', '.join(outside)} by {packets} sends packets to containers",
+            f"any host that reaches {', '.join(outside)} by {packets} can send packets to containers",
             "the address is a public one, and the backend does not authenticate its packets",
             "a stranger needs no lease for that",
             "start the daemon with -guard-tunnel, or let the host's firewall accept only nodes there",
@@ -295,7 +295,7 @@ def path(facts: Facts) -> Iterator[Finding]:
                 f"an ICMP echo of {each.required} bytes in one piece is lost, one of {each.carried} is not",
                 "small packets pass and large ones are lost or taken apart: connections hang",
                 f"{see_first(facts)}flannelctl netcheck {each.target} finds the size: set"
-                f" {each.setting} to it, then {MADE_ANEW}",
+                f" {each.setting} to it, then {AFTER_NEW_MTU}",
                 about=str(each.target),
                 severity=_severity({each.name}),
             )
@@ -331,7 +331,7 @@ def speed(facts: Facts) -> Iterator[Finding]:
             unused >= _LARGE and uplink.mtu < _JUMBO and not is_lowered,
             f"the network's MTU is {mtu}, {name} has {uplink.mtu}",
             f"each packet could have {unused} bytes more",
-            f"if all uplinks have that MTU: set Backend.MTU to {(mtu or 0) + unused}; then {MADE_ANEW}",
+            f"if all uplinks have that MTU: set Backend.MTU to {(mtu or 0) + unused}; then {AFTER_NEW_MTU}",
         ),
     ):
         if is_slow:
@@ -437,7 +437,7 @@ def traffic_control(facts: Facts) -> Iterator[Finding]:
             f"the traffic control of {device} drops packets: {few(filters) or kind}",
             f"{counted(number, 'packet')} while peers were probed",
             "a limit of its rate, or a filter, drops packets of the network, too",
-            "raise the limit, or remove it if nobody needs it:"
+            "raise the limit, or remove it if it is not needed:"
             f" {few([*dict.fromkeys(shows), *removals], '; ')}",
             about=device,
             severity=Severity.PROBLEM if facts.is_lossy and kind not in ORDINARY else Severity.HINT,

@@ -158,7 +158,7 @@ def detours(facts: Facts) -> Iterator[Finding]:
             "; ".join(each.found for each in facts.detours[:FEW]),
             "another program's route or rule overrides it; the daemon leaves it alone",
             (
-                f"if nobody needs it: {'; '.join(removals)}; keep the route to a network that this host is"
+                f"if not needed: {'; '.join(removals)}; keep the route to a network that this host is"
                 " on, and give the peer another subnet"
                 if removals
                 else "`ip route get ADDRESS` and `ip rule` show what decides; keep the route to a network"
@@ -321,7 +321,7 @@ def _way_out(lost: Lost, facts: Facts) -> str:
         return f"give the rule conditions that spare the nodes' addresses, or remove it: {removal}"
     if lost.removal or lost.packets != TO_CONTAINERS:
         text = f"ip route del {lost.removal}" if lost.removal else f"`ip route get {lost.about}` shows it"
-        return f"remove the route that leads astray, if nobody needs it: {text}"
+        return f"remove the route that leads astray, if it is not needed: {text}"
     return (
         f"give the containers' bridge the address in {facts.subnet_file}, as the container runtime does:"
         f" {_addressing(facts)}"

@@ -940,7 +940,7 @@ def test_a_fix_is_shown_with_a_command_on_each_line_quoted_for_a_shell() -> None
 
 def test_open_tunnel_on_a_public_address_is_a_hint() -> None:
     ((_, found),) = examine(OUTSIDE)
-    assert found.problem == "whoever reaches 8.8.4.4 by UDP port 8472 sends packets to containers"
+    assert found.problem == "any host that reaches 8.8.4.4 by UDP port 8472 can send packets to containers"
     assert (found.severity, found.about) == (Severity.HINT, "eth0")
     assert examine(replace(OUTSIDE, is_guarded=True)) == []
 
@@ -1027,18 +1027,28 @@ def test_rule_that_may_drop_packets_is_named_before_the_mtu() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hop", "advice"),
+    ("node", "hop", "advice", "is_of_arp"),
     [
-        ("192.0.2.77", "ip route get 192.0.2.2 shows the route: correct it, or bring the router up"),
-        ("192.0.2.2", "run flannelctl doctor there"),
+        (
+            "192.0.2.2",
+            "192.0.2.77",
+            "ip route get 192.0.2.2 shows the route: correct it, or bring the router up",
+            False,
+        ),
+        ("192.0.2.2", "192.0.2.2", "run flannelctl doctor there", True),
+        ("fd00:18::2", "fd00:18::2", "run flannelctl doctor there", False),
     ],
 )
-def test_silent_peer_whose_next_hop_has_no_mac_is_told_with_that_hop(hop: str, advice: str) -> None:
-    facts = replace(CASES["tunnel"][2], unresolved={"192.0.2.2": hop})
+def test_silent_peer_whose_next_hop_has_no_mac_is_told_with_that_hop(
+    node: str, hop: str, advice: str, is_of_arp: bool
+) -> None:
+    paths = CASES["tunnel"][2].paths
+    facts = replace(peer(public_ips=[node]), paths=paths, unresolved={node: hop})
     (found,) = [finding for check, finding in examine(facts) if check.name == "tunnel"]
-    assert found.evidence == f"10.5.2.0/24 (192.0.2.2); no answer to ARP or NDP from {hop}"
+    assert found.evidence == f"10.5.2.0/24 ({node}); no answer to ARP or NDP from {hop}"
     assert found.cure.startswith(advice)
     assert ("doctor" in found.cure) is ("doctor" in advice)
+    assert found.cure.endswith("; see whether a rule here drops ARP: nft list ruleset arp") is is_of_arp
 
 
 def test_silent_peers_behind_a_router_that_is_down_hide_no_other_silent_peer() -> None:

@@ -82,7 +82,7 @@ def test_the_underlay_and_the_tunnel_are_asked() -> None:
     assert [each.state for each in found] == ["PROBLEM", "ok"]
     assert found[0].note == (
         "larger packets are lost or taken apart: set Backend.MTU to 1400 or less, which leaves 1320 inside"
-        " the tunnel; then restart flanneld on all nodes, and make their containers anew"
+        " the tunnel; then restart flanneld on all nodes, and recreate their containers"
     )
     assert sample(status_of(DOCUMENT), asked) == found
 
