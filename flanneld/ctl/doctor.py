@@ -7,7 +7,7 @@ import json
 import os
 import shlex
 import threading
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -234,21 +234,12 @@ def gather(source: DataSource) -> Facts:
     names = {link.index: link.name for link in found.links}
     ways_out = {told.uplink_name, *devices, *ways.values()}
     queues = {index: name for index, name in names.items() if name in ways_out}
-    own = {ip.version: ip for _, ip in addresses if any(ip in net for net in told.own_subnets)}
-    before = traffic_control.queue_drops(queues)
-    paths, now = tuple(_paths(told)), clock.wall()
-    queued = traffic_control.queue_drops(queues) - before
-    former, told = told, encryption.with_sessions(told, paths, now)
-    bases = drops.read_bases(told)
-    refusing = frozenset(_refusing(told, paths))  # first: a kernel sends a few ICMP errors a second to a host
-    passed = frozenset(passing(told, paths))
     lacks_segmentation, queues_used = _speed(told.uplink_name)
     lacking = encryption.lacking_objects(told) if source.origin == "store" else ()
-    return Facts(
+    facts = Facts(
         status=told,
         origin=source.origin,
         unknown=source.unknown,
-        now=now,
         subnet_file=str(path),
         has_subnet_file=path.exists(),
         previous=subnet_file.read(path),
@@ -267,32 +258,52 @@ def gather(source: DataSource) -> Facts:
         offload=dict(_offload(ours)),
         uplink_lacks_segmentation=lacks_segmentation,
         queues=queues_used,
-        standing=tuple(encryption.standing(former, told))
-        if any(map(encryption.is_threaded, devices))
-        else (),
         kernel=_kernel(),
         lacking=tuple(lacking_features(told, found)),
         charon=encryption.charon_of(told),
         gc_thresh=number(_GC_THRESH),
         etcd=store.ask_etcd(told),
-        queued=queued,
-        tc_filters=tuple(traffic_control.filters(queued, queues)),
         stored=nodes.stored_config(source) if source.origin == "daemon" else None,
         clock_is_synchronised=_clock_is_synchronised(),
-        paths=paths,
-        filtered=tuple(drops.read_drops(told, ways, bases)),
-        lost=tuple(losses.lost_packets(told, names, ways, lambda: bases)),
         containers=tuple(
             containers.read_containers(told, found.links, {address for _, address in addresses})
         ),
         pinned=tuple(
             losses.permanent(HostView(), filter(None, map(found.link, {told.uplink_name, *ways.values()})))
         ),
-        unresolved=dict(
-            losses.unresolved(each.target for each in paths if each.name == "underlay" and not each.carried)
-        ),
+    )
+    facts = _with_probes(facts, queues)
+    told, bases = facts.status, drops.read_bases(facts.status)
+    return replace(
+        facts,
+        filtered=tuple(drops.read_drops(told, ways, bases)),
+        lost=tuple(losses.lost_packets(told, names, ways, lambda: bases)),
+    )
+
+
+def _with_probes(facts: Facts, queues: Mapping[int, str]) -> Facts:
+    """Return the facts with those that packets to a few peers show, and with the sessions after them."""
+    told = former = facts.status
+    own = {ip.version: ip for _, ip in facts.addresses if any(ip in net for net in told.own_subnets)}
+    before = traffic_control.queue_drops(queues)
+    paths, now = tuple(_paths(told)), clock.wall()
+    queued = traffic_control.queue_drops(queues) - before
+    told = encryption.with_sessions(told, paths, now)
+    refusing = frozenset(_refusing(told, paths))  # first: a kernel sends a few ICMP errors a second to a host
+    passed = frozenset(passing(told, paths))
+    silent = (each.target for each in paths if each.name == "underlay" and not each.carried)
+    is_threaded = any(map(encryption.is_threaded, facts.devices))
+    return replace(
+        facts,
+        status=told,
+        now=now,
+        paths=paths,
+        queued=queued,
+        tc_filters=tuple(traffic_control.filters(queued, queues)),
+        standing=tuple(encryption.standing(former, told)) if is_threaded else (),
         refusing=refusing,
         passing=passed,
+        unresolved=dict(losses.unresolved(silent)),
         turned_away=tuple(turned_away(told, paths, own)),
         claims=tuple(losses.claims(told, paths, passed)),
     )

@@ -82,9 +82,8 @@ class Lost(Struct, frozen=True, gc=False):
     """Packets that the kernel drops or misroutes. ``commands`` correct that; none if it takes a decision.
 
     ``cause`` is ``filter`` (reverse path), ``forwarding`` of an interface, its ``arp``, ``uplink`` (another
-    interface than the daemon's), ``rule``, ``no rule`` (none leads to the main table)
-    or ``route``; ``about`` is its interface or text. ``number`` of the ``asked`` packets of this kind are
-    lost so, in ``families``.
+    interface than the daemon's), ``rule``, ``no rule`` (none leads to the main table) or ``route``; ``about``
+    is its interface or text. ``number`` of the ``asked`` packets of this kind are lost so, in ``families``.
     """
 
     packets: str
