@@ -399,7 +399,7 @@ def test_peers_that_another_version_does_not_tell_stay_unknown(
 ) -> None:
     monkeypatch.setattr(encryption, "_devices", lambda _names: [])
     monkeypatch.setattr(encryption, "_associations", dict)
-    told = encryption.with_sessions(status_of({"network": {"backend": backend}}), (), 1000.0)
+    told = encryption.with_sessions(status_of({"network": {"backend": backend}, "local": []}), (), 1000.0)
     assert not told.knows_peers
 
 
