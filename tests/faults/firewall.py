@@ -242,7 +242,7 @@ FAULTS = {
     ),
     "answers to ARP dropped": Fault(
         "tunnel",
-        "no answer to ARP or NDP from {peer}",
+        "no answer to ARP or NDP from",
         (
             "nft add table arp wall",
             "nft 'add chain arp wall c {{ type filter hook input priority 0; }}'",
