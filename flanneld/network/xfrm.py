@@ -20,6 +20,8 @@ MODULES = "xfrm_user esp4"
 REQID = 11
 #: Priority of tunnels, upstream's 0. A lower number comes first, so tunnels precede the guards.
 TUNNEL_PRIORITY = 0
+#: Priorities that charon computes for its own tunnels, which it numbers from 1, are above this one.
+CHARONS_PRIORITY = 100_000
 #: Priorities of the guards, the last possible ones.
 ALLOW_PRIORITY, BLOCK_PRIORITY = 0xFFFF_FFFE, 0xFFFF_FFFF
 
@@ -158,9 +160,8 @@ def is_flannels(policy: XfrmPolicy, network: IPNetwork) -> bool:
         return False
     if policy.is_guard:
         return lies_in(policy.source, network) and lies_in(policy.destination, network)
-    # charon, too, gives its tunnels such numbers, but another priority.
     is_tunnel = policy.tunnel is not None and policy.tunnel.reqid == REQID
-    is_tunnel = is_tunnel and policy.priority == TUNNEL_PRIORITY
+    is_tunnel = is_tunnel and policy.priority < CHARONS_PRIORITY
     return is_tunnel and (lies_in(policy.source, network) or lies_in(policy.destination, network))
 
 
