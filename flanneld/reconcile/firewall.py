@@ -248,6 +248,8 @@ class Firewall(Worker):
 
     def unsettled(self) -> list[Family]:
         """Return the families whose rules are not, or may not be, in place."""
+        if not self._is_prepared:
+            return [nets.family for nets in self._settings.nets if self._settings.purpose]
         families = {each.name: each.family for each in self.placed.tables}
         return [families[each.name] for each in self.states() if not each.settled]
 

@@ -230,7 +230,15 @@ def _key_file(node: Node) -> dict[str, str]:
 
 
 def wait_until_healthy(node: Node) -> None:
-    wait_for(lambda: flannelctl(node, "status").returncode == 0, 60, "a healthy node")
+    """Wait until the daemon has no problem, and has placed its rules: without masquerading that is later."""
+
+    def is_healthy() -> bool:
+        done = flannelctl(node, "status", "--output=json")
+        rules = json.loads(done.stdout)["firewall"] if done.returncode == 0 else None
+        has_rules = rules and rules["place"] and not rules["not_in_place"]
+        return bool(rules and (has_rules or not (rules["forward"] or rules["masquerade"])))
+
+    wait_for(is_healthy, 60, "a healthy node")
 
 
 #: A shell command, or what else is to be done.
