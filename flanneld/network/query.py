@@ -1,4 +1,4 @@
-"""Messages of a query to another node over UDP (pure).
+"""Messages to another node: a query over UDP, and ICMP echo (pure).
 
 A query names the size of its answer, which is never larger than the query itself: a forged source address
 gains an attacker nothing. The answer repeats the query's token and holds a JSON object.
@@ -27,6 +27,10 @@ _QUERY_HEAD = struct.Struct(f"!9sBH{TOKEN_LENGTH}s")  # magic, flags, size of th
 _ANSWER_HEAD = struct.Struct(f"!9s{TOKEN_LENGTH}s")
 _WITHOUT_CHECKSUM = 0x1
 _EMPTY = b"{}"
+# Types of ICMP echo (RFC 792) and of ICMPv6 (RFC 4443 section 4).
+_REQUEST: dict[Family, int] = {4: 8, 6: 128}
+_REPLY: dict[Family, int] = {4: 0, 6: 129}
+_ECHO = struct.Struct("!BBHHH")  # type, code, checksum, identifier, sequence number
 
 
 class Query(Struct, frozen=True, gc=False):
@@ -77,3 +81,38 @@ def token_of(data: bytes) -> bytes:
     """Return the token of our own query, as an ICMP error brings it back; empty if it is cut off."""
     query = decode(data)
     return query.token if query else b""
+
+
+def echo_request(family: Family, token: bytes) -> bytes:
+    """Return an echo request with a token that identifies its reply.
+
+    Over IPv6 the kernel fills in the checksum.
+    """
+    blank = _ECHO.pack(_REQUEST[family], 0, 0, 0, 0) + token
+    if family == 6:
+        return blank
+    return _ECHO.pack(_REQUEST[family], 0, _checksum(blank), 0, 0) + token
+
+
+def echo_token(family: Family, data: bytes, *, with_header: bool) -> bytes:
+    """Return the token of an echo reply, empty for any other message.
+
+    A raw IPv4 socket also delivers the IP header.
+    """
+    if with_header and family == 4:
+        data = data[4 * (data[0] & 0xF) :] if data else b""
+    return data[_ECHO.size :] if data[:1] == bytes([_REPLY[family]]) else b""
+
+
+def requested_token(family: Family, data: bytes) -> bytes:
+    """Return the token of our own request in an ICMP error; empty for another message."""
+    return data[_ECHO.size :] if data[:1] == bytes([_REQUEST[family]]) else b""
+
+
+def _checksum(data: bytes) -> int:
+    """Compute the checksum of RFC 1071."""
+    data += bytes(len(data) % 2)
+    total: int = sum(struct.unpack(f"!{len(data) // 2}H", data))
+    while total >> 16:
+        total = (total & 0xFFFF) + (total >> 16)
+    return total ^ 0xFFFF

@@ -23,13 +23,19 @@ from typing import Any, Protocol, TypeVar
 from msgspec import Struct, field
 
 from flanneld.model import FAMILIES, Family, IPAddress
-from flanneld.network.query import HEADERS, ORDINARY, TOKEN_LENGTH, Query, decode_answer, token_of
+from flanneld.network.query import (
+    HEADERS,
+    ORDINARY,
+    TOKEN_LENGTH,
+    Query,
+    decode_answer,
+    echo_request,
+    echo_token,
+    requested_token,
+    token_of,
+)
 from flanneld.runtime import clock, waits
 from flanneld.runtime.clock import random_bytes
-
-_REQUEST: dict[Family, int] = {4: 8, 6: 128}
-_REPLY: dict[Family, int] = {4: 0, 6: 129}
-_ECHO = struct.Struct("!BBHHH")  # type, code, checksum, identifier, sequence number
 
 
 def ping_socket(family: Family) -> socket.socket:
@@ -43,41 +49,6 @@ def ping_socket(family: Family) -> socket.socket:
         return socket.socket(domain, socket.SOCK_DGRAM, protocol)
     except OSError:
         return socket.socket(domain, socket.SOCK_RAW, protocol)
-
-
-def echo_request(family: Family, token: bytes) -> bytes:
-    """Return an echo request with a token that identifies its reply (pure).
-
-    Over IPv6 the kernel fills in the checksum.
-    """
-    blank = _ECHO.pack(_REQUEST[family], 0, 0, 0, 0) + token
-    if family == 6:
-        return blank
-    return _ECHO.pack(_REQUEST[family], 0, _checksum(blank), 0, 0) + token
-
-
-def echo_token(family: Family, data: bytes, *, with_header: bool) -> bytes:
-    """Return the token of an echo reply, empty for any other message (pure).
-
-    A raw IPv4 socket also delivers the IP header.
-    """
-    if with_header and family == 4:
-        data = data[4 * (data[0] & 0xF) :] if data else b""
-    return data[_ECHO.size :] if data[:1] == bytes([_REPLY[family]]) else b""
-
-
-def requested_token(family: Family, data: bytes) -> bytes:
-    """Return the token of our own request in an ICMP error; empty for another message (pure)."""
-    return data[_ECHO.size :] if data[:1] == bytes([_REQUEST[family]]) else b""
-
-
-def _checksum(data: bytes) -> int:
-    """Compute the checksum of RFC 1071."""
-    data += bytes(len(data) % 2)
-    total: int = sum(struct.unpack(f"!{len(data) // 2}H", data))
-    while total >> 16:
-        total = (total & 0xFFFF) + (total >> 16)
-    return total ^ 0xFFFF
 
 
 _BATCH = 32

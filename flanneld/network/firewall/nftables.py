@@ -225,7 +225,7 @@ def load() -> Any:
     """Return the library for the thread's network namespace, to which its socket belongs.
 
     It waits for its socket with select(2), which ends a process where the socket's number is 1024 or more:
-    whoever opens many descriptors loads it before. Raises ``Unavailable``.
+    a caller that opens many descriptors loads it before. Raises ``Unavailable``.
     """
     return _load(Path("/proc/thread-self/ns/net").stat().st_ino)
 

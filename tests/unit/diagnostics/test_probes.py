@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flanneld.model import Family, Lease, LeaseAttrs
-from flanneld.network.survey import echo_request, echo_token
+from flanneld.network.query import echo_request, echo_token
 from flanneld.reconcile.probes import answering, targets
 from flanneld.state.resources import Address
 
