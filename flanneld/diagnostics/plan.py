@@ -40,7 +40,7 @@ from flanneld.state.resources import ROUTES, ForeignLink, Key, Kind, Link, Resou
 from flanneld.state.table import Explains, Put, Report, Scope, Seen, Table
 from flanneld.subnet.allocation import fits, unfollowed
 from flanneld.subnet.store import Foreseeing, LocalFacts, Store
-from flanneld.subnet.subnet_file import Nets, SubnetEnv, SubnetEnvFile, SubnetFileTable
+from flanneld.subnet.subnet_file import NetworkAndSubnet, SubnetEnv, SubnetEnvFile, SubnetFileTable
 
 
 class Notes:
@@ -128,7 +128,7 @@ class Outcome(Struct, frozen=True, gc=False):
     mtu: int
     own: Lease
     has_lease: bool
-    former: tuple[Nets, ...]
+    former: tuple[NetworkAndSubnet, ...]
     view: View
     domain: Domain
     notes: Notes

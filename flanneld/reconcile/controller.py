@@ -36,7 +36,7 @@ from flanneld.runtime.supervisor import EventQueue, MakeLoop
 from flanneld.state.permits import Permits, RemovalGuard
 from flanneld.state.resources import ROUTES, Resource, Route
 from flanneld.state.table import Report, Table
-from flanneld.subnet.subnet_file import Nets, paired
+from flanneld.subnet.subnet_file import NetworkAndSubnet, paired
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ class Controller:
         return self.tables.workers
 
     @property
-    def networks(self) -> tuple[Nets, ...] | None:
+    def networks(self) -> tuple[NetworkAndSubnet, ...] | None:
         """Return the networks that the kernel may have objects of; None before the sweep. From any thread."""
         return self._left_behind.networks
 
@@ -158,10 +158,11 @@ class Controller:
     def _prepare(self, now: float) -> None:
         backend = self.uplink_manager.backend
         try:
-            spare_links_of_others(self._node.kernel, self._host.links())
+            links = self._host.links()
+            spare_links_of_others(self._node.kernel, links)
             self._host.look_at_networks(now)
             spare_connected_networks(self.peers.local_resources(), self.peers.claims.host)
-            self._left_behind.announce_devices(self._host.links())
+            self._left_behind.announce_devices(links)
         except OSError as failure:
             raise Retryable(f"cannot read the kernel's tables: {cause_of(failure)}") from failure
         # Routes of an earlier run may bypass the encryption, so they go before any peer is known.

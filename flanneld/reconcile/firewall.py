@@ -40,7 +40,7 @@ from flanneld.state.desired import Delta
 from flanneld.state.permits import Permits
 from flanneld.state.resources import GUARD, Key, Resource
 from flanneld.state.table import Put
-from flanneld.subnet.subnet_file import paired
+from flanneld.subnet.subnet_file import NetworkAndSubnet, paired
 
 if TYPE_CHECKING:
     from flanneld.network.firewall.guard import GuardTable  # rarely needed
@@ -77,7 +77,7 @@ class FirewallSettings(Struct, frozen=True, gc=False):
 
 
 def firewall_settings(
-    options: Options, config: Config, own: LeaseKey, former: Iterable[tuple[IPNetwork, IPNetwork]]
+    options: Options, config: Config, own: LeaseKey, former: Iterable[NetworkAndSubnet]
 ) -> FirewallSettings:
     """Return the rules that the options and the network config ask for. Raises ``Fatal`` if these differ."""
     purpose = Purpose(
@@ -357,7 +357,7 @@ def old_guards(settings: FirewallSettings) -> list[GuardTable]:
 
 
 def retire(
-    former: Iterable[tuple[IPNetwork, IPNetwork]] = (), *, everything: bool = True, dry_run: bool = False
+    former: Iterable[NetworkAndSubnet] = (), *, everything: bool = True, dry_run: bool = False
 ) -> tuple[list[str], list[str]]:
     """Remove all rules that flannel made for the ``former`` networks, or for any, from every table.
 

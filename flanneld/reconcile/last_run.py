@@ -24,7 +24,7 @@ from flanneld.runtime import clock, files
 from flanneld.runtime.logs import Once
 from flanneld.state.resources import ForeignLink
 from flanneld.subnet.codec import format_attrs, parse_attrs
-from flanneld.subnet.subnet_file import Nets, beside
+from flanneld.subnet.subnet_file import NetworkAndSubnet, beside
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ class RunRecord(Struct, frozen=True, gc=False):
     store_tried: int = 0
     earlier: tuple[LeaseAttrs, ...] = ()
     path_mtu: tuple[int, int] = (0, 0)
-    former: tuple[Nets, ...] = ()
+    former: tuple[NetworkAndSubnet, ...] = ()
 
 
 def device_of(seen: SeenLink) -> Device | None:
@@ -372,7 +372,9 @@ class LastRun:
         """Return the MTU of the backend and a lower one, zeros for none. A clone has none yet."""
         return self._state.path_mtu if self._state and self._state.machine == machine else (0, 0)
 
-    def joined(self, machine: Machine, store: str, lease: Lease, nets: Iterable[Nets] = ()) -> None:
+    def joined(
+        self, machine: Machine, store: str, lease: Lease, nets: Iterable[NetworkAndSubnet] = ()
+    ) -> None:
         """Record the lease of this run, its ``nets``, and the objects that are still to be swept."""
         last = proven_lease(self._state, machine, store, lease.key)
         self._attributes, self.earlier = (last.attrs, self.earlier) if last else (None, ())

@@ -34,7 +34,7 @@ from flanneld.runtime.logs import Once
 from flanneld.state.resources import Link, Resource
 from flanneld.state.table import Table
 from flanneld.subnet.store import Store
-from flanneld.subnet.subnet_file import Nets
+from flanneld.subnet.subnet_file import NetworkAndSubnet
 
 if TYPE_CHECKING:
     from flanneld.runtime.command import Finished
@@ -287,7 +287,7 @@ class LocalNode(Struct, frozen=True):
     lease: Lease
     kernel_tables: KernelTables
     extras: tuple[Resource, ...] = ()
-    former: tuple[Nets, ...] = ()
+    former: tuple[NetworkAndSubnet, ...] = ()
     devices: tuple[Device, ...] = ()
     adopts: bool = False
     adopted: frozenset[IPNetwork] = frozenset()

@@ -20,7 +20,7 @@ from flanneld.reconcile.peers import Peers
 from flanneld.reconcile.worker import NodeTables
 from flanneld.state.permits import Permits, RemovalGuard
 from flanneld.state.resources import Link, Resource, Route
-from flanneld.subnet.subnet_file import Nets
+from flanneld.subnet.subnet_file import NetworkAndSubnet
 
 log = logging.getLogger(__name__)
 
@@ -45,14 +45,14 @@ class LeftBehind:
         record: Callable[..., None],
         *,
         adopts: bool,
-        former: Iterable[Nets] = (),
-        nets: tuple[Nets, ...] = (),
+        former: Iterable[NetworkAndSubnet] = (),
+        nets: tuple[NetworkAndSubnet, ...] = (),
     ) -> None:
         self._kernel = kernel
         self._nets = nets
         self._outside = tuple(each for each in former if each[0] not in dict(nets))
         #: Networks that the kernel may have objects of; None before the sweep. From any thread.
-        self.networks: tuple[Nets, ...] | None = None
+        self.networks: tuple[NetworkAndSubnet, ...] | None = None
         self._devices = devices
         self._own: list[Device] = []
         self._record = record

@@ -35,7 +35,7 @@ _COLON = re.compile(r"^([ \t]*(?:export[ \t]+)?[\w.]+)[ \t]*:", re.MULTILINE)
 TABLE = "subnet-file"
 
 #: A cluster's network, and this node's subnet in it.
-Nets = tuple[IPNetwork, IPNetwork]
+NetworkAndSubnet = tuple[IPNetwork, IPNetwork]
 #: Inode, modification time in nanoseconds and size.
 Stamp = tuple[int, int, int]
 
@@ -63,7 +63,7 @@ class Previous(Struct, frozen=True, gc=False):
     mtu: int | None = None
 
     @property
-    def nets(self) -> tuple[Nets, ...]:
+    def nets(self) -> tuple[NetworkAndSubnet, ...]:
         """Networks that this node had a subnet of, with that subnet."""
         return paired(self.networks, self.subnets)
 
@@ -73,7 +73,7 @@ class Previous(Struct, frozen=True, gc=False):
         return tuple((network, subnet.prefixlen) for network, subnet in self.nets)
 
 
-def paired(networks: Iterable[IPNetwork], subnets: LeaseKey) -> tuple[Nets, ...]:
+def paired(networks: Iterable[IPNetwork], subnets: LeaseKey) -> tuple[NetworkAndSubnet, ...]:
     """Return the network and the subnet of each family that has both."""
     known = {net.version: net for net in subnets if net is not None}
     return tuple((network, known[network.version]) for network in networks if network.version in known)
