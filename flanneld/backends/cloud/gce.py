@@ -163,7 +163,7 @@ class Gce(SdkCloud):
         return [ApiCall("compute.routes.delete", {"route": entry.name or _name(entry.destination)})]
 
     def forwarding_remedy(self, place: CloudNode) -> str:
-        return f"make {place.instance} anew with: gcloud compute instances create --can-ip-forward"
+        return f"recreate {place.instance} with: gcloud compute instances create --can-ip-forward"
 
     # ---- the API -----------------------------------------------------------------------------
 

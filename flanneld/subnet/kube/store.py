@@ -310,7 +310,7 @@ class KubeStore:
     def _known(self, reason: Retryable, own: KubeNode | None = None) -> Saved:
         """Return the saved nodes, with ``own`` for ours if the API server has told it.
 
-        Raises ``reason`` if there are none, if the server refuses for good, or if our node was made anew.
+        Raises ``reason`` if there are none, if the server refuses for good, or if our node was recreated.
         """
         saved = self._saved or self._state.load()
         is_final = isinstance(reason, ApiRefusal) and not reason.is_passing
