@@ -357,13 +357,18 @@ def uplink_choice(facts: Facts) -> Iterator[Finding]:
 def pinned_neighbours(facts: Facts) -> Iterator[Finding]:
     silent = {str(each.target) for each in facts.paths if each.name == "underlay" and each.carried is None}
     nodes = {ip for peer in (facts.peers if facts.pinned else ()) for ip in peer.public_ips}
-    own = {link.mac for link in facts.links}
-    right = {address: own for _, address in facts.addresses}
-    right |= {each.address: {each.mac} for each in facts.containers}
-    inside = [(each.path, pin) for each in facts.containers for pin in each.pinned]
-    for path, pin in dict.fromkeys([*(("", each) for each in facts.pinned), *inside]):
+    macs = {link.name: link.mac for link in facts.links}
+    own = {address for _, address in facts.addresses}
+    right = {each.address: {each.mac} for each in facts.containers}
+    pins = {("", pin): set(macs.values()) for pin in facts.pinned}
+    for each in facts.containers:  # a container's packets arrive at its bridge or at its port of that
+        pins |= {
+            (each.path, pin): {macs.get(each.attached_to, ""), macs.get(each.port, "")} for pin in each.pinned
+        }
+    for (path, pin), ways in pins.items():
         address, is_node = str(pin.address), pin.device == facts.status.uplink_name and not path
-        if address not in nodes if is_node else pin.mac in right.get(pin.address, {pin.mac}):
+        fitting = ways if pin.address in own else right.get(pin.address, {pin.mac})
+        if address not in nodes if is_node else pin.mac in fitting:
             continue
         yield Finding(
             f"the MAC address of {address} is fixed by hand: {pin.mac}",

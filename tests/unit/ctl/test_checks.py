@@ -395,6 +395,11 @@ CASES: dict[str, list[Facts]] = {
         replace(WELL, pinned=(Neighbor("eth0", ip_address("192.0.2.2"), MAC),)),
         replace(container(mac=MAC), pinned=(Neighbor("cni0", CONTAINER.address, OTHER_MAC),)),
         container(pinned=(Neighbor("eth0", ip_address("10.5.1.1"), OTHER_MAC),)),
+        # That of another of our devices: nothing arrives there.
+        replace(
+            container(pinned=(Neighbor("eth0", ip_address("10.5.1.1"), OTHER_MAC),)),
+            links=(flannel(mac=OTHER_MAC), bridge("cni0", 1450)),
+        ),
     ],
     "duplicate addresses": [
         replace(WELL, claims=claims)
