@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime, timedelta
 from pathlib import Path
+from subprocess import TimeoutExpired
 from typing import Any
 
 from tests.lab import Namespace, wait_for
@@ -49,6 +50,7 @@ class Keeper:
         everything = {
             **os.environ,
             "PYTHONPATH": str(ROOT),
+            "PYTHONFAULTHANDLER": "1",
             "XTABLES_LOCKFILE": str(host.lock),
             **environment,
         }
@@ -93,7 +95,12 @@ class Keeper:
     def stop(self) -> None:
         """Ask it to end and wait for that."""
         self._process.send_signal(signal.SIGTERM)
-        self._process.wait(60)
+        try:
+            self._process.wait(60)
+        except TimeoutExpired:
+            self._process.send_signal(signal.SIGABRT)  # tells where its threads are
+            self._process.wait()
+            raise AssertionError(f"it does not end:\n{self.log()}") from None
 
     def wait(self) -> int:
         return self._process.wait(60)

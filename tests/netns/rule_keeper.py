@@ -6,6 +6,7 @@ the rules were set.
 
 from __future__ import annotations
 
+import _thread
 import json
 import signal
 import sys
@@ -57,7 +58,8 @@ def main(given: dict[str, Any]) -> int:
 
     settings = FirewallSettings(nets, former, purpose, **given)
     firewall = Firewall(settings, stop=stop, make_loop=loop, nodes=addresses)
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    # By a thread: the handler may interrupt the wait below while it holds the lock of ``stop``.
+    signal.signal(signal.SIGTERM, lambda *_: _thread.start_new_thread(stop.set, ()))
     try:
         firewall.prepare(clock.now())
         firewall.leases_changed()
@@ -66,7 +68,8 @@ def main(given: dict[str, Any]) -> int:
         return 1
     thread = threading.Thread(target=firewall.run)
     thread.start()
-    stop.wait()
+    while not stop.wait(0.2):  # one without end is not ended by a signal that comes just before it
+        pass
     firewall.cancel()
     thread.join()
     firewall.close()
