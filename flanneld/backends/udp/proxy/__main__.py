@@ -49,7 +49,8 @@ class ProxyServer:
         self._peers: dict[IPv4Network, IPv4Address] = {}
         self._connections: dict[int, socket.socket] = {}
         self._thread = threading.Thread(target=self._carry, daemon=True)
-        self._ended = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        #: What is written here ends a wait of ``serve``.
+        self._wakeups, self.waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         #: True or False once the proxy ends: the device stays, or is removed.
         self._device_stays: bool | None = None
         self._change(control.PUT, peers)
@@ -57,14 +58,14 @@ class ProxyServer:
     def end(self) -> None:
         """End the proxy and remove the device. May be called from a signal handler."""
         self._device_stays = False
-        os.eventfd_write(self._ended, 1)
+        os.write(self.waker, b"\0")
 
     def serve(self) -> bool:
         """Serve until the proxy ends. Return True if the device should stay."""
         self._thread.start()
         poll = select.poll()
         poll.register(self._listener, select.POLLIN)
-        poll.register(self._ended, select.POLLIN)
+        poll.register(self._wakeups, select.POLLIN)
         while self._device_stays is None:
             for fd, _ in poll.poll():
                 if fd == self._listener.fileno():
@@ -86,7 +87,7 @@ class ProxyServer:
             self._say_farewell(f"the {self._plane.name} data plane: {text}")
         if self._device_stays is None:
             self._device_stays = True
-        os.eventfd_write(self._ended, 1)
+        os.write(self.waker, b"\0")
 
     def _say_farewell(self, reason: str) -> None:
         for connection in tuple(self._connections.values()):
@@ -171,6 +172,7 @@ def main() -> int:
         server.end()
 
     signal.signal(signal.SIGTERM, end)
+    signal.set_wakeup_fd(server.waker)  # a signal just before a wait would not end that
     with suppress(BrokenPipeError):  # If the daemon was killed, the next one adopts this process.
         print(READY, flush=True)  # noqa: T201
     _close_output()
