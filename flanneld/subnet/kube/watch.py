@@ -34,6 +34,9 @@ _VERY_SHORT = 1.0
 #: Seconds without contact after which the API server may have lost its history. Restoring its store from a
 #: backup takes longer, because the server must be stopped and started.
 LONGEST_SILENCE = 2.0
+#: Seconds after a restored store in which each lost watch is followed by a list: whoever put back one backup
+#: may try another, and its version may have overtaken ours.
+_WARY = 60.0
 #: Seconds for the first list of all nodes, after which the saved ones serve until it is there.
 _FIRST_LIST = 5.0
 #: Longest pauses in seconds by kind of failure; jitter adds up to as much. Attempts put no load on an absent
@@ -114,6 +117,8 @@ class WatchMemory:
     def __init__(self, make_backoff: Callable[[], Backoff]) -> None:
         #: When a list or a watch last brought data, or a watch ended regularly; minus infinity to list.
         self.heard_at = -math.inf
+        #: When the API server's store was last found to be restored.
+        self.restored_at = -math.inf
         #: Function that returns what to deliver if the first list fails or is late; None afterwards.
         self.substitute: Callable[[Retryable], list[Event]] | None = None
         self.backoffs = backoffs(make_backoff)
@@ -187,14 +192,16 @@ class NodeSource:
             self._fall_back(reason)
             if isinstance(reason, RelistNeeded | InvalidWatchData | NoAnswer):
                 self._memory.heard_at = -math.inf
+            if isinstance(reason, Restored):
+                self._memory.restored_at = clock.now()
             raise
 
     def _begin(self, version: str | None) -> tuple[list[Event], str]:
         self._began_at = ""
-        if version is None or clock.now() - self._memory.heard_at > LONGEST_SILENCE:
+        now, memory = clock.now(), self._memory
+        if version is None or now - memory.heard_at > LONGEST_SILENCE or now - memory.restored_at < _WARY:
             return self._list()
-        self._compare(version)
-        return self._watch(version)
+        return self._compare(version), self._watch(version)[1]
 
     def _list(self) -> tuple[list[Event], str]:
         nodes: list[KubeNode] = []
@@ -224,15 +231,23 @@ class NodeSource:
         if substitute is not None:
             self._deliver(substitute(reason))
 
-    def _compare(self, version: str) -> None:
-        """Raise ``Restored`` if the API server is behind ``version`` or does not have our node's uid."""
+    def _compare(self, version: str) -> list[Event]:
+        """Raise ``Restored`` if the API server is behind ``version`` or does not have our node's uid.
+
+        Our node is taken in once more: a backup may lack only what we wrote since ``version``.
+        """
         own = self._handler.own
         selector = _selector(own.name) if own else {}
         page = self._api.get(NODES, self._alive, limit="1", **selector)
         if is_behind(_version_of(page), version):
             raise Restored("the API server's version went back; was its store restored?")
-        if own and own.uid not in {node.uid for node in self._read(items(page)) if node.name == own.name}:
+        ours = (
+            node for node in self._read(items(page)) if own and (node.name, node.uid) == (own.name, own.uid)
+        )
+        found = next(ours, None)
+        if own and not found:
             raise Restored(f"the API server has another node {own.name} than before, or none")
+        return self._handler.seen(found) if found else []
 
     def _read(self, found: list[Any]) -> Iterator[KubeNode]:
         for item in found:

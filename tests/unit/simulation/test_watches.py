@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from ipaddress import IPv4Address
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from flanneld.config import parse
 from flanneld.errors import Cancelled
@@ -172,14 +174,14 @@ class KubeWatch:
         for number in (1, 2):
             self.register(number)
         options = KubeOptions("http://127.0.0.1:1", "", DEFAULT_PREFIX, str(net_config), "")
-        manager = KubeStore(
+        self.store = store = KubeStore(
             options,
             {"NODE_NAME": "n1"},
             open_api=lambda *_: SimulatedApi(self.server, lambda: None),  # type: ignore[arg-type]
         )
-        manager.acquire(parse(json.dumps(CONFIG)), LeaseAttrs(backend_type="host-gw"), (None, None))
+        store.acquire(parse(json.dumps(CONFIG)), LeaseAttrs(backend_type="host-gw"), (None, None))
         self.events: list[Event] = []
-        self.machine = manager.node_watch(self.events.extend)
+        self.machine = store.node_watch(self.events.extend)
 
     def register(self, number: int) -> None:
         self.server.add_node(f"n{number}", f"10.0.{number}.0/24")
@@ -235,6 +237,44 @@ def test_lost_history_of_the_nodes_is_listed_again_after_a_pause(nodes: KubeWatc
     nodes.world.time = nodes.due
     more = ["10.0.3.0/24", "10.0.4.0/24"] if happens == "compacted" else []
     assert nodes.step() == [f"all: {', '.join(['10.0.1.0/24', '10.0.2.0/24', *more])}"]
+
+
+def test_a_second_backup_is_noticed_although_its_version_has_overtaken_ours(nodes: KubeWatch) -> None:
+    nodes.step()
+    nodes.step()  # opens the watch
+    nodes.register(3)
+    assert nodes.step() == ["+10.0.3.0/24"]
+    nodes.server.restore(2)
+    nodes.step()
+    nodes.step()
+    nodes.world.time = nodes.due
+    assert nodes.step() == ["all: 10.0.1.0/24, 10.0.2.0/24"]
+    nodes.step()
+    nodes.register(3)
+    assert nodes.step() == ["+10.0.3.0/24"]
+    nodes.server.restore(2)
+    nodes.register(4)
+    assert [nodes.step() for _ in range(2)] == [[], ["all: 10.0.1.0/24, 10.0.2.0/24, 10.0.4.0/24"]]
+
+
+def test_annotations_that_a_backup_lacks_are_missed_also_at_the_version_we_know(nodes: KubeWatch) -> None:
+    told: list[Event] = []
+    own_step = nodes.store.own_watch_step(told.extend, lambda: None)
+    nodes.step()
+    nodes.step()  # opens the watch
+    own_step(nodes.world.time)
+    (event,) = told
+    assert isinstance(event, Added)
+    attrs = replace(event.lease.attrs, public_ip=IPv4Address("172.16.0.9"))
+    nodes.store.renew(replace(event.lease, attrs=attrs))
+    nodes.world.time += 1.5
+    nodes.server.restore(1)  # before the watch told of it
+    told.clear()
+    assert [nodes.step() for _ in range(2)] == [[], []]
+    own_step(nodes.world.time)
+    (event,) = told
+    assert isinstance(event, Added)
+    assert event.lease.attrs == LeaseAttrs(), "overwritten"
 
 
 def test_pauses_grow_while_the_api_server_is_down_and_a_reconnect_ends_one(nodes: KubeWatch) -> None:
