@@ -85,6 +85,7 @@ def test_a_repair_tells_command_and_duration_also_after_a_restart(lab: Lab) -> N
             return re.search(rf"Restored route .*, (\d+ ms|\d+\.\d s) after a change by {who}$", line)
 
         said = wait_for(told, PATIENCE, "the command to be told")
+        assert said
     node.kill()
     node.start()
     node.wait_ready()

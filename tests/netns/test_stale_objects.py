@@ -401,6 +401,7 @@ def test_a_device_without_a_record_of_this_boot_is_left_and_named(lab: Lab, lost
     reconfigure(lab, node, VNI_7)
     assert len(node.wait_for_log("Left alone: flannel.1 has an address in our network")) == 1
     assert node.link("flannel.1")
+    node.wait_ready()
     done = node.run(
         str(ROOT / ".venv/bin/flannelctl"), "doctor", f"--subnet-file={node.subnet_file}", check=False
     )
