@@ -148,10 +148,7 @@ def _run_errand(wanted: Options, environ: Mapping[str, str]) -> int:
     try:
         return 0 if errand(wanted, environ) else 1
     except FlannelError as failure:
-        sys.stderr.write(f"flanneld: {failure}\n")
-        return 1
-    finally:
-        sys.stdout.flush()
+        return _print(f"flanneld: {failure}\n", status=1)
 
 
 # Each module is imported by the only action that needs it.
@@ -166,13 +163,13 @@ def _clean_up(wanted: Options, _environ: Mapping[str, str]) -> bool:
         from flanneld.subnet.cni_conf import is_flannelds
 
         more += filter(is_flannelds, [Path(wanted.cni_conf)])
-    return clean_up(Path(wanted.subnet_file), more, print, everything=wanted.all, dry_run=wanted.dry_run)
+    return clean_up(Path(wanted.subnet_file), more, _say, everything=wanted.all, dry_run=wanted.dry_run)
 
 
 def _migrate(wanted: Options, _environ: Mapping[str, str]) -> bool:
     from flanneld.subnet.copy import migrate
 
-    return migrate(etcd_options(wanted), print, dry_run=wanted.dry_run)
+    return migrate(etcd_options(wanted), _say, dry_run=wanted.dry_run)
 
 
 def _plan(wanted: Options, environ: Mapping[str, str]) -> bool:
@@ -180,7 +177,7 @@ def _plan(wanted: Options, environ: Mapping[str, str]) -> bool:
 
     # Only warnings: the info lines of a startup would report changes that a dry run does not make.
     logging.getLogger().setLevel(logging.WARNING)
-    print_plan(wanted, open_store(wanted, environ), print)
+    print_plan(wanted, open_store(wanted, environ), _say)
     return True
 
 
@@ -191,6 +188,14 @@ def _warn_of_unknown_variables(environ: Mapping[str, str]) -> None:
     for name, why in options.WITHOUT_EFFECT.items():
         if name in environ:
             log.info("%s has no effect: %s", name, why)
+
+
+def _say(text: str) -> None:
+    """Print a line. What was begun is done to its end, also if nobody reads on, as with ``| head``."""
+    try:
+        print(text, flush=True)  # noqa: T201 - what an errand is for
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _print(text: str, *, status: int) -> int:
