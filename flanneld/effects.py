@@ -139,7 +139,7 @@ def _kernel_tables(
 
         found += stale_tables(networks)
     if processes.CHARON_PID_FILE.exists():
-        from flanneld.backends.ipsec.table_charon import stale_charon  # the same
+        from flanneld.backends.ipsec.tables import stale_charon  # the same
 
         found += stale_charon()
     return found

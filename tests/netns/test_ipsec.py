@@ -39,7 +39,7 @@ DEVICE = "flannel-ipsec"
 #: Seconds: two readings of charon, one of which waits for an answer as long as it may.
 SOON = 40
 SELDOM = """
-from flanneld.backends.ipsec.table_connections import ConnectionTable
+from flanneld.backends.ipsec.tables import ConnectionTable
 from flanneld.main import main
 
 ConnectionTable.audit = 3600.0

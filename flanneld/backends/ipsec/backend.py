@@ -123,8 +123,8 @@ class Ipsec(Backend):
 
     def tables(self) -> tuple[Table, ...]:
         """Return the tables of the kernel's policies, of charon, and of its keys and connections."""
-        from flanneld.backends.ipsec.table_charon import CharonTable  # imported only by users of this backend
-        from flanneld.backends.ipsec.table_connections import ConnectionTable
+        # Imported only by users of this backend.
+        from flanneld.backends.ipsec.tables import CharonTable, ConnectionTable
         from flanneld.network.xfrm_table import XfrmPolicyTable
 
         connections = ConnectionTable(self._network, self._call)

@@ -10,8 +10,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from flanneld.backends.ipsec.resources import Charon, IkeConnection, SharedKey
-from flanneld.backends.ipsec.table_charon import CharonTable
-from flanneld.backends.ipsec.table_connections import ConnectionTable
+from flanneld.backends.ipsec.tables import CharonTable, ConnectionTable
 from flanneld.model import Secret
 from flanneld.network.xfrm import guards, tunnel_policies
 from flanneld.network.xfrm_table import XfrmPolicyTable

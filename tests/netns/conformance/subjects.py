@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from flanneld.backends.cloud.routes import CloudForwardingTable
-from flanneld.backends.ipsec.table_charon import CharonTable, StaleCharonTable
+from flanneld.backends.ipsec.tables import CharonTable, StaleCharonTable
 from flanneld.diagnostics.plan import RecordingTable
 from flanneld.network.firewall.guard import GuardTable
 from tests.conformance.suite import Subject

@@ -9,8 +9,7 @@ from typing import Any
 from flanneld.backends import registry
 from flanneld.backends.contract import Host
 from flanneld.backends.ipsec.backend import Ipsec
-from flanneld.backends.ipsec.table_charon import CharonTable
-from flanneld.backends.ipsec.table_connections import ConnectionTable
+from flanneld.backends.ipsec.tables import CharonTable, ConnectionTable
 from flanneld.backends.wireguard import keys
 from flanneld.backends.wireguard.backend import WireGuardBackend
 from flanneld.backends.wireguard.keys import AllowedIp, DeviceKey, WgPeer

@@ -26,7 +26,7 @@ from flanneld.backends.ipsec.resources import (
     owner_of,
     session_of,
 )
-from flanneld.backends.ipsec.table_connections import ConnectionTable
+from flanneld.backends.ipsec.tables import ConnectionTable
 from flanneld.backends.ipsec.vici import sections
 from flanneld.config import parse
 from flanneld.errors import Fatal, Refused

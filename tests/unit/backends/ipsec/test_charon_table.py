@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flanneld.backends.ipsec.table_charon import CharonTable
+from flanneld.backends.ipsec.tables import CharonTable
 from tests.calls import at_once
 
 

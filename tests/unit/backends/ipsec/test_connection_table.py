@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from flanneld.backends.ipsec import table_connections, vici
+from flanneld.backends.ipsec import tables, vici
 from flanneld.backends.ipsec.resources import IkeConnection, SharedKey
-from flanneld.backends.ipsec.table_connections import ConnectionTable
+from flanneld.backends.ipsec.tables import ConnectionTable
 from flanneld.backends.ipsec.vici import PacketType
 from flanneld.model import Secret
 from flanneld.runtime import clock
@@ -123,7 +123,7 @@ class FakeAssociations:
 
 @pytest.fixture
 def charon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCharon]:
-    monkeypatch.setattr(table_connections, "Associations", FakeAssociations)
+    monkeypatch.setattr(tables, "Associations", FakeAssociations)
     found = FakeCharon(tmp_path / "vici")
     yield found
     found.close()
