@@ -6,7 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from urllib.parse import quote
 
 from msgspec import Struct
@@ -17,8 +17,10 @@ from flanneld.backends.contract import HostServices
 from flanneld.errors import FlannelError, Retryable, remembered
 from flanneld.runtime import clock
 from flanneld.runtime.clock import random_fraction
-from flanneld.runtime.sockets.http_client import HttpAnswer, HttpRequest
 from flanneld.runtime.waits import Backoff
+
+if TYPE_CHECKING:
+    from flanneld.runtime.sockets.http_client import HttpAnswer, HttpRequest
 
 #: Name of the worker thread for calls.
 WORKER = "cloud"
@@ -184,6 +186,8 @@ class Metadata:
         return {**self._headers, self._token.header: answer.body.decode(errors="replace").strip()}
 
     def _ask(self, method: str, path: str, headers: Mapping[str, str]) -> HttpAnswer:
+        from flanneld.runtime.sockets.http_client import HttpRequest
+
         url = f"{self._url}/{quote(path, safe='/:')}"
         request = HttpRequest(method, url, headers, timeout=_TIME_LIMIT, longest=1 << 16, harmless=True)
         try:

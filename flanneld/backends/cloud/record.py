@@ -25,7 +25,6 @@ from flanneld.compat.json import Fields
 from flanneld.errors import Fatal, FlannelError, cause_of
 from flanneld.runtime import files
 from flanneld.runtime.logs import Once
-from flanneld.runtime.sockets.http_client import HttpClient
 from flanneld.runtime.waits import DetachedCalls
 
 log = logging.getLogger(__name__)
@@ -149,6 +148,7 @@ def _removed(record: Record, recorded: Recorded, entry: CloudTableEntry) -> bool
 def connect(recorded: Recorded) -> Cloud:
     """Return a client of the cloud that a record names. Raises ``FlannelError``."""
     from flanneld.backends.cloud.backend import CloudFactory  # it imports this module
+    from flanneld.runtime.sockets.http_client import HttpClient
 
     stop = threading.Event()
     services = HostServices(http=HttpClient(stop).ask, call=DetachedCalls(stop).run)

@@ -1,21 +1,98 @@
-"""HTTP client of backends, with limits on time and size, interrupted when the daemon stops."""
+"""urllib3 on sockets that can be cut: connection pools, and the HTTP client of backends.
+
+Loading urllib3 takes 20 ms and 5 MiB, so this module is imported when a request is made. The kubernetes
+package brings its own credentials to the pools.
+"""
 
 from __future__ import annotations
 
+import ssl
 import threading
 import time
-from collections.abc import Mapping
-from http.client import HTTPException
+from collections.abc import Callable, Mapping
+from http.client import HTTPException, HTTPResponse
+from socket import socket
+from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from msgspec import Struct, field
+from urllib3 import HTTPConnectionPool, HTTPSConnectionPool
+from urllib3.connection import HTTPConnection, HTTPSConnection
+from urllib3.exceptions import HTTPError, ReadTimeoutError
+from urllib3.response import BaseHTTPResponse
+from urllib3.util.ssl_ import create_urllib3_context, resolve_cert_reqs
 
 from flanneld.errors import Cancelled, Fatal, Retryable
-from flanneld.runtime.sockets.http_connection import failure_text
-from flanneld.runtime.sockets.interruptible import InterruptibleSocket, Unreachable
+from flanneld.runtime.sockets.http_connection import Response, failure_text
+from flanneld.runtime.sockets.interruptible import InterruptibleSocket, Unreachable, no_heartbeat
 
 #: Seconds between checks of the stop event.
 _LOOK_AT_STOP = 0.1
+
+
+class _Connection(HTTPConnection):
+    def __init__(self, *args: Any, interruptible_socket: InterruptibleSocket, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._interruptible_socket = interruptible_socket
+        self.beneath: Response | None = None
+
+    def response_class(  # type: ignore[override] # http.client only calls it
+        self, sock: socket, *args: Any, **kwargs: Any
+    ) -> HTTPResponse:
+        self.beneath = Response.of(sock, None, *args, **kwargs)
+        return self.beneath
+
+    def _new_conn(self) -> socket:
+        return self._interruptible_socket.connect(self._dns_host, self.port or 0, float(self.timeout or 0))
+
+
+class _TlsConnection(_Connection, HTTPSConnection):
+    pass
+
+
+class Pool(HTTPConnectionPool):
+    """Connection pool on an ``InterruptibleSocket``, given as argument; so is ``TlsPool``."""
+
+    ConnectionCls = _Connection
+
+
+class TlsPool(HTTPSConnectionPool):
+    """Pool that trusts each authority that Go trusts: since Python 3.13 the default refuses some of them."""
+
+    ConnectionCls = _TlsConnection
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        context = create_urllib3_context(cert_reqs=resolve_cert_reqs(self.cert_reqs))
+        context.verify_flags &= ~ssl.VERIFY_X509_STRICT
+        if not (self.ca_certs or self.ca_cert_dir):
+            context.load_default_certs()
+        self.conn_kw["ssl_context"] = context
+
+
+def beneath(response: BaseHTTPResponse) -> Response:
+    """Return the response beneath urllib3's. Reading that one would take twice as long for a short piece."""
+    connection = response.connection
+    assert isinstance(connection, _Connection)
+    assert connection.beneath is not None
+    return connection.beneath
+
+
+def cause_beneath(error: HTTPError) -> Exception:
+    """Return the exception of the connection that urllib3's wraps."""
+    if isinstance(error, ReadTimeoutError):
+        return TimeoutError()
+    cause = error.args[-1] if error.args else error
+    return cause if isinstance(cause, OSError | HTTPException) else Unreachable(str(error))
+
+
+def body_of(
+    response: BaseHTTPResponse, alive: Callable[[], None] = no_heartbeat, longest: int | None = None
+) -> bytes:
+    """Return the whole body as ``Response.whole`` does, and the connection to its pool."""
+    body = beneath(response).whole(alive, longest)
+    response.release_conn()
+    return body
 
 
 class HttpRequest(Struct, frozen=True, gc=False):
@@ -82,10 +159,6 @@ class HttpClient:
 def _exchange(
     request: HttpRequest, url: SplitResult, interruptible_socket: InterruptibleSocket
 ) -> HttpAnswer:
-    from urllib3.exceptions import HTTPError  # takes 30 ms, so imported on demand
-
-    from flanneld.runtime.sockets.connection_pools import Pool, TlsPool, body_of, cause_beneath
-
     host = url.hostname or ""
     pool: Pool | TlsPool
     if url.scheme == "https":

@@ -22,7 +22,7 @@ from msgspec import Struct
 from flanneld.errors import Fatal, Retryable, install_command
 from flanneld.runtime.imports import defer
 from flanneld.runtime.logs import Once
-from flanneld.runtime.sockets.connection_pools import Pool, TlsPool
+from flanneld.runtime.sockets.http_client import Pool, TlsPool
 from flanneld.runtime.sockets.interruptible import InterruptibleSocket
 
 log = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from flanneld import __version__
 from flanneld.compat.glog import V
 from flanneld.errors import NoAnswer, Retryable
 from flanneld.runtime import clock
-from flanneld.runtime.sockets.connection_pools import beneath, body_of, cause_beneath
+from flanneld.runtime.sockets.http_client import beneath, body_of, cause_beneath
 from flanneld.runtime.sockets.http_connection import BROKEN, LiveBody, failure_text
 from flanneld.runtime.sockets.interruptible import InterruptibleSocket, TooSlow, Unreachable, no_heartbeat
 from flanneld.subnet.kube.access import Access, ApiSession

@@ -120,9 +120,10 @@ def test_etcd_without_grpc_does_not_load_its_library() -> None:
     assert not {"grpc", "flanneld.subnet.etcd.grpc"} & loaded
 
 
-def test_etcds_v3_api_and_lease_servers_need_no_urllib3() -> None:
-    loaded = loaded_after("import flanneld.subnet.etcd.v3, flanneld.subnet.remote.store")
-    assert "flanneld.subnet.etcd.carriers" in loaded
+def test_only_requests_of_backends_and_the_clients_of_two_stores_need_urllib3() -> None:
+    others = ("fleet", "subnet.etcd.v3", "subnet.remote.store", "backends.cloud.aws")
+    loaded = loaded_after("".join(f"import flanneld.{each}\n" for each in others))
+    assert "flanneld.backends.cloud.record" in loaded
     assert not {"urllib3", "requests", "etcd"} & loaded
 
 
@@ -141,7 +142,7 @@ def test_etcd_without_tls_needs_neither_openssl_nor_urllib3() -> None:
 
 
 def test_neither_a_backend_of_ours_nor_http_looks_through_installed_packages() -> None:
-    program = "import flanneld.runtime.sockets.connection_pools\n"
+    program = "import flanneld.runtime.sockets.http_client\n"
     program += "from flanneld.backends.registry import load\nload('vxlan')"
     loaded = loaded_after(program)
     assert {"flanneld.backends.vxlan", "urllib3.connectionpool"} <= loaded
