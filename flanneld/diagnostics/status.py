@@ -430,9 +430,8 @@ def _parsed(parse: Callable[[Any], Value], told: object) -> Value:
 
 
 def store_kind(name: str) -> str:
-    """Return the kind of store out of its name, without its address; for etcd with its API."""
-    for start, kind in (("Kubernetes ", "kubernetes"), ("flannel server ", "remote"), ("store ", "file")):
-        if name.startswith(start):
-            return kind
-    apis = re.findall(r"\betcd (v[23]) at ", name)
-    return f"etcd {'+'.join(sorted(apis))}" if apis else "etcd"
+    """Return the kind of store, the first word of its name, without its address; for etcd with its API."""
+    if apis := re.findall(r"\betcd (v[23]) at ", name):
+        return f"etcd {'+'.join(sorted(apis))}"
+    first = name.partition(" ")[0].lower()
+    return {"flannel": "remote", "store": "file"}.get(first, first)

@@ -51,6 +51,7 @@ def test_answers_are_limited_and_come_back_with_time() -> None:
         ("Kubernetes at 192.0.2.1", "kubernetes"),
         ("flannel server 192.0.2.1:8888", "remote"),
         ("store /var/lib/flannel/leases.db", "file"),
+        ("Consul at 192.0.2.1", "consul"),
     ],
 )
 def test_kind_of_store_tells_no_address(name: str, kind: str) -> None:
