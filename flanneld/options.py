@@ -249,16 +249,9 @@ class Options(Struct, frozen=True):
     set_node_network_unavailable: bool = _flag(
         "set-node-network-unavailable", True, "clear the node's NetworkUnavailable condition"
     )
-    removal_guard: bool = _flag(
-        "removal-guard",
-        True,
-        "relist the leases before removing most peers at once",
-    )
+    removal_guard: bool = _flag("removal-guard", True, "relist the leases before removing most peers at once")
     peer_probes: int = _flag(
-        "peer-probes",
-        0,
-        "ICMP probes to peers per minute (0: off)",
-        option_values.probes,
+        "peer-probes", 0, "ICMP probes to peers per minute (0: off)", option_values.probes
     )
     follow_path_mtu: bool = _flag(
         "follow-path-mtu",
