@@ -237,8 +237,7 @@ def join(
 
 def desired(member: Member, effects: Effects) -> LocalNode:
     """Return the node to maintain: the backend's resources, and those that the options add."""
-    last_run = member.last_run
-    ranges = (*member.uplink_manager.ranges, *last_run.former)
+    ranges = (*member.uplink_manager.ranges, *member.last_run.former)
     networks = list(dict.fromkeys(network for network, _ in ranges))
     # Packets for a container that has gone must not go round between this host and its gateway.
     blackholes = member.lease.key if member.options.ip_blackhole_route else ()
@@ -253,18 +252,12 @@ def desired(member: Member, effects: Effects) -> LocalNode:
         member.monitor,
         member.uplink_manager,
         member.lease,
+        member.last_run,
         lambda stale: effects.kernel_tables(member.kernel, stale, networks, options),
         extras=tuple(Blackhole(net) for net in blackholes if net is not None),
-        former=last_run.former,
-        devices=last_run.devices,
-        adopts=last_run.adopts,
-        adopted=last_run.adopted,
-        record=last_run.record,
         beside=beside,
         once_synced=once_synced,
         store=member.manager,
-        store_addresses=last_run.store_addresses,
-        store_tried=last_run.store_tried,
     )
 
 

@@ -91,10 +91,7 @@ class Controller:
         )
         self._left_behind = LeftBehind(
             node.kernel,
-            node.devices,
-            node.record,
-            adopts=bool(node.adopts or node.adopted),
-            former=node.former,
+            node.last_run,
             nets=paired([network for network, _ in node.ranges], node.lease.key),
         )
         self._sweep = Sweep(self.peers, self.tables, permits, self._left_behind, removal_guard)
@@ -296,8 +293,8 @@ def _first_domain(node: LocalNode) -> Domain:
         node.uplink_manager.uplink.name,
         frozenset(),
         node.ranges,
-        tuple(dict.fromkeys(network for network, _ in node.former)),
-        unmarked=node.adopts,
-        adopted=node.adopted,
+        tuple(dict.fromkeys(network for network, _ in node.last_run.former)),
+        unmarked=node.last_run.adopts,
+        adopted=node.last_run.adopted,
         by_name=not node.uplink_manager.backend.makes_routes,
     )

@@ -28,13 +28,12 @@ from flanneld.network.rtnetlink.messages import RTN_UNICAST
 from flanneld.network.uplink_election import InterfaceChoice, elect, keep
 from flanneld.network.uplink_facts import route_to, survey
 from flanneld.options import Options
-from flanneld.reconcile.last_run import Device, LastRun, StoreAddress
+from flanneld.reconcile.last_run import LastRun
 from flanneld.runtime.clock import random_bytes
 from flanneld.runtime.logs import Once
 from flanneld.state.resources import Link, Resource
 from flanneld.state.table import Table
 from flanneld.subnet.store import Store
-from flanneld.subnet.subnet_file import NetworkAndSubnet
 
 if TYPE_CHECKING:
     from flanneld.runtime.command import Finished
@@ -274,10 +273,7 @@ class LocalNode(Struct, frozen=True):
     """Kernel, uplink and lease of this node, and the record of its last run.
 
     ``kernel_tables`` returns the kernel's tables in the order of creation; its argument names stale devices.
-    ``extras`` are desired in addition to the backend's objects. Earlier runs may have left ``devices``, and
-    objects of ``former`` networks, each with our subnet there. ``adopts`` is True if another flanneld ran
-    here before; ``adopted`` are the destinations of its routes that were kept. ``record`` keeps fields of
-    ``RunRecord``, such as ``store_addresses`` and ``store_tried``. ``store`` is None if no lease can cut this
+    ``extras`` are desired in addition to the backend's objects. ``store`` is None if no lease can cut this
     node off from it.
     """
 
@@ -285,19 +281,13 @@ class LocalNode(Struct, frozen=True):
     monitor: HostMonitor
     uplink_manager: UplinkManager
     lease: Lease
+    last_run: LastRun
     kernel_tables: KernelTables
     extras: tuple[Resource, ...] = ()
-    former: tuple[NetworkAndSubnet, ...] = ()
-    devices: tuple[Device, ...] = ()
-    adopts: bool = False
-    adopted: frozenset[IPNetwork] = frozenset()
-    record: Callable[..., None] = lambda **_: None
     #: What each followed lease needs beside the backend's objects, and what is made once all are known.
     beside: Callable[[Lease], Iterable[Resource]] | None = None
     once_synced: tuple[Resource, ...] = ()
     store: Store | None = None
-    store_addresses: tuple[StoreAddress, ...] = ()
-    store_tried: int = 0
 
     @property
     def ranges(self) -> tuple[tuple[IPNetwork, int], ...]:

@@ -51,8 +51,8 @@ class StoreWatch:
     def __init__(self, node: LocalNode, followed: Callable[[Key], Resource | None]) -> None:
         self._node = node
         self._followed = followed
-        self._known = node.store_addresses
-        self._tried = node.store_tried
+        self._known = node.last_run.store_addresses
+        self._tried = node.last_run.store_tried
         self._trial: frozenset[IPAddress] = frozenset()
         self._has_reconnected = False
         self.due = math.inf
@@ -74,7 +74,7 @@ class StoreWatch:
             self._try_without(ways, now)
         if known != self._known:
             self._known = known
-            self._node.record(store_addresses=known)
+            self._node.last_run.record(store_addresses=known)
         return [
             _obstacle(each.address, ways[each.address])
             for each in known
@@ -92,7 +92,7 @@ class StoreWatch:
             return
         self._trial, self._tried, self.due = frozenset(found), int(clock.wall()), now + TRIAL
         self._has_reconnected = False
-        self._node.record(store_tried=self._tried)
+        self._node.last_run.record(store_tried=self._tried)
         for address, subnet in found.items():
             log.warning(TRIED, address, subnet, TRIAL)
 

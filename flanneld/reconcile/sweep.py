@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 
 from msgspec.structs import replace
@@ -15,7 +15,7 @@ from flanneld.model import IPNetwork, lies_in
 from flanneld.network.host import HostKernel
 from flanneld.network.rtnetlink.links import is_flannels
 from flanneld.reconcile import last_run
-from flanneld.reconcile.last_run import Device
+from flanneld.reconcile.last_run import Device, LastRun
 from flanneld.reconcile.peers import Peers
 from flanneld.reconcile.worker import NodeTables
 from flanneld.state.permits import Permits, RemovalGuard
@@ -31,32 +31,28 @@ _FEW = 10
 
 
 class LeftBehind:
-    """Objects that earlier runs left: ``devices``, and routes to adopt.
+    """Devices that earlier runs left, and routes to adopt.
 
-    ``record`` keeps fields of ``last_run.RunRecord`` for the next run. ``adopts`` is True if routes of
-    another flanneld are looked for or were kept. ``former`` are the networks of earlier runs, ``nets`` those
-    of this one, each with our subnet. Every method but the first may raise ``OSError``.
+    ``nets`` are the networks of this run, each with our subnet. Every method but ``take_back`` may
+    raise ``OSError``.
     """
 
     def __init__(
         self,
         kernel: HostKernel,
-        devices: tuple[Device, ...],
-        record: Callable[..., None],
-        *,
-        adopts: bool,
-        former: Iterable[NetworkAndSubnet] = (),
+        last_run: LastRun,
         nets: tuple[NetworkAndSubnet, ...] = (),
     ) -> None:
         self._kernel = kernel
         self._nets = nets
-        self._outside = tuple(each for each in former if each[0] not in dict(nets))
+        self._outside = tuple(each for each in last_run.former if each[0] not in dict(nets))
         #: Networks that the kernel may have objects of; None before the sweep. From any thread.
         self.networks: tuple[NetworkAndSubnet, ...] | None = None
-        self._devices = devices
+        self._devices = last_run.devices
         self._own: list[Device] = []
-        self._record = record
-        self._adopts = adopts
+        self._record = last_run.record
+        #: True if routes of another flanneld are looked for or were kept.
+        self._adopts = bool(last_run.adopts or last_run.adopted)
 
     def stale_links(self) -> list[Link]:
         """Return the devices of earlier configurations."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from ipaddress import IPv4Address, IPv4Network
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from flanneld.model import Cached, IPAddress, Lease, LeaseAttrs, Snapshot
 from flanneld.network.rtnetlink.kernel import InterfaceChanged, ResourceRemoved
 from flanneld.network.uplink_election import InterfaceChoice
 from flanneld.reconcile.controller import Controller
-from flanneld.reconcile.last_run import Device, device_of
+from flanneld.reconcile.last_run import Device, LastRun, device_of
 from flanneld.reconcile.local_node import LocalNode, UplinkManager, find_uplink
 from flanneld.runtime.supervisor import Supervisor
 from flanneld.state.permits import RemovalGuard
@@ -50,14 +51,16 @@ class Node:
         manager = UplinkManager(kernel, parsed, InterfaceChoice(), make_backend, uplink, None)
         kernel.add_link(STALE)
         self.record: dict[str, Any] = {}
+        last_run = LastRun(Path("/nonexistent/subnet.env"), is_dry_run=True)
+        last_run.devices = tuple(filter(None, [self.device(STALE.name)]))
+        last_run.record = self.record.update
         local = LocalNode(
             kernel,
             kernel.monitor,
             manager,
             Lease(manager.backend.attributes(), OWN_SUBNET),
+            last_run,
             lambda left: tuple(self._tables(left, unreadable)),
-            devices=tuple(filter(None, [self.device(STALE.name)])),
-            record=self.record.update,
         )
         self.inbox = Inbox(lambda: None, world.now)
         #: The peers' public IPs each time when leases may have changed.

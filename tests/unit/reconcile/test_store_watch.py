@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from ipaddress import IPv4Address, IPv4Network, IPv6Network, ip_address, ip_network
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -15,7 +16,7 @@ from flanneld.errors import NoAnswer, Retryable
 from flanneld.model import IPAddress, IPNetwork, network_around, single
 from flanneld.network.obstacles import Obstacle
 from flanneld.network.rtnetlink.domain import Domain
-from flanneld.reconcile.last_run import StoreAddress
+from flanneld.reconcile.last_run import LastRun, StoreAddress
 from flanneld.reconcile.local_node import LocalNode
 from flanneld.reconcile.store_watch import StoreWatch, answered, remembered
 from flanneld.runtime import clock
@@ -48,8 +49,9 @@ class FakeStore:
 class Host:
     """A host with a default gateway for each family, and the watch on it; ``desired`` are followed routes."""
 
-    def __init__(self, time: Clock) -> None:
+    def __init__(self, time: Clock, subnet_file: Path) -> None:
         self.time = time
+        self.subnet_file = subnet_file
         self.store = FakeStore()
         self.kernel = Kernel("eth0", (ip_address("192.0.2.1"), 24), (ip_address("fd00::1"), 64))
         self.kernel.domain = Domain("eth0", frozenset({"flannel.1"}), ((NETWORKS[0], 24), (NETWORKS[1], 64)))
@@ -57,7 +59,6 @@ class Host:
         for gateway in GATEWAY.values():
             self.kernel.add_route(Route(network_around(type(gateway)(0), 0), "eth0", gateway), 3, 100)
         self.desired: dict[Key, Resource] = {}
-        self.recorded: dict[str, Any] = {}
         self.restart()
 
     def restart(self) -> None:
@@ -68,10 +69,9 @@ class Host:
             self.kernel.monitor,
             unasked,
             unasked,
+            LastRun(self.subnet_file),
             unasked,
-            record=lambda **fields: self.recorded.update(fields),
             store=cast("Store", self.store),
-            **self.recorded,
         )
         self.watch = StoreWatch(node, lambda key: self.desired.get(key))
 
@@ -90,11 +90,11 @@ class Host:
 
 
 @pytest.fixture
-def host() -> Iterator[Host]:
+def host(tmp_path: Path) -> Iterator[Host]:
     time = Clock()
     time.time = 1_000_000.0
     with clock.replaced(time):
-        yield Host(time)
+        yield Host(time, tmp_path / "subnet.env")
 
 
 families = pytest.mark.parametrize("family", [4, 6])
@@ -149,7 +149,7 @@ def test_obstacle_names_the_smaller_network_through_which_store_is_reached(host:
 def test_addresses_elsewhere_and_in_our_own_subnet_do_not_count(host: Host) -> None:
     host.store.addresses = frozenset({ip_address("192.0.2.9"), ip_address("10.5.1.9")})
     assert host.look() == {}
-    assert host.recorded == {}
+    assert list(host.subnet_file.parent.iterdir()) == []
 
 
 @families
