@@ -85,6 +85,10 @@ class Config(Struct, frozen=True, eq=False):
     def families(self) -> tuple[Family, ...]:
         return tuple(each.family for each in self.ranges)
 
+    @property
+    def networks(self) -> tuple[IPNetwork, ...]:
+        return tuple(each.network for each in self.ranges)
+
     def range(self, family: Family) -> SubnetRange | None:
         return next((each for each in self.ranges if each.family == family), None)
 

@@ -229,8 +229,7 @@ def join(
     lease = waiting.ask(
         "a lease", partial(loaded.reach, lambda: acquire(config, attributes, previous.subnets, local))
     )
-    networks = [each.network for each in config.ranges]
-    last_run.joined(machine, manager.name, lease, subnet_file.paired(networks, lease.key))
+    last_run.joined(machine, manager.name, lease, subnet_file.paired(config.networks, lease.key))
     last_run.record(path_mtu=uplink_manager.lowered)
     return Member(options, manager, config, last_run, kernel, elected.monitor, uplink_manager, lease)
 

@@ -50,7 +50,7 @@ def _serve_health(node: Node) -> None:
         node.readiness.is_ready,
         node.readiness.unready,
         lambda: [f"leases: taken from {node.cached}"] if node.cached else [],
-        lambda: [(each.part, each.problem) for each in conditions.parts(node)],
+        partial(conditions.parts, node),
         partial(_metrics, node),
     )
     server = HealthServer(options.healthz_ip, options.healthz_port, checks)
@@ -101,12 +101,11 @@ def _meet_peers(node: Node) -> None:
     from flanneld.backends.wireguard.mesh import NAME, MeshTask, ask_peers, resolver
 
     uplinks = controller.uplink_manager
-    networks = [network for network, _ in uplinks.ranges]
     task = MeshTask(
         mesh,
         node.manager,
         lambda: uplinks.uplink,
-        networks,
+        uplinks.networks,
         controller.tables.sessions,
         ask_peers(answer_port(node)),
         node.options.public_name,

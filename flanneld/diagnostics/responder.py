@@ -207,7 +207,5 @@ class Responder:
         controller = self._node.reconciler
         if controller is None:
             return False
-        networks = [network for network, _ in controller.uplink_manager.ranges]
-        return place.admits(
-            ip_address(host.partition("%")[0]), networks, lambda: controller.peers.view().leases
-        )
+        source, networks = ip_address(host.partition("%")[0]), controller.uplink_manager.networks
+        return place.admits(source, networks, lambda: controller.peers.view().leases)

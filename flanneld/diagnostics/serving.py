@@ -20,6 +20,7 @@ from typing import Protocol
 from msgspec import Struct
 
 from flanneld.errors import Fatal, cause_of
+from flanneld.findings import Condition
 from flanneld.runtime.server import WRITABLE, Conversation, Limits, PolledServer, listen, receive, send
 
 log = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ class Checks(Struct, frozen=True):
     #: Returns restrictions of a ready node, one line each.
     caveats: Callable[[], list[str]] = list
     #: Returns each part of the daemon with its condition, for verbose answers.
-    parts: Callable[[], list[tuple[str, str]]] = list
+    parts: Callable[[], list[Condition]] = list
     #: Returns status, content type and page of /metrics for an Accept header.
     metrics: Callable[[str], tuple[int, str, bytes]] | None = None
 
@@ -66,9 +67,9 @@ def health_answer(path: str, checks: Checks) -> tuple[int, str]:
     return 404, "not found; ask for /healthz or /readyz"
 
 
-def _each(parts: list[tuple[str, str]]) -> list[str]:
+def _each(parts: list[Condition]) -> list[str]:
     """Return the parts in the format of kube-apiserver's verbose checks."""
-    return [f"[-]{name}: {problem}" if problem else f"[+]{name} ok" for name, problem in parts]
+    return [f"[-]{each}" if each.problem else f"[+]{each.part} ok" for each in parts]
 
 
 class HealthServer(PolledServer):

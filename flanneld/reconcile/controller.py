@@ -92,7 +92,7 @@ class Controller:
         self._left_behind = LeftBehind(
             node.kernel,
             node.last_run,
-            nets=paired([network for network, _ in node.ranges], node.lease.key),
+            nets=paired(self.uplink_manager.networks, node.lease.key),
         )
         self._sweep = Sweep(self.peers, self.tables, permits, self._left_behind, removal_guard)
         self._host = HostWatch(

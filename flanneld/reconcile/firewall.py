@@ -90,7 +90,7 @@ def firewall_settings(
     if spares and style == "v0.12" and not config.enable_nftables:
         problem = "the network config has MasqueradeExceptions, and the rules of v0.12 have none"
         raise Fatal(problem, "start without -iptables-rules=v0.12")
-    nets = tuple(starmap(Nets, paired([each.network for each in config.ranges], own)))
+    nets = tuple(starmap(Nets, paired(config.networks, own)))
     return FirewallSettings(
         nets=tuple(each.sparing(config.spared) for each in nets) if spares else nets,
         former=tuple(starmap(Nets, former)),

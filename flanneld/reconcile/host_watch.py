@@ -132,25 +132,21 @@ class HostWatch:
         self.encryption = EncryptionWatch()
         self._store = StoreWatch(node, peers.desired.get)
         self._once = Once()
-        self._next_look = clock.now()
+        #: Time of the next check, in seconds on ``clock.now``.
+        self.next_look = clock.now()
         self._earliest_look = 0.0
         #: True if a notification asks to check the uplink as well as the host's networks.
         self.uplink_may_have_moved = False
         #: True if the network's MTU was lowered. Set by another thread.
         self.mtu_is_lower = False
 
-    @property
-    def next_look(self) -> float:
-        """Return the time of the next check, in seconds on ``clock.now``."""
-        return self._next_look
-
     def look_soon(self, now: float) -> None:
         """Check as soon as a burst of notifications has ended."""
-        self._next_look = min(self._next_look, max(now + SETTLE, self._earliest_look))
+        self.next_look = min(self.next_look, max(now + SETTLE, self._earliest_look))
 
     def postpone(self, now: float) -> None:
         """Schedule the next check as if one had just been made."""
-        self._next_look = now + LOOK_PERIOD
+        self.next_look = now + LOOK_PERIOD
 
     def look(self, now: float) -> None:
         """Follow the uplink, and decide again about leases that the host's networks affect."""
@@ -171,10 +167,10 @@ class HostWatch:
 
         Raises ``OSError`` if the kernel's tables cannot be read.
         """
-        networks = [network for network, _ in self._manager.ranges]
+        networks = self._manager.networks
         own = [net for net in self._node.lease.key if net is not None]
         store = self._store.look(now, networks, own)
-        self._next_look = min(self._next_look, self._store.due)
+        self.next_look = min(self.next_look, self._store.due)
         host = read_host_networks(self._node.kernel, networks, own, self._node.kernel.domain.links, store)
         if host != self._peers.claims.host:
             self._change(self._peers.look(host, self._manager.backend), now)
@@ -227,7 +223,7 @@ class HostWatch:
             "read",
             f"Cannot read the kernel's tables: {cause_of(failure)}; changing nothing until they can be read",
         )
-        self._next_look = min(self._next_look, now + RETRY)
+        self.next_look = min(self.next_look, now + RETRY)
 
     def _follow_uplink(self, now: float) -> None:
         manager = self._manager

@@ -165,6 +165,11 @@ class UplinkManager:
         return tuple((each.network, each.subnet_len) for each in self._config.ranges)
 
     @property
+    def networks(self) -> tuple[IPNetwork, ...]:
+        """Return the cluster networks, one of each family."""
+        return self._config.networks
+
+    @property
     def mtu(self) -> int:
         """Return the network's MTU: the backend's, or what paths to peers carry. From any thread."""
         mtu, (full, lowered) = self.backend.mtu, self.lowered

@@ -69,30 +69,19 @@ class Refusal(Struct, frozen=True, gc=False):
     code: str = ""
 
 
-class View:
+class View(Struct, frozen=True, gc=False):
     """Snapshot of the peers: their leases, desired objects, contested keys with all claims, refusals.
 
     ``unsafe`` are the refused leases that would harm this host.
     """
 
-    def __init__(
-        self,
-        leases: list[Lease],
-        desired: Mapping[LeaseKey, tuple[Resource, ...]],
-        rivals: Mapping[Key, Mapping[LeaseKey, Resource]],
-        reasons: Mapping[LeaseKey, Refusal],
-        unsafe: Mapping[LeaseKey, str],
-        *,
-        synced: bool,
-        cached: str = "",
-    ) -> None:
-        self.leases = leases
-        self.desired = desired
-        self.rivals = rivals
-        self.reasons = reasons
-        self.unsafe = unsafe
-        self.synced = synced
-        self.cached = cached
+    leases: list[Lease]
+    desired: Mapping[LeaseKey, tuple[Resource, ...]]
+    rivals: Mapping[Key, Mapping[LeaseKey, Resource]]
+    reasons: Mapping[LeaseKey, Refusal]
+    unsafe: Mapping[LeaseKey, str]
+    synced: bool
+    cached: str = ""
 
 
 class Peers:

@@ -78,7 +78,7 @@ class RemovalGuard:
 
     def hold(self, what: str) -> None:
         """Suspend removals until the leases have been relisted. ``what`` is the reason."""
-        if self._until < math.inf and not self._is_over():
+        if self.holds and not self._is_over():
             return
         self._until, self._asked = self._now() + HOLD, False
         self.holds_total += 1
@@ -108,7 +108,7 @@ class RemovalGuard:
         return self._now() >= self._until
 
     def _release(self) -> None:
-        if self._until < math.inf:
+        if self.holds:
             log.warning("Removals resumed: the leases were relisted")
         self._may_sweep |= self.sweep_is_held
         self._missing.clear()

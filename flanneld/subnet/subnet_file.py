@@ -51,8 +51,7 @@ class SubnetEnv(Struct, frozen=True, gc=False):
     @classmethod
     def of(cls, config: Config, own: LeaseKey, mtu: int, *, ip_masq: bool) -> SubnetEnv:
         """Return the contents for a node with this lease."""
-        networks = tuple(each.network for each in config.ranges)
-        return cls(networks, tuple(net for net in own if net is not None), mtu, ip_masq)
+        return cls(config.networks, tuple(net for net in own if net is not None), mtu, ip_masq)
 
 
 class Previous(Struct, frozen=True, gc=False):

@@ -448,4 +448,4 @@ def _has_network(stored: str, wanted: str) -> bool:
         one, other = parse(stored), parse(wanted)
     except Retryable:
         return False
-    return [each.network for each in one.ranges] == [each.network for each in other.ranges]
+    return one.networks == other.networks

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from flanneld.diagnostics import serving as server_module
 from flanneld.diagnostics.serving import Checks, HealthServer
 from flanneld.errors import Fatal
+from flanneld.findings import Condition
 
 DEADLINE = 60.0
 WELL = Checks(overdue=list, ready=lambda: True)
@@ -79,16 +80,20 @@ def everything(connection: socket.socket) -> bytes:
         ),
         (checks(late=("a is late",)), "/readyz", (200, "flanneld is ready")),
         (
-            replace(checks(), parts=lambda: [("store", "no answer"), ("kernel", "")]),
+            replace(checks(), parts=lambda: [Condition("store", "no answer"), Condition("kernel", "")]),
             "/readyz?verbose",
             (200, "flanneld is ready\n[-]store: no answer\n[+]kernel ok"),
         ),
         (
-            replace(checks(ready=False, missing=lambda: ["no lease"]), parts=lambda: [("store", "")]),
+            replace(checks(ready=False, missing=lambda: ["no lease"]), parts=lambda: [Condition("store")]),
             "/readyz?verbose=1",
             (503, "flanneld is not ready yet\nno lease\n[+]store ok"),
         ),
-        (replace(checks(), parts=lambda: [("store", "")]), "/readyz?quiet", (200, "flanneld is ready")),
+        (
+            replace(checks(), parts=lambda: [Condition("store")]),
+            "/readyz?quiet",
+            (200, "flanneld is ready"),
+        ),
         (checks(), "/healthz?verbose", (200, "flanneld is running")),
         (checks(late=("d\u00e9j\u00e0 \u2192",)), "/healthz", (500, "d\u00e9j\u00e0 \u2192")),
         (checks(late=("eth\udcff",)), "/healthz", (500, "eth\\udcff")),
