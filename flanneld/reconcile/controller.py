@@ -21,8 +21,8 @@ from flanneld.reconcile.host_watch import (
     EncryptionWatch,
     HostWatch,
     KernelNews,
-    spare_connected_networks,
-    spare_links_of_others,
+    demand_free_names,
+    demand_free_networks,
     warn_of_networks_around,
 )
 from flanneld.reconcile.local_node import LocalNode
@@ -130,7 +130,7 @@ class Controller:
         """
         now = clock.now()
         backend = self.uplink_manager.backend
-        self._host.wish_for_ourselves()
+        self._host.set_local()
         if not self.tables.states():
             self.tables.make(self._node.kernel_tables(self._left_behind.stale_links), backend)
         if not backend.encrypts:
@@ -156,9 +156,9 @@ class Controller:
         backend = self.uplink_manager.backend
         try:
             links = self._host.links()
-            spare_links_of_others(self._node.kernel, links)
+            demand_free_names(self._node.kernel, links)
             self._host.look_at_networks(now)
-            spare_connected_networks(self.peers.local_resources(), self.peers.claims.host)
+            demand_free_networks(self.peers.local_resources(), self.peers.claims.host)
             self._left_behind.announce_devices(links)
         except OSError as failure:
             raise Retryable(f"cannot read the kernel's tables: {cause_of(failure)}") from failure
@@ -243,7 +243,7 @@ class Controller:
         delta = self.peers.take(events, self.uplink_manager.backend)
         if not was_synced:
             if self.peers.synced:
-                self._host.wish_for_ourselves()
+                self._host.set_local()
                 self._run_sweep(now)
             elif any(isinstance(event, Cached) for event in events):
                 self._use_cache(now)

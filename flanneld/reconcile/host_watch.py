@@ -58,7 +58,7 @@ from flanneld.state.table import Bypass, Report
 log = logging.getLogger(__name__)
 
 
-def spare_links_of_others(kernel: HostKernel, links: Iterable[Link]) -> None:
+def demand_free_names(kernel: HostKernel, links: Iterable[Link]) -> None:
     """Raise ``Fatal`` if another program's device has one of our names; may raise ``OSError``."""
     for link in links:
         seen = kernel.link(link.name)
@@ -69,7 +69,7 @@ def spare_links_of_others(kernel: HostKernel, links: Iterable[Link]) -> None:
             )
 
 
-def spare_connected_networks(local: Iterable[Resource], host: HostNetworks) -> None:
+def demand_free_networks(local: Iterable[Resource], host: HostNetworks) -> None:
     """Raise ``Fatal`` if a route that this node needs would take over a network of the host."""
     connected = {each.net: each for each in host.obstacles if each.what == "network"}
     for route in local:
@@ -190,12 +190,12 @@ class HostWatch:
             detours = self._peers.claims.host.detours
             self.encryption.look(detours, self._peers.desired.table(ROUTES), self._tables.bypasses())
 
-    def wish_for_ourselves(self) -> Delta:
+    def set_local(self) -> Delta:
         """Set the desired objects that this node needs without peers. Return their change."""
         kernel = self._node.kernel
         more = self._node.once_synced if self._peers.synced else ()
         local = self._manager.local(self._node.lease)
-        delta = self._peers.wish_locally((*local, *self._node.extras, *more))
+        delta = self._peers.set_local((*local, *self._node.extras, *more))
         ours = self.links()
         kernel.domain = replace(
             kernel.domain,
@@ -209,7 +209,7 @@ class HostWatch:
         """Give the devices and the subnet file an MTU that was lowered."""
         if self.mtu_is_lower:
             self.mtu_is_lower = False
-            self._tables.change(self.wish_for_ourselves(), now)
+            self._tables.change(self.set_local(), now)
             self._on_mtu()
 
     def links(self) -> list[Link]:
@@ -232,7 +232,7 @@ class HostWatch:
         moved = manager.follow()
         self.uplink_may_have_moved = False
         if moved:
-            self.wish_for_ourselves()
+            self.set_local()
         if moved or manager.asks_routes:
             self._change(self._peers.reconsider(manager.backend), now, all_anew=moved)
         if moved:

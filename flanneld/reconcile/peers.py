@@ -106,7 +106,8 @@ class Peers:
         self._overlaps = Overlaps(self.claims, self._leads)
         #: Leases that would lead to a peer, and are not followed for one that precedes them.
         self._withheld: set[LeaseKey] = set()
-        self._desired = DesiredState()
+        #: Desired state, including the objects that this node needs for itself.
+        self.desired = DesiredState()
         #: Leases with data that the backend cannot parse.
         self._unparsable: set[LeaseKey] = set()
         #: Reason why a lease has no objects, or not all of them.
@@ -134,11 +135,6 @@ class Peers:
         return self._table.cached
 
     @property
-    def desired(self) -> DesiredState:
-        """Return the desired state, including the objects that this node needs for itself."""
-        return self._desired
-
-    @property
     def unclear(self) -> set[IPNetwork]:
         """Return the subnets of unreadable leases: existing objects for them may be correct."""
         return {
@@ -149,7 +145,7 @@ class Peers:
         }
 
     def _leads(self, key: LeaseKey) -> bool:
-        return key in self._desired or key in self._withheld
+        return key in self.desired or key in self._withheld
 
     def known(self) -> Knowledge:
         """Return what is known of the leases, for the permits of the tables."""
@@ -160,8 +156,8 @@ class Peers:
         """Return a snapshot that does not change afterwards. May be called from any thread."""
         return View(
             self._table.leases(),
-            self._desired.by_owner(),
-            self._desired.rivals(),
+            self.desired.by_owner(),
+            self.desired.rivals(),
             self._reasons.copy(),
             self._unsafe.copy(),
             synced=self._table.synced,
@@ -176,19 +172,19 @@ class Peers:
         """Return the public IPs of the peers that are followed; None until all are known. From any thread."""
         if not self.synced:
             return None
-        followed = (lease.attrs for lease in self._table.leases() if lease.key in self._desired)
+        followed = (lease.attrs for lease in self._table.leases() if lease.key in self.desired)
         return {ip for attrs in followed for family in FAMILIES if (ip := attrs.public(family))}
 
     def desired_kinds(self) -> list[Kind]:
         """Return the kind of each desired object. May be called from any thread."""
-        return [resource.kind for resource in self._desired.state.values()]
+        return [resource.kind for resource in self.desired.state.values()]
 
-    def wish_locally(self, resources: Iterable[Resource]) -> Delta:
+    def set_local(self, resources: Iterable[Resource]) -> Delta:
         """Set the objects that this node needs without peers. Return the change of the desired state."""
-        return self._desired.since(self._desired.set(LOCAL, resources))
+        return self.desired.since(self.desired.set(LOCAL, resources))
 
     def local_resources(self) -> tuple[Resource, ...]:
-        return self._desired.of_owner(LOCAL)
+        return self.desired.of_owner(LOCAL)
 
     def take(self, events: Iterable[Event], backend: Backend) -> Delta:
         """Apply events in order. Return the objects to make and to remove.
@@ -202,7 +198,7 @@ class Peers:
             for change in self._fold(event, backend):
                 for key, was in change.items() if was_synced else ():
                     before.setdefault(key, was)
-        return self._desired.since(before)
+        return self.desired.since(before)
 
     def _fold(self, event: Event, backend: Backend) -> Iterator[Before]:
         change = self._change(event)
@@ -216,7 +212,7 @@ class Peers:
                 self._overlaps.note(key)
             self._withheld.discard(key)
             self._once.clear(("overlap", key))
-            yield self._desired.set(key, ())
+            yield self.desired.set(key, ())
         for lease in (*change.put, *filter(None, map(self._table.get, sorted(others, key=rank)))):
             yield self._decide(lease, backend)
             self._warn_of_conflicts(lease)
@@ -243,7 +239,7 @@ class Peers:
             resources = ()
         elif self._once.clear(("overlap", key)):
             self._told.append(f"Lease {lease} is followed: no lease that precedes it overlaps it any more")
-        return self._desired.set(key, resources)
+        return self.desired.set(key, resources)
 
     def _decide_overlaps(self, backend: Backend) -> Iterator[Before]:
         """Decide again about leases with another winner than before."""
@@ -270,7 +266,7 @@ class Peers:
         for change in chain(decided, self._decide_overlaps(backend)):
             for key, was in change.items():
                 before.setdefault(key, was)
-        return self._desired.since(before)
+        return self.desired.since(before)
 
     def log_changes(self, now: float) -> None:
         """Log the changes. Called after the write to the kernel, so that packets do not wait for the log."""
@@ -303,7 +299,7 @@ class Peers:
             for key in change.gone:
                 self._log.add(LeaseChange(key))
             for lease in change.put:
-                self._log.add(LeaseChange(lease.key, lease, is_change=lease.key in self._desired))
+                self._log.add(LeaseChange(lease.key, lease, is_change=lease.key in self.desired))
         return change
 
     def _lead_to(self, lease: Lease, backend: Backend) -> tuple[Resource, ...]:
@@ -327,7 +323,7 @@ class Peers:
             sound = self._sound.get(lease.key)
             if sound is not None and not self.claims.is_reachable(sound):
                 return ()
-            return self._desired.of_owner(lease.key) or tuple(resources)
+            return self.desired.of_owner(lease.key) or tuple(resources)
         self._forget(lease.key)
         self._sound[lease.key] = lease
         if self._beside is not None and resources:
@@ -351,7 +347,7 @@ class Peers:
             self._once.clear(key)
 
     def _warn_of_conflicts(self, lease: Lease) -> None:
-        clone = self._desired.cloned_device(lease.key)
+        clone = self.desired.cloned_device(lease.key)
         if clone is not None:
             self._once.warn(
                 log,
@@ -360,7 +356,7 @@ class Peers:
                 f" on the clone: stop flanneld, ip link set {clone.name} address with a new MAC,"
                 " start flanneld",
             )
-        for resource, winner, loser in self._desired.conflicts(lease.key):
+        for resource, winner, loser in self.desired.conflicts(lease.key):
             self._once.warn(
                 log,
                 resource.key,

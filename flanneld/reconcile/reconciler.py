@@ -145,9 +145,9 @@ class Reconciler:
             self._origins[key] = by or self._origins.get(key, "")
         for name, each in self._all.items():
             if table in (None, name):
-                if each.told is None:
-                    each.first_told = now
-                each.told = now
+                if each.notified is None:
+                    each.first_notified = now
+                each.notified = now
                 each.settled = False
                 each.due = min(each.due, now + SETTLE)
 
@@ -207,13 +207,13 @@ class Reconciler:
         for name in due:
             each = self._all[name]
             each.not_before = max(each.not_before, rest)
-            if each.told is not None and not each.problem:  # else its repair is still to come
-                if each.told <= now:
-                    each.told = None
+            if each.notified is not None and not each.problem:  # else its repair is still to come
+                if each.notified <= now:
+                    each.notified = None
                     each.origins.clear()
                 else:
-                    each.first_told = each.told
-        heard = {name for name, each in self._all.items() if each.told is not None}
+                    each.first_notified = each.notified
+        heard = {name for name, each in self._all.items() if each.notified is not None}
         self._origins = {key: by for key, by in self._origins.items() if key[0] not in due or key[0] in heard}
         self.work.synced()
         self._after(total)
@@ -323,18 +323,18 @@ class Reconciler:
         self, each: Upkeep, deed: str, resources: Sequence[Resource], details: Mapping[Key, str]
     ) -> None:
         """Log a repair; contested ones more and more seldom."""
-        self.work.healed(resources, was_told=each.told is not None)
+        self.work.healed(resources, was_told=each.notified is not None)
         is_contest = each.contest.is_tried()
-        each.untold = each.untold + len(resources) if is_contest else 0
+        each.unlogged = each.unlogged + len(resources) if is_contest else 0
         each.contested_repairs = each.contested_repairs + 1 if is_contest else 0
         if not is_contest:
-            waited = None if each.told is None else clock.now() - each.first_told
+            waited = None if each.notified is None else clock.now() - each.first_notified
             _tell(deed, resources, details, waited, lambda resource: self._origin(each, resource))
         elif not each.contested_repairs & (each.contested_repairs - 1):
             by = self._origins_of(each, resources)
             after = f", lately after changes by {by}" if by else ""
             log.warning(
-                "Still repairing %s: %s so far%s", each.table.what, counted(each.untold, "object"), after
+                "Still repairing %s: %s so far%s", each.table.what, counted(each.unlogged, "object"), after
             )
         if each.contest.spend(resource.key for resource in resources if resource.key in self._origins):
             log.warning(

@@ -129,13 +129,13 @@ class Upkeep:
         self.contest = contest
         self.origins: set[str] = set()
         #: Time of the notification that asked for the next read, None without one.
-        self.told: float | None = None
+        self.notified: float | None = None
         #: Time of the first such notification.
-        self.first_told = 0.0
+        self.first_notified = 0.0
         #: Keys of the desired state that changed since the current or last read began.
         self.changed: set[Key] = set()
         #: Repairs of the current contest, and resources not logged yet.
-        self.contested_repairs = self.untold = 0
+        self.contested_repairs = self.unlogged = 0
         #: True once something was made or found correct: from then on a change is a repair.
         self.was_right = False
         self.settled = False

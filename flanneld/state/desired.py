@@ -133,12 +133,12 @@ class DesiredState:
         self._tables: dict[str, dict[Key, Resource]] = {}
         #: Owners of the effective resources, once a key has several claims. Before, no key needs its owner.
         self._holder: dict[Key, LeaseKey] | None = None
-        self._wishes: dict[LeaseKey, tuple[Resource, ...]] = {}
+        self._by_owner: dict[LeaseKey, tuple[Resource, ...]] = {}
         #: Only for keys with several claims, the winner's included.
         self._rivals: dict[Key, dict[LeaseKey, Resource]] = {}
 
     def __contains__(self, owner: LeaseKey) -> bool:
-        return owner in self._wishes
+        return owner in self._by_owner
 
     @property
     def state(self) -> dict[Key, Resource]:
@@ -158,14 +158,14 @@ class DesiredState:
         return self.table(key[0]).get(key)
 
     def owners(self) -> Iterator[LeaseKey]:
-        return iter(self._wishes)
+        return iter(self._by_owner)
 
     def of_owner(self, owner: LeaseKey) -> tuple[Resource, ...]:
-        return self._wishes.get(owner, ())
+        return self._by_owner.get(owner, ())
 
     def by_owner(self) -> dict[LeaseKey, tuple[Resource, ...]]:
         """Return a copy of the claims by owner. May be called from any thread."""
-        return self._wishes.copy()
+        return self._by_owner.copy()
 
     def rivals(self) -> dict[Key, dict[LeaseKey, Resource]]:
         """Return a copy of the keys with several claims, by owner. May be called from any thread."""
@@ -176,7 +176,7 @@ class DesiredState:
 
         Equal claims are no conflict, as those of a node's old and new lease.
         """
-        for resource in self._wishes.get(owner, ()) if self._rivals else ():
+        for resource in self._by_owner.get(owner, ()) if self._rivals else ():
             key = resource.key
             claims = self._rivals.get(key)
             if claims:
@@ -187,9 +187,9 @@ class DesiredState:
 
     def set(self, owner: LeaseKey, resources: Iterable[Resource]) -> Before:
         """Replace all claims of an owner; an empty set removes it. Return the resources effective before."""
-        wish = tuple(resources)
+        claims = tuple(resources)
         touched: Before = {}
-        for resource in self._wishes.pop(owner, ()):
+        for resource in self._by_owner.pop(owner, ()):
             key = resource.key
             table = self.table(key[0])
             touched.setdefault(key, table.get(key))
@@ -197,9 +197,9 @@ class DesiredState:
                 table.pop(key, None)
             else:
                 self._withdraw(owner, key, self._holder)
-        if wish:
-            self._wishes[owner] = wish
-        for resource in wish:
+        if claims:
+            self._by_owner[owner] = claims
+        for resource in claims:
             key = resource.key
             table = self.table(key[0])
             was = table.get(key)
@@ -225,7 +225,7 @@ class DesiredState:
 
     def cloned_device(self, owner: LeaseKey) -> Vxlan | None:
         """Return our VXLAN device if an owner's device has the same MAC, else None."""
-        for resource in self._wishes.get(owner, ()):
+        for resource in self._by_owner.get(owner, ()):
             if isinstance(resource, FdbEntry):
                 device = self.get((LINKS, resource.device))
                 if isinstance(device, Vxlan) and device.mac == resource.mac:
@@ -237,8 +237,8 @@ class DesiredState:
         if self._holder is None:
             self._holder = {}
             # The owner whose claims are being added comes last.
-            for owner, wish in self._wishes.items():
-                for resource in wish:
+            for owner, claims in self._by_owner.items():
+                for resource in claims:
                     self._holder.setdefault(resource.key, owner)
         return self._holder
 

@@ -98,7 +98,7 @@ class Net:
         host = replace(vxlan_host(), uplink=uplink, identity={4: "02:00:00:00:00:01"})
         self.backend = VxlanBackend(vxlan_config(), host)
         self.peers = Peers(OWN, [(NETWORK, 24)], RemovalGuard())
-        self.peers.wish_locally(self.backend.local(OWN))
+        self.peers.set_local(self.backend.local(OWN))
         kernel = Kernel(DOMAIN)
         self.monitor = kernel.listen()
         all_tables = tables(kernel)

@@ -126,7 +126,7 @@ def test_lease_that_was_made_again_behind_our_back_counts_from_then_on() -> None
 
 def test_own_needs_are_desired_beside_those_of_the_peers(peers: Peers) -> None:
     device = Ipip("flannel.ipip", IPv4Address("192.168.0.5"), 1480)
-    peers.wish_locally([device])
+    peers.set_local([device])
     assert peers.local_resources() == (device,)
     assert peers.desired.state == state(route(OLD), device)
     assert sorted(peers.desired_kinds()) == [Kind.LINK, Kind.ROUTE]

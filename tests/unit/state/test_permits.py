@@ -160,7 +160,7 @@ def test_all_may_be_made_with_leases_of_the_store() -> None:
 def test_leases_of_a_cache_replace_only_what_this_node_needs_for_itself() -> None:
     new, replacing, own = puts()
     world = World().hear(Cached((OWN, peer()), "a file"))
-    world.peers.wish_locally([own.want])
+    world.peers.set_local([own.want])
     assert world.permits.puts(ROUTES, [new, replacing, own]) == [new, own]
     # What was taken away meanwhile stays so: what had stood there was newer than the cache.
     assert world.permits.puts(ROUTES, [new, Put(replacing.want), own]) == [new, own]
