@@ -20,7 +20,7 @@ from flanneld.effects import Effects
 from flanneld.errors import NoAnswer, Retryable, prefixed
 from flanneld.model import Snapshot
 from flanneld.options import Options
-from flanneld.reconcile import controller
+from flanneld.reconcile.controller import NAME as RECONCILER
 from flanneld.reconcile.controller import Controller
 from flanneld.reconcile.counters import CountedStore, StoreCounters
 from flanneld.reconcile.local_node import Member
@@ -99,7 +99,7 @@ class Node:
         #: None until made. Set by one thread, read from any.
         self.member: Member | None = None
         self.lease_keeper: LeaseKeeper | None = None
-        self.reconciler: Controller | None = None
+        self.controller: Controller | None = None
         self.firewall: Firewall | None = None
         self.host: Worker | None = None
         self.prober: Prober | None = None
@@ -136,8 +136,8 @@ class Node:
 
     def reconcilers(self) -> Iterator[Reconciler]:
         """Yield the reconcilers of all tables: of the kernel, backends, firewall and host."""
-        if self.reconciler:
-            yield from self.reconciler.tables.reconcilers
+        if self.controller:
+            yield from self.controller.tables.reconcilers
         for worker in filter(None, (self.firewall, self.host)):
             yield worker.reconciler
 
@@ -163,7 +163,7 @@ class Node:
     @property
     def cached(self) -> str:
         """Source of the leases while they do not come from the store; else empty."""
-        return self.reconciler.peers.cached if self.reconciler else ""
+        return self.controller.peers.cached if self.controller else ""
 
     @property
     def file_problem(self) -> str:
@@ -206,16 +206,16 @@ class Node:
         """Create the devices, write subnet.env, and start the tasks that maintain both and the lease."""
         member = self._joined
         keeper = self.lease_keeper = self._make_keeper(member)
-        reconciler = self.reconciler = self._make_controller(member)
+        controller = self.controller = self._make_controller(member)
         with prefixed("Error registering network"):
-            waiting.patiently("the kernel", reconciler.prepare)
+            waiting.patiently("the kernel", controller.prepare)
         if self.options.ip_masq:
             # Before the first packet, so that no container's address leaves.
             self._make_firewall(member).prepare(clock.now())
-        self._start_host(member, reconciler)
+        self._start_host(member, controller)
         self.readiness.await_peers()
         log.info("Running backend.")
-        self._start_loops(member, reconciler, keeper)
+        self._start_loops(member, controller, keeper)
         self._brief = (
             f"{member.config.backend_type}: subnet {member.lease} through {member.uplink_manager.uplink.name}"
         )
@@ -240,8 +240,8 @@ class Node:
         late = self.tasks.shutdown()
         for name in late:
             log.warning("%s did not stop in time", name)
-        if self.reconciler:
-            self.reconciler.close(except_for=late)
+        if self.controller:
+            self.controller.close(except_for=late)
         for worker in filter(None, (self.firewall, self.host)):
             if worker.name not in late:
                 worker.close()
@@ -290,20 +290,20 @@ class Node:
             event_queue=self._effects.make_queue(),
         )
 
-    def _start_loops(self, member: Member, reconciler: Controller, keeper: LeaseKeeper) -> None:
+    def _start_loops(self, member: Member, controller: Controller, keeper: LeaseKeeper) -> None:
         """Start the watches of the store and the tasks that act on their events."""
         start = self.tasks.start
-        self._watch_leases(member, reconciler)
-        start(controller.NAME, reconciler.run, reconciler.cancel)
+        self._watch_leases(member, controller)
+        start(RECONCILER, controller.run, controller.cancel)
         # The firewall not earlier: it begins with all chains of the host, and containers wait for subnet.env.
-        for worker in (*reconciler.workers, *filter(None, [self.firewall])):
+        for worker in (*controller.workers, *filter(None, [self.firewall])):
             start(worker.name, worker.run, worker.cancel)
         self._watch("own lease watch", partial(member.manager.watch_own, member.lease, keeper.deliver))
         start(lease_keeper.NAME, keeper.run, keeper.cancel)
 
-    def _watch_leases(self, member: Member, reconciler: Controller) -> None:
+    def _watch_leases(self, member: Member, controller: Controller) -> None:
         """Watch the peers' leases. For a backend without peers watch our own node at most."""
-        put = reconciler.event_queue.put
+        put = controller.event_queue.put
         if member.uplink_manager.backend.has_peers:
             log.info("Watching for new subnet leases")
             self._watch("lease watch", partial(member.manager.watch, put))
@@ -342,8 +342,8 @@ class Node:
         from flanneld.reconcile.firewall import Firewall, firewall_settings
 
         settings = firewall_settings(self.options, member.config, member.lease.key, member.last_run.former)
-        assert self.reconciler is not None
-        nodes = self.reconciler.peers.public_ips if settings.spares_nodes else None
+        assert self.controller is not None
+        nodes = self.controller.peers.public_ips if settings.spares_nodes else None
         firewall = Firewall(settings, stop=self.tasks.stop, make_loop=self.make_loop, nodes=nodes)
         self.firewall = firewall
         return firewall
@@ -359,7 +359,7 @@ class Node:
 
     # ---- what others may change on this host -------------------------------------------------------
 
-    def _start_host(self, member: Member, reconciler: Controller) -> None:
+    def _start_host(self, member: Member, controller: Controller) -> None:
         """Write subnet.env at once, then correct settings of this host, then keep both in a thread."""
         effects, families, uplink = self._effects, member.config.families, member.uplink_manager
         forwarding = effects.forwarding_table(
@@ -370,7 +370,7 @@ class Node:
         host = self.host = Worker("host", tables, stop=self.tasks.stop, make_loop=self.make_loop)
         self._write_subnet_file(member)
         name = uplink.uplink.name
-        either = (name, *reconciler.domain.links) if member.config.also else ()
+        either = (name, *controller.domain.links) if member.config.also else ()
         effects.report_settings(families, name, services=self.options.kube_subnet_mgr, either=either)
         self._want_on_host(*forwarding.desired)
         self._host_has_thread = True
@@ -392,12 +392,12 @@ class Node:
 
     def _look_at_host(self) -> None:
         """Check the record of this run and subnet.env. For one thread."""
-        assert self.reconciler is not None
+        assert self.controller is not None
         self._joined.last_run.try_again()
-        if self.reconciler.networks is not None and self.firewall and self.firewall.has_swept():
-            self._joined.last_run.record(former=self.reconciler.networks)
+        if self.controller.networks is not None and self.firewall and self.firewall.has_swept():
+            self._joined.last_run.record(former=self.controller.networks)
         self._effects.notifier.try_again()
-        file, clear = self.file_problem, self.reconciler.encryption.problem
+        file, clear = self.file_problem, self.controller.encryption.problem
         self.readiness.hold("file", file)
         self.readiness.hold("encryption", clear)
         if not (self._is_told_ready or file or clear):

@@ -54,19 +54,19 @@ def _looks(node: Node) -> Iterator[tuple[str, Iterable[str]]]:
     if node.lease_keeper:
         margin = 60.0 * node.options.subnet_lease_renew_margin
         yield "lease", [_of_the_lease(node.lease_keeper.lease, margin)]
-    if node.reconciler:
-        tables, uplinks = node.reconciler.tables, node.reconciler.uplink_manager
+    if node.controller:
+        tables, uplinks = node.controller.tables, node.controller.uplink_manager
         yield "uplink", [f"{uplinks.uplink.name} is not usable" if uplinks.is_adrift else ""]
         yield "kernel", _of_the_kernel(tables.pending(), contested=tables.is_contested())
-        yield "encryption", [node.reconciler.encryption.problem]
+        yield "encryption", [node.controller.encryption.problem]
         yield "sessions", [silence(tables.sessions())]
         if tables.mesh is not None:
             yield "mesh", [tables.mesh.problem]
         yield (
             "peers",
-            [_first("a lease would harm this host and is not followed", node.reconciler.peers.unsafe())],
+            [_first("a lease would harm this host and is not followed", node.controller.peers.unsafe())],
         )
-        yield "removals", [_of_the_removal_guard(node.reconciler.removal_guard)]
+        yield "removals", [_of_the_removal_guard(node.controller.removal_guard)]
     if node.firewall:
         yield "firewall", [*(state.trouble for state in node.firewall.states()), node.firewall.problem]
     for state in node.host.states() if node.host else ():

@@ -115,22 +115,22 @@ def lease(own: Lease) -> LeaseStatus:
 
 
 def _with_data_plane(status: Status, node: Node) -> Status:
-    reconciler = node.reconciler
-    if reconciler is None:
+    controller = node.controller
+    if controller is None:
         return status
-    work, pending = reconciler.tables.work, reconciler.tables.pending()
-    guard, uplink_manager = reconciler.removal_guard, reconciler.uplink_manager
+    work, pending = controller.tables.work, controller.tables.pending()
+    guard, uplink_manager = controller.removal_guard, controller.uplink_manager
     return replace(
         status,
         uplink=replace(uplink(uplink_manager.uplink), usable=not uplink_manager.is_adrift),
         mtu=uplink_manager.mtu,
         mtu_lowered_from=uplink_manager.backend.mtu if uplink_manager.bytes_lowered else UNSET,
-        devices=tuple(sorted(reconciler.domain.links)),
-        local=tuple(described(each, pending) for each in reconciler.peers.local_resources()),
-        synced=reconciler.peers.synced,
+        devices=tuple(sorted(controller.domain.links)),
+        local=tuple(described(each, pending) for each in controller.peers.local_resources()),
+        synced=controller.peers.synced,
         last_sync=work.last_sync or None,
         repairs=tuple(RepairStatus(*of, number) for of, number in node.heals().items()),
-        fights=reconciler.tables.is_contested(),
+        fights=controller.tables.is_contested(),
         lost_notifications=work.overruns,
         refused=tuple(map(_refusal, pending.values())),
         removal_guard=GuardStatus(guard.holds, guard.holds_total),
@@ -162,10 +162,10 @@ def _firewall(node: Node) -> FirewallStatus | None:
 
 def peers(node: Node) -> Iterator[PeerStatus]:
     """Yield each peer with its desired objects, in the order of the store."""
-    if node.reconciler is None:
+    if node.controller is None:
         return
-    view = node.reconciler.peers.view()
-    found = peers_of(view, node.reconciler.tables.pending(), node.reconciler.tables.sessions())
+    view = node.controller.peers.view()
+    found = peers_of(view, node.controller.tables.pending(), node.controller.tables.sessions())
     if node.prober is None:
         yield from found
         return

@@ -65,37 +65,37 @@ class Metric(Struct, frozen=True):
 # ---- reading ------------------------------------------------------------------------------------
 
 
-def _of_the_reconciler(read: Callable[[Controller], Reading], absent: Reading = None) -> Read:
-    return lambda node: read(node.reconciler) if node.reconciler else absent
+def _of_the_controller(read: Callable[[Controller], Reading], absent: Reading = None) -> Read:
+    return lambda node: read(node.controller) if node.controller else absent
 
 
 def _lease(read: Callable[[Lease], Reading]) -> Read:
     return lambda node: read(node.lease_keeper.lease) if node.lease_keeper else None
 
 
-def _public_ips(reconciler: Controller) -> Reading:
-    uplink = reconciler.uplink_manager.uplink
+def _public_ips(controller: Controller) -> Reading:
+    uplink = controller.uplink_manager.uplink
     return {str(ip): 1 for family in FAMILIES if (ip := uplink.public(family))}
 
 
-def _mtus(reconciler: Controller) -> Reading:
+def _mtus(controller: Controller) -> Reading:
     """Return the MTU by device. They differ: VXLAN's outer headers take 20 bytes more over IPv6."""
-    uplink = reconciler.uplink_manager.uplink
-    links = (each for each in reconciler.peers.local_resources() if isinstance(each, Link))
+    uplink = controller.uplink_manager.uplink
+    links = (each for each in controller.peers.local_resources() if isinstance(each, Link))
     return {uplink.name: uplink.mtu} | {link.name: link.mtu for link in links}
 
 
-def _peers(reconciler: Controller) -> Reading:
+def _peers(controller: Controller) -> Reading:
     """Count peers by backend and state. A node without peers reports 0, so that sums are defined."""
-    found = states(reconciler.peers.view(), reconciler.tables.pending())
-    own = reconciler.uplink_manager.backend.attributes().backend_type
+    found = states(controller.peers.view(), controller.tables.pending())
+    own = controller.uplink_manager.backend.attributes().backend_type
     return {(own, "in-the-kernel"): 0} | Counter(
         (backend, state.replace(" ", "-")) for backend, state in found
     )
 
 
 def _heals(node: Node) -> Reading:
-    desired = node.reconciler.peers.desired_kinds() if node.reconciler else ()
+    desired = node.controller.peers.desired_kinds() if node.controller else ()
     return _from_zero({Kind.RULES, Kind.FILE, *desired}, (TOLD, FOUND)) | node.heals()
 
 
@@ -107,30 +107,30 @@ def _from_zero(kinds: Iterable[Kind], labels: Iterable[str]) -> dict[tuple[str, 
 def _objects(number: Callable[[int, int], int]) -> Read:
     """Return a reader that derives a number from the desired and the refused objects of a kind."""
 
-    def read(reconciler: Controller) -> Reading:
-        desired = Counter(reconciler.peers.desired_kinds())
-        refused = Counter(failure.resource.kind for failure in reconciler.tables.pending().values())
+    def read(controller: Controller) -> Reading:
+        desired = Counter(controller.peers.desired_kinds())
+        refused = Counter(failure.resource.kind for failure in controller.tables.pending().values())
         return {kind.name.lower(): number(desired[kind], refused[kind]) for kind in sorted(desired)}
 
-    return _of_the_reconciler(read)
+    return _of_the_controller(read)
 
 
-def _sessions(reconciler: Controller) -> Reading:
-    return Counter(session.state for session in reconciler.tables.sessions())
+def _sessions(controller: Controller) -> Reading:
+    return Counter(session.state for session in controller.tables.sessions())
 
 
-def _oldest_handshake(reconciler: Controller) -> Reading:
+def _oldest_handshake(controller: Controller) -> Reading:
     """Return the age of the oldest handshake among live sessions; dead ones may be months old."""
     stamps = [
         each.handshake
-        for each in reconciler.tables.sessions()
+        for each in controller.tables.sessions()
         if each.is_established and each.handshake is not None
     ]
     return max(0.0, clock.wall() - min(stamps)) if stamps else None
 
 
-def _session_bytes(reconciler: Controller) -> Reading:
-    sessions = reconciler.tables.sessions()
+def _session_bytes(controller: Controller) -> Reading:
+    sessions = controller.tables.sessions()
     if not sessions:
         return None
     return {
@@ -139,11 +139,11 @@ def _session_bytes(reconciler: Controller) -> Reading:
     }
 
 
-def _refusals(reconciler: Controller) -> Reading:
+def _refusals(controller: Controller) -> Reading:
     numbers: Counter[tuple[str, ...]] = Counter()
-    for (kind, reason), number in reconciler.tables.refusals().items():
+    for (kind, reason), number in controller.tables.refusals().items():
         numbers[kind, _ERRNO.get(reason, "other")] += number
-    return _from_zero(set(reconciler.peers.desired_kinds()), _USUAL_ERRORS) | numbers
+    return _from_zero(set(controller.peers.desired_kinds()), _USUAL_ERRORS) | numbers
 
 
 # ---- definitions --------------------------------------------------------------------------------
@@ -175,14 +175,14 @@ METRICS = (
     _gauge(
         "flannel_public_ip_info",
         "1 for each address at which peers reach us",
-        _of_the_reconciler(_public_ips),
+        _of_the_controller(_public_ips),
         ("ip",),
     ),
-    _gauge("flannel_mtu_bytes", "largest packet that the device takes", _of_the_reconciler(_mtus), ("dev",)),
+    _gauge("flannel_mtu_bytes", "largest packet that the device takes", _of_the_controller(_mtus), ("dev",)),
     _gauge(
         "flannel_mtu_lowered_bytes",
         "bytes by which `-follow-path-mtu` has lowered the network's MTU",
-        _of_the_reconciler(lambda reconciler: reconciler.uplink_manager.bytes_lowered),
+        _of_the_controller(lambda controller: controller.uplink_manager.bytes_lowered),
     ),
     _gauge(
         "flannel_lease_expiry_timestamp_seconds",
@@ -200,7 +200,7 @@ METRICS = (
         lambda node: node.firewall.repairs if node.firewall else None,
         ("backend", "cause"),
     ),
-    _gauge("flannel_peers", "leases of other nodes", _of_the_reconciler(_peers), ("backend", "state")),
+    _gauge("flannel_peers", "leases of other nodes", _of_the_controller(_peers), ("backend", "state")),
     _gauge(
         "flannel_desired_objects",
         "objects in the desired state",
@@ -226,54 +226,54 @@ METRICS = (
         ("kind", "cause"),
     ),
     _counter(
-        "flannel_netlink_errors_total", "writes refused", _of_the_reconciler(_refusals), ("op", "errno")
+        "flannel_netlink_errors_total", "writes refused", _of_the_controller(_refusals), ("op", "errno")
     ),
     _counter(
         "flannel_netlink_overruns_total",
         "losses of kernel notifications",
-        _of_the_reconciler(lambda reconciler: reconciler.tables.work.overruns, absent=0),
+        _of_the_controller(lambda controller: controller.tables.work.overruns, absent=0),
     ),
     _gauge(
         "flannel_last_sync_timestamp_seconds",
         "when the kernel was last read",
-        _of_the_reconciler(lambda reconciler: reconciler.tables.work.last_sync, absent=0),
+        _of_the_controller(lambda controller: controller.tables.work.last_sync, absent=0),
     ),
     _gauge(
         "flannel_removal_guard_held",
         "1 while removals are held back",
-        _of_the_reconciler(lambda reconciler: bool(reconciler.removal_guard.holds), absent=0),
+        _of_the_controller(lambda controller: bool(controller.removal_guard.holds), absent=0),
     ),
     _counter(
         "flannel_removal_guard_holds_total",
         "times removals were held back",
-        _of_the_reconciler(lambda reconciler: reconciler.removal_guard.holds_total, absent=0),
+        _of_the_controller(lambda controller: controller.removal_guard.holds_total, absent=0),
     ),
-    _gauge("flannel_sessions", "encrypted sessions with peers", _of_the_reconciler(_sessions), ("state",)),
+    _gauge("flannel_sessions", "encrypted sessions with peers", _of_the_controller(_sessions), ("state",)),
     _gauge(
         "flannel_session_oldest_handshake_seconds",
         "seconds since the last handshake of the oldest session",
-        _of_the_reconciler(_oldest_handshake),
+        _of_the_controller(_oldest_handshake),
     ),
     _gauge(
         "flannel_session_bytes",
         "bytes carried by the present sessions",
-        _of_the_reconciler(_session_bytes),
+        _of_the_controller(_session_bytes),
         ("direction",),
     ),
     _histogram(
         "flannel_event_to_kernel_seconds",
         "from a lease event until the kernel has the lease's objects",
-        _of_the_reconciler(lambda reconciler: reconciler.tables.work.event_to_kernel),
+        _of_the_controller(lambda controller: controller.tables.work.event_to_kernel),
     ),
     _histogram(
         "flannel_apply_seconds",
         "one write to the kernel",
-        _of_the_reconciler(lambda reconciler: reconciler.tables.work.apply),
+        _of_the_controller(lambda controller: controller.tables.work.apply),
     ),
     _histogram(
         "flannel_reconcile_seconds",
         "one audit of the kernel with its repairs",
-        _of_the_reconciler(lambda reconciler: reconciler.tables.work.reconcile),
+        _of_the_controller(lambda controller: controller.tables.work.reconcile),
     ),
     _gauge(
         "flannel_peer_probe_loss_ratio",

@@ -68,31 +68,31 @@ def _serve_status(node: Node) -> None:
 
 def _probe_peers(node: Node) -> None:
     number = node.options.peer_probes
-    if not number or node.member is None or node.reconciler is None:
+    if not number or node.member is None or node.controller is None:
         return
     from flanneld.reconcile.probes import Prober
 
     heartbeat = partial(node.tasks.heartbeat, "prober")
-    prober = Prober(number, node.member.lease, node.reconciler, stop=node.tasks.stop, heartbeat=heartbeat)
+    prober = Prober(number, node.member.lease, node.controller, stop=node.tasks.stop, heartbeat=heartbeat)
     node.prober = prober
     node.tasks.start("prober", prober.run)
 
 
 def _follow_path_mtu(node: Node) -> None:
-    if not node.options.follow_path_mtu or node.member is None or node.reconciler is None:
+    if not node.options.follow_path_mtu or node.member is None or node.controller is None:
         return
     from flanneld.reconcile.probes import MTU_TASK, PathMtuFollower, answering
 
-    if not answering(node.member.lease, node.reconciler.peers.local_resources()):
+    if not answering(node.member.lease, node.controller.peers.local_resources()):
         log.warning("-follow-path-mtu has no effect: %s has no tunnel", node.member.config.backend_type)
         return
-    loop = node.make_loop(MTU_TASK, PathMtuFollower(node.member.lease, node.reconciler).step)
+    loop = node.make_loop(MTU_TASK, PathMtuFollower(node.member.lease, node.controller).step)
     node.tasks.start(MTU_TASK, loop.run, loop.cancel)
 
 
 def _meet_peers(node: Node) -> None:
     """Announce our endpoints, and read those of peers, if the backend has a mesh."""
-    controller = node.reconciler
+    controller = node.controller
     mesh = controller.tables.mesh if controller else None
     if controller is None or mesh is None:
         if node.options.public_name:
@@ -117,7 +117,7 @@ def _meet_peers(node: Node) -> None:
 
 def answer_port(node: Node) -> int:
     """Return the port at which this node answers queries, 0 for none."""
-    in_mesh = node.reconciler is not None and node.reconciler.tables.mesh is not None
+    in_mesh = node.controller is not None and node.controller.tables.mesh is not None
     return node.options.answer_port or (DEFAULT_PORT if in_mesh else 0)
 
 

@@ -53,7 +53,7 @@ class Place(Struct, frozen=True, gc=False):
 
 def places(node: Node) -> frozenset[Place]:
     """Return the addresses to answer at; none before this node has a lease."""
-    controller, keeper = node.reconciler, node.lease_keeper
+    controller, keeper = node.controller, node.lease_keeper
     if controller is None or keeper is None:
         return frozenset()
     in_overlay = {each.address for each in controller.peers.local_resources() if isinstance(each, Address)}
@@ -70,7 +70,7 @@ def places(node: Node) -> frozenset[Place]:
 
 def about(node: Node, asker: tuple[str, int]) -> Facts:
     """Return the answer to a node; ``seen`` is the address from which its query came."""
-    controller, config, keeper = node.reconciler, node.config, node.lease_keeper
+    controller, config, keeper = node.controller, node.config, node.lease_keeper
     assert controller is not None
     assert config is not None
     assert keeper is not None
@@ -204,7 +204,7 @@ class Responder:
             sock.sendto(answer(query, about(self._node, (host, port))), (host, port))
 
     def _admits(self, place: Place, host: str) -> bool:
-        controller = self._node.reconciler
+        controller = self._node.controller
         if controller is None:
             return False
         source, networks = ip_address(host.partition("%")[0]), controller.uplink_manager.networks

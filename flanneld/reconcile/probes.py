@@ -50,14 +50,14 @@ class Prober:
         self,
         per_minute: int,
         own: Lease,
-        reconciler: Controller,
+        controller: Controller,
         *,
         stop: threading.Event,
         heartbeat: Callable[[float], None],
     ) -> None:
         self._pause = 60.0 / per_minute
         self._own = own
-        self._reconciler = reconciler
+        self._controller = controller
         self._stop = stop
         self._heartbeat = heartbeat
         self._once = Once()
@@ -79,14 +79,14 @@ class Prober:
                 self._probe_one()
 
     def _probe_one(self) -> None:
-        view = self._reconciler.peers.view()
+        view = self._controller.peers.view()
         self.last = {key: probe for key, probe in self.last.items() if key in view.desired}
         # A refused peer, or one with another backend, is not reachable.
         peers = [lease for lease in view.leases if lease.key not in view.reasons]
         if not peers:
             return
         peer = choice(peers)
-        for target in targets(peer, answering(self._own, self._reconciler.peers.local_resources())):
+        for target in targets(peer, answering(self._own, self._controller.peers.local_resources())):
             self._probe(peer, target)
 
     def _probe(self, peer: Lease, target: IPAddress) -> None:

@@ -392,7 +392,7 @@ class Process:
 
     @property
     def controller(self) -> Controller | None:
-        return self._begun.reconciler if self._begun else None
+        return self._begun.controller if self._begun else None
 
     @property
     def peers(self) -> Peers | None:
