@@ -118,20 +118,20 @@ def _serve_alone(wanted: Options, environ: Mapping[str, str]) -> int:
         from flanneld import lease_server  # only for those who keep the leases here
         from flanneld.subnet.embedded.store import store_of
 
-        store = lease_server.open_file_store(wanted, supervisor)
-        manager = counted(store_of(store))
+        file = lease_server.open_file_store(wanted, supervisor)
+        store = counted(store_of(file))
         if wanted.listen:
-            service = lease_server.LeaseService(wanted, environ, supervisor, store)
+            service = lease_server.LeaseService(wanted, environ, supervisor, file)
             service.start()
     else:
         with prefixed("Failed to create SubnetManager"):
-            manager = counted(open_store(wanted, environ))
-    log.info("Created subnet manager: %s", manager.name)
+            store = counted(open_store(wanted, environ))
+    log.info("Created subnet manager: %s", store.name)
     claims = HostClaims(PATIENCE)
     node = Node(
         wanted,
         effects.real(wanted, environ, supervisor, notifier),
-        manager,
+        store,
         admit=lambda config, backend: claims.take(
             startup.claims_to(config, backend, guards=wanted.guard_tunnel), startup.clash
         ),

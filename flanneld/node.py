@@ -81,7 +81,7 @@ class Node:
         self,
         options: Options,
         effects: Effects,
-        manager: CountedStore,
+        store: CountedStore,
         *,
         admit: Admit = startup.admit_any,
         beside: Callable[[Node, Phase], None] = alone,
@@ -89,7 +89,7 @@ class Node:
         more_metrics: Callable[[], str] | None = None,
     ) -> None:
         self.options = options
-        self.manager = manager
+        self.store = store
         self.tasks = effects.tasks
         self.make_loop = effects.make_loop
         self.events = events or Events()
@@ -146,19 +146,19 @@ class Node:
         return sum((Counter(each.work.heals) for each in self.reconcilers()), Counter())
 
     @property
-    def store(self) -> StoreCounters:
+    def store_counters(self) -> StoreCounters:
         """Counters of requests to the store and of its events."""
-        return self.manager.counters
+        return self.store.counters
 
     @property
     def store_problem(self) -> Retryable | None:
         """The current failure of the store, of a watch or of a request; None without one."""
-        return self.manager.problem or next(iter(self.store.problems.values()), None)
+        return self.store.problem or next(iter(self.store_counters.problems.values()), None)
 
     @property
     def store_is_up(self) -> bool:
         """True if the store answers, also with a refusal. False before the first request."""
-        return any(self.store.requests.counts) and not isinstance(self.store_problem, NoAnswer)
+        return any(self.store_counters.requests.counts) and not isinstance(self.store_problem, NoAnswer)
 
     @property
     def cached(self) -> str:
@@ -193,10 +193,10 @@ class Node:
             from flanneld.subnet.cni_conf import open_table
 
             self._cni = open_table(self.options)
-        loaded = startup.load(self.options, self.manager, waiting, self._effects)
+        loaded = startup.load(self.options, self.store, waiting, self._effects)
         elected = startup.elect(loaded, waiting)
         with prefixed("Error registering network"):
-            member = startup.join(loaded, elected, waiting, acquire or self.manager.acquire, self._admit)
+            member = startup.join(loaded, elected, waiting, acquire or self.store.acquire, self._admit)
         mtu = member.uplink_manager.mtu
         log.info("Our subnet is %s, backend %s, MTU %d", member.lease, member.config.backend_type, mtu)
         self.member = member
@@ -236,7 +236,7 @@ class Node:
     def _end(self) -> None:
         """Stop all tasks and close their resources; also after a failed start."""
         self.tasks.stop.set()
-        self.manager.close()  # there may be keys in temporary files
+        self.store.close()  # there may be keys in temporary files
         late = self.tasks.shutdown()
         for name in late:
             log.warning("%s did not stop in time", name)
@@ -253,7 +253,7 @@ class Node:
     def _close_on_stop(self) -> None:
         """Cut every blocked request of any thread, including this one."""
         self.tasks.wait()
-        self.manager.close()
+        self.store.close()
 
     # ---- the loops ---------------------------------------------------------------------------------
 
@@ -264,13 +264,13 @@ class Node:
 
     def _make_keeper(self, member: Member) -> LeaseKeeper:
         return LeaseKeeper(
-            member.manager,
+            member.store,
             member.lease,
             margin=60.0 * self.options.subnet_lease_renew_margin,
             stop=self.tasks.stop,
             make_loop=self.make_loop,
             revoked=lambda: self.tasks.request_stop("our lease was revoked"),
-            contested=not isinstance(member.manager, NodeStore),
+            contested=not isinstance(member.store, NodeStore),
             written=member.last_run.lease_written,
             lost=member.last_run.lease_lost,
             wrote=lambda attrs: attrs in member.last_run.earlier,
@@ -286,7 +286,7 @@ class Node:
             on_synced=self.readiness.complete,
             on_leases=self._leases_changed,
             on_mtu=self._mtu_lowered,
-            reread=member.manager.reread,
+            reread=member.store.reread,
             event_queue=self._effects.make_queue(),
         )
 
@@ -298,7 +298,7 @@ class Node:
         # The firewall not earlier: it begins with all chains of the host, and containers wait for subnet.env.
         for worker in (*controller.workers, *filter(None, [self.firewall])):
             start(worker.name, worker.run, worker.cancel)
-        self._watch("own lease watch", partial(member.manager.watch_own, member.lease, keeper.deliver))
+        self._watch("own lease watch", partial(member.store.watch_own, member.lease, keeper.deliver))
         start(lease_keeper.NAME, keeper.run, keeper.cancel)
 
     def _watch_leases(self, member: Member, controller: Controller) -> None:
@@ -306,11 +306,11 @@ class Node:
         put = controller.event_queue.put
         if member.uplink_manager.backend.has_peers:
             log.info("Watching for new subnet leases")
-            self._watch("lease watch", partial(member.manager.watch, put))
+            self._watch("lease watch", partial(member.store.watch, put))
             return
         put([Snapshot((member.lease,))])
-        if isinstance(member.manager, NodeStore):
-            self._watch("lease watch", member.manager.watch_node)
+        if isinstance(member.store, NodeStore):
+            self._watch("lease watch", member.store.watch_node)
 
     def _watch(self, name: str, watch: Callable[[Callable[[], None]], None]) -> None:
         alive = partial(self.tasks.heartbeat, name, LONGEST_SILENCE)
@@ -319,7 +319,7 @@ class Node:
     def _moved(self) -> None:
         """Reconnect to the store, announce the new uplink in our lease, and record it for the next run."""
         member, uplink_manager = self._joined, self._joined.uplink_manager
-        member.manager.reconnect()
+        member.store.reconnect()
         assert self.lease_keeper is not None
         self.lease_keeper.announce(uplink_manager.backend.attributes())
         member.last_run.record(machine=self._effects.machine_of(member.kernel, uplink_manager.uplink))
@@ -414,16 +414,16 @@ class Node:
             self._report("; ".join(troubles))
 
     def _report(self, reason: str) -> None:
-        if isinstance(self.manager, NodeStore):
-            self.manager.report(reason)
+        if isinstance(self.store, NodeStore):
+            self.store.report(reason)
         self._beside(self, Phase.WAITS)
 
     def _say_ready(self) -> None:
         """Report readiness: the container runtime can now read subnet.env and start containers."""
         self._say_status(*self._told)
         self._effects.notifier.ready()
-        if isinstance(self.manager, NodeStore) and self.options.set_node_network_unavailable:
-            self.manager.mark_available()
+        if isinstance(self.store, NodeStore) and self.options.set_node_network_unavailable:
+            self.store.mark_available()
 
     def _say_status(self, *troubles: str) -> None:
         self._effects.notifier.status("; ".join([self._brief, *troubles]))

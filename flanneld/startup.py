@@ -86,7 +86,7 @@ class Loaded(Struct, frozen=True):
     """Options, the record of the previous run, and the network config."""
 
     options: Options
-    manager: Store
+    store: Store
     effects: Effects
     previous: Previous
     last_run: LastRun
@@ -108,14 +108,14 @@ class Elected(Struct, frozen=True):
 # ---- the stages ---------------------------------------------------------------------------------
 
 
-def load(options: Options, manager: Store, waiting: Waiting, effects: Effects) -> Loaded:
+def load(options: Options, store: Store, waiting: Waiting, effects: Effects) -> Loaded:
     """Read the record of the last run and the network config."""
     path = Path(options.subnet_file)
-    manager.addresses  # noqa: B018 - starts the lookup of names, which a new lease needs
+    store.addresses  # noqa: B018 - starts the lookup of names, which a new lease needs
     previous, last_run = effects.read_past(path)
-    reach: Reach = partial(_ask_or_try, manager, previous, last_run) if effects.tries_routes else _ask_once
+    reach: Reach = partial(_ask_or_try, store, previous, last_run) if effects.tries_routes else _ask_once
     last_run.former = tuple(dict.fromkeys((*previous.nets, *last_run.former)))
-    config = waiting.ask("the network config", partial(reach, manager.network_config))
+    config = waiting.ask("the network config", partial(reach, store.network_config))
     log.info("Found network config - Backend type: %s", shown(config.backend_type))
     for warning in config.warnings:
         log.warning("%s", warning)
@@ -138,13 +138,13 @@ def load(options: Options, manager: Store, waiting: Waiting, effects: Effects) -
         listen_port=options.wireguard_port,
         cpu_checksums=options.disable_tx_checksum_offload,
     )
-    return Loaded(options, manager, effects, previous, last_run, config, make_backend, services, reach)
+    return Loaded(options, store, effects, previous, last_run, config, make_backend, services, reach)
 
 
 def elect(loaded: Loaded, waiting: Waiting) -> Elected:
     """Choose the uplink. Wait for it at most ``-iface-wait`` seconds."""
     kernel, monitor = waiting.patiently("the kernel", loaded.effects.open_kernel)
-    choice = waiting.ask("our node", partial(loaded.reach, partial(_choice, loaded.options, loaded.manager)))
+    choice = waiting.ask("our node", partial(loaded.reach, partial(_choice, loaded.options, loaded.store)))
     deadline = clock.now() + loaded.options.iface_wait
     once = Once()
 
@@ -194,15 +194,15 @@ def join(
     loaded: Loaded, elected: Elected, waiting: Waiting, acquire: Acquire, admit: Admit = admit_any
 ) -> Member:
     """Build the backend and, once ``admit`` permits it, acquire the lease that announces it."""
-    options, manager, config = loaded.options, loaded.manager, loaded.config
+    options, store, config = loaded.options, loaded.store, loaded.config
     previous, last_run = loaded.previous, loaded.last_run
     kernel, uplink = elected.kernel, elected.uplink
     machine = loaded.effects.machine_of(kernel, uplink)
-    written = last_run.claim(machine, manager.name, previous.subnets)
+    written = last_run.claim(machine, store.name, previous.subnets)
     facts = LocalFacts(written, earlier=last_run.earlier)
     family = config.families[0]
-    stored = waiting.ask("the leases", partial(loaded.reach, lambda: manager.stored(uplink.public(family))))
-    is_others = partial(_is_others, manager, stored, facts, family, uplink.public(family))
+    stored = waiting.ask("the leases", partial(loaded.reach, lambda: store.stored(uplink.public(family))))
+    is_others = partial(_is_others, store, stored, facts, family, uplink.public(family))
     if stored is None and written is not None:
         stored = written.attrs
     uplink_manager = waiting.patiently(
@@ -223,15 +223,15 @@ def join(
     for unread in unread_keys(config):
         log.warning("%s", unread)
     waiting.patiently("claims on this host", lambda: admit(config, uplink_manager.backend))
-    avoided = (*connected_networks(kernel, config.families), *map(single, sorted(manager.addresses, key=int)))
+    avoided = (*connected_networks(kernel, config.families), *map(single, sorted(store.addresses, key=int)))
     local = structs.replace(facts, connected=avoided, is_self=uplink_manager.is_self)
     attributes = uplink_manager.backend.attributes()
     lease = waiting.ask(
         "a lease", partial(loaded.reach, lambda: acquire(config, attributes, previous.subnets, local))
     )
-    last_run.joined(machine, manager.name, lease, subnet_file.paired(config.networks, lease.key))
+    last_run.joined(machine, store.name, lease, subnet_file.paired(config.networks, lease.key))
     last_run.record(path_mtu=uplink_manager.lowered)
-    return Member(options, manager, config, last_run, kernel, elected.monitor, uplink_manager, lease)
+    return Member(options, store, config, last_run, kernel, elected.monitor, uplink_manager, lease)
 
 
 def desired(member: Member, effects: Effects) -> LocalNode:
@@ -256,7 +256,7 @@ def desired(member: Member, effects: Effects) -> LocalNode:
         extras=tuple(Blackhole(net) for net in blackholes if net is not None),
         beside=beside,
         once_synced=once_synced,
-        store=member.manager,
+        store=member.store,
     )
 
 
@@ -277,21 +277,19 @@ def _ask_once(attempt: Callable[[], Result]) -> Result:
     return attempt()
 
 
-def _ask_or_try(
-    manager: Store, previous: Previous, last_run: LastRun, attempt: Callable[[], Result]
-) -> Result:
+def _ask_or_try(store: Store, previous: Previous, last_run: LastRun, attempt: Callable[[], Result]) -> Result:
     """Make an attempt, and a trial without the routes to the store if it gets no answer."""
     try:
         return attempt()
     except NoAnswer as failure:
         from flanneld.reconcile.store_watch import StoreTrial  # rarely needed
 
-        return StoreTrial(manager, previous, last_run).ask(attempt, failure)
+        return StoreTrial(store, previous, last_run).ask(attempt, failure)
 
 
-def _choice(options: Options, manager: Store) -> InterfaceChoice:
+def _choice(options: Options, store: Store) -> InterfaceChoice:
     """Return how to choose the uplink; as in Go, the store's public addresses precede the flags'."""
-    ipv4, ipv6 = manager.public_ips() if isinstance(manager, NodeStore) else (None, None)
+    ipv4, ipv6 = store.public_ips() if isinstance(store, NodeStore) else (None, None)
     return InterfaceChoice(
         ifaces=options.iface,
         regexes=options.iface_regex,
@@ -313,7 +311,7 @@ def _elected(
 
 
 def _is_others(
-    manager: Store,
+    store: Store,
     stored: LeaseAttrs | None,
     local: LocalFacts,
     family: Family,
@@ -323,7 +321,7 @@ def _is_others(
     """Return True if a lease announces this that is not provably ours, and none of ours does."""
     if stored is not None and announces(stored):
         return False
-    found = [lease for lease in manager.read_leases() if announces(lease.attrs)]
+    found = [lease for lease in store.read_leases() if announces(lease.attrs)]
     ours = [each for each in found if each.attrs.public(family) == public_ip or local.wrote(each)]
     return bool(found) and not ours
 

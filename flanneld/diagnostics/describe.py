@@ -76,9 +76,9 @@ def describe(node: Node) -> Status:
 
 
 def _store(node: Node) -> StoreStatus:
-    store, problem = node.store, node.store_problem
+    store, problem = node.store_counters, node.store_problem
     return StoreStatus(
-        name=node.manager.name,
+        name=node.store.name,
         answers=node.store_is_up,
         problem=problem.problem if problem else None,
         remedy=problem.remedy if problem else None,
@@ -105,7 +105,7 @@ def network(config: Config | None) -> NetworkStatus | None:
 def _lease(node: Node) -> LeaseStatus | None:
     if node.lease_keeper is None:
         return None
-    return replace(lease(node.lease_keeper.lease), renewals=node.store.renewals.copy())
+    return replace(lease(node.lease_keeper.lease), renewals=node.store_counters.renewals.copy())
 
 
 def lease(own: Lease) -> LeaseStatus:

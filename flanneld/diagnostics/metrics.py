@@ -288,35 +288,35 @@ METRICS = (
     _histogram(
         "flannel_datastore_request_seconds",
         "one request to the store, without watches",
-        lambda node: node.store.requests,
+        lambda node: node.store_counters.requests,
     ),
     _counter(
         "flannel_datastore_errors_total",
         "failed requests, without watches",
-        lambda node: node.store.errors,
+        lambda node: node.store_counters.errors,
     ),
     _gauge("flannel_datastore_up", "1 if the store answers", lambda node: node.store_is_up),
     _counter(
         "flannel_lease_renewals_total",
         "renewals of our lease",
-        lambda node: node.store.renewals,
+        lambda node: node.store_counters.renewals,
         ("result",),
     ),
     _counter(
         "flannel_watch_events_total",
         "lease events received from the store",
-        lambda node: node.store.events,
+        lambda node: node.store_counters.events,
     ),
     _counter(
         "flannel_watch_resyncs_total",
         "relists of all leases, by reason",
-        lambda node: node.store.resyncs,
+        lambda node: node.store_counters.resyncs,
         ("reason",),
     ),
     _gauge(
         "flannel_watch_last_event_timestamp_seconds",
         "time of the last lease event from the store",
-        lambda node: node.store.last_event,
+        lambda node: node.store_counters.last_event,
     ),
 )
 

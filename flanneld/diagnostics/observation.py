@@ -103,7 +103,7 @@ def _meet_peers(node: Node) -> None:
     uplinks = controller.uplink_manager
     task = MeshTask(
         mesh,
-        node.manager,
+        node.store,
         lambda: uplinks.uplink,
         uplinks.networks,
         controller.tables.sessions,

@@ -135,11 +135,11 @@ class Outcome(Struct, frozen=True, gc=False):
     spread: bool = False
 
 
-def dry_run(options: Options, manager: Store) -> Outcome:
+def dry_run(options: Options, store: Store) -> Outcome:
     """Return the outcome of a startup. Raises ``Retryable`` or ``Fatal`` where it would wait or end."""
     once, notes = SingleAttempts(), Notes()
-    forecast, harmless = Forecast(manager), effects.dry_run(options, os.environ)
-    member = Node(options, harmless, counted(manager)).join(once, forecast.acquire)
+    forecast, harmless = Forecast(store), effects.dry_run(options, os.environ)
+    member = Node(options, harmless, counted(store)).join(once, forecast.acquire)
     controller = _run(startup.desired(member, harmless), harmless, forecast.leases, notes)
     peers = controller.peers
     return Outcome(
@@ -159,17 +159,17 @@ def dry_run(options: Options, manager: Store) -> Outcome:
 class Forecast:
     """Prediction of the lease without writing; replaces the store's ``acquire``."""
 
-    def __init__(self, manager: Store) -> None:
-        self._manager = manager
+    def __init__(self, store: Store) -> None:
+        self._store = store
         #: Set by ``acquire``: the leases of all nodes, and True if one of them is ours.
         self.leases: Snapshot | Cached = Snapshot(())
         self.has_lease = False
 
     def acquire(self, config: Config, attrs: LeaseAttrs, previous: LeaseKey, local: LocalFacts) -> Lease:
         """Return our lease, else a guess. May raise the errors of a startup's ``acquire``."""
-        manager = self._manager
-        foreseen = manager.foresee(config, attrs) if isinstance(manager, Foreseeing) else None
-        self.leases = all_leases(manager)
+        store = self._store
+        foreseen = store.foresee(config, attrs) if isinstance(store, Foreseeing) else None
+        self.leases = all_leases(store)
         own = foreseen or _ours(self.leases, attrs, config, previous, local)
         self.has_lease = own is not None
         return own or Lease(attrs, *_likely(config, previous, self.leases))
@@ -196,16 +196,16 @@ def _run(node: LocalNode, harmless: effects.Effects, leases: Snapshot | Cached, 
     return controller
 
 
-def all_leases(manager: Store) -> Snapshot | Cached:
-    """Return the first snapshot of a watch, then close the manager. Raises ``Retryable``."""
+def all_leases(store: Store) -> Snapshot | Cached:
+    """Return the first snapshot of a watch, then close the store. Raises ``Retryable``."""
     found: list[Snapshot | Cached] = []
 
     def deliver(events: list[Event]) -> None:
         found.extend(event for event in events if isinstance(event, Snapshot | Cached))
-        manager.close()
+        store.close()
 
     with suppress(Cancelled):
-        manager.watch(deliver, _nothing)
+        store.watch(deliver, _nothing)
     if not found:
         raise Retryable("the store does not tell its leases", "see the lines above")
     return found[0]
@@ -250,12 +250,12 @@ class _Scripted(Protocol):
     def script(self, scope: Scope) -> Iterator[str]: ...
 
 
-def print_plan(wanted: Options, manager: Store, say: Callable[[str], None]) -> None:
+def print_plan(wanted: Options, store: Store, say: Callable[[str], None]) -> None:
     """Print each command on a line, and changes without a command as comments; nothing if all is right.
 
     Raises ``Retryable`` and ``Fatal`` where a startup would wait or end.
     """
-    outcome = dry_run(wanted, manager)
+    outcome = dry_run(wanted, store)
     for line in lines(wanted, outcome):
         say(printable(line) if line.startswith("#") else line)  # a shell may run the plan
 

@@ -84,7 +84,7 @@ def about(node: Node, asker: tuple[str, int]) -> Facts:
         **device(controller.peers.local_resources()),
         "mtu": uplinks.mtu,
         "uplink_mtu": uplinks.uplink.mtu,
-        "store": store_kind(node.manager.name),
+        "store": store_kind(node.store.name),
         "ready": not node.missing(),
         "conditions": sorted({each.part for each in conditions.unhealthy_parts(node)}),
         "seen": list(asker),

@@ -150,40 +150,40 @@ Result = TypeVar("Result")
 class CountedStore:
     """``Store`` that forwards every call. ``counters`` may be read from any thread."""
 
-    def __init__(self, manager: Store) -> None:
+    def __init__(self, store: Store) -> None:
         self.counters = StoreCounters()
-        self._manager = manager
+        self._store = store
 
     @property
     def name(self) -> str:
-        return self._manager.name
+        return self._store.name
 
     @property
     def problem(self) -> Retryable | None:
-        return self._manager.problem
+        return self._store.problem
 
     @property
     def addresses(self) -> frozenset[IPAddress]:
-        return self._manager.addresses
+        return self._store.addresses
 
     def network_config(self) -> Config:
-        return self._count("network_config", self._manager.network_config)
+        return self._count("network_config", self._store.network_config)
 
     def stored(self, public_ip: IPAddress | None) -> LeaseAttrs | None:
-        return self._count("stored", partial(self._manager.stored, public_ip))
+        return self._count("stored", partial(self._store.stored, public_ip))
 
     def read_leases(self) -> Iterable[Lease]:
-        return self._count("read_leases", self._manager.read_leases)
+        return self._count("read_leases", self._store.read_leases)
 
     def acquire(
         self, config: Config, attrs: LeaseAttrs, previous: LeaseKey, local: LocalFacts = NO_FACTS
     ) -> Lease:
-        return self._count("acquire", partial(self._manager.acquire, config, attrs, previous, local))
+        return self._count("acquire", partial(self._store.acquire, config, attrs, previous, local))
 
     def renew(self, lease: Lease) -> Lease:
         result = "error"
         try:
-            renewed = self._count("renew", partial(self._manager.renew, lease))
+            renewed = self._count("renew", partial(self._store.renew, lease))
             result = "ok"
         finally:
             self.counters.renewed(result)
@@ -194,26 +194,26 @@ class CountedStore:
             self.counters.told(len(events), sum(isinstance(event, Snapshot) for event in events))
             deliver(events)
 
-        self._manager.watch(pass_on, alive)
+        self._store.watch(pass_on, alive)
 
     def watch_own(self, lease: Lease, deliver: Deliver, alive: Callable[[], None]) -> None:
-        self._manager.watch_own(lease, deliver, alive)
+        self._store.watch_own(lease, deliver, alive)
 
     def reread(self) -> None:
         self.counters.was_asked = True
-        self._manager.reread()
+        self._store.reread()
 
     def reconnect(self) -> None:
-        self._manager.reconnect()
+        self._store.reconnect()
 
     def close(self) -> None:
-        self._manager.close()
+        self._store.close()
 
     def publish_endpoints(self, name: str, text: str) -> None:
-        self._count("publish_endpoints", partial(self._manager.publish_endpoints, name, text))
+        self._count("publish_endpoints", partial(self._store.publish_endpoints, name, text))
 
     def endpoints(self) -> Mapping[str, str]:
-        return self._count("endpoints", self._manager.endpoints)
+        return self._count("endpoints", self._store.endpoints)
 
     def _count(self, name: str, ask: Callable[[], Result]) -> Result:
         began = clock.now()
@@ -231,8 +231,8 @@ class CountedStore:
 class CountedNodeStore(CountedStore):
     """``CountedStore`` for a store that is also a ``NodeStore``. Both arguments are the same object."""
 
-    def __init__(self, manager: Store, node_store: NodeStore) -> None:
-        super().__init__(manager)
+    def __init__(self, store: Store, node_store: NodeStore) -> None:
+        super().__init__(store)
         self._node_store = node_store
 
     def public_ips(self) -> tuple[IPv4Address | None, IPv6Address | None]:
@@ -248,6 +248,6 @@ class CountedNodeStore(CountedStore):
         self._node_store.report(reason)
 
 
-def counted(manager: Store) -> CountedStore:
-    """Return a wrapper with the interfaces of ``manager``."""
-    return CountedNodeStore(manager, manager) if isinstance(manager, NodeStore) else CountedStore(manager)
+def counted(store: Store) -> CountedStore:
+    """Return a wrapper with the interfaces of ``store``."""
+    return CountedNodeStore(store, store) if isinstance(store, NodeStore) else CountedStore(store)

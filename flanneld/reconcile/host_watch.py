@@ -123,7 +123,7 @@ class HostWatch:
         on_mtu: Callable[[], None],
     ) -> None:
         self._node = node
-        self._manager = node.uplink_manager
+        self._uplinks = node.uplink_manager
         self._peers = peers
         self._tables = tables
         self._on_move = on_move
@@ -167,26 +167,26 @@ class HostWatch:
 
         Raises ``OSError`` if the kernel's tables cannot be read.
         """
-        networks = self._manager.networks
+        networks = self._uplinks.networks
         own = [net for net in self._node.lease.key if net is not None]
         store = self._store.look(now, networks, own)
         self.next_look = min(self.next_look, self._store.due)
         host = read_host_networks(self._node.kernel, networks, own, self._node.kernel.domain.links, store)
         if host != self._peers.claims.host:
-            self._change(self._peers.look(host, self._manager.backend), now)
+            self._change(self._peers.look(host, self._uplinks.backend), now)
         self._store.applied()
         self._peers.log_changes(now)
 
     def watch_encryption(self, now: float) -> None:
         """Check the host's routes again if the backend encrypts: those of an earlier run have gone."""
-        if self._manager.backend.encrypts:
+        if self._uplinks.backend.encrypts:
             with suppress(OSError):
                 self.look_at_networks(now)
             self.tell_of_bypasses()
 
     def tell_of_bypasses(self) -> None:
         """Update the report of ways past the encryption, as the host and the tables were last read."""
-        if self._manager.backend.encrypts:
+        if self._uplinks.backend.encrypts:
             detours = self._peers.claims.host.detours
             self.encryption.look(detours, self._peers.desired.table(ROUTES), self._tables.bypasses())
 
@@ -194,12 +194,12 @@ class HostWatch:
         """Set the desired objects that this node needs without peers. Return their change."""
         kernel = self._node.kernel
         more = self._node.once_synced if self._peers.synced else ()
-        local = self._manager.local(self._node.lease)
+        local = self._uplinks.local(self._node.lease)
         delta = self._peers.set_local((*local, *self._node.extras, *more))
         ours = self.links()
         kernel.domain = replace(
             kernel.domain,
-            uplink=self._manager.uplink.name,
+            uplink=self._uplinks.uplink.name,
             links=frozenset(link.name for link in ours),
             bridging=frozenset(link.name for link in ours if isinstance(link, Vxlan)),
         )
@@ -226,15 +226,15 @@ class HostWatch:
         self.next_look = min(self.next_look, now + RETRY)
 
     def _follow_uplink(self, now: float) -> None:
-        manager = self._manager
-        if not (self.uplink_may_have_moved or manager.asks_routes or manager.is_adrift):
+        uplinks = self._uplinks
+        if not (self.uplink_may_have_moved or uplinks.asks_routes or uplinks.is_adrift):
             return
-        moved = manager.follow()
+        moved = uplinks.follow()
         self.uplink_may_have_moved = False
         if moved:
             self.set_local()
-        if moved or manager.asks_routes:
-            self._change(self._peers.reconsider(manager.backend), now, all_anew=moved)
+        if moved or uplinks.asks_routes:
+            self._change(self._peers.reconsider(uplinks.backend), now, all_anew=moved)
         if moved:
             self._on_move()
 
@@ -258,7 +258,7 @@ class KernelNews:
         self, node: LocalNode, peers: Peers, tables: NodeTables, host: HostWatch, left_behind: LeftBehind
     ) -> None:
         self._node = node
-        self._manager = node.uplink_manager
+        self._uplinks = node.uplink_manager
         self._peers = peers
         self._tables = tables
         self._host = host
@@ -310,12 +310,12 @@ class KernelNews:
     def _heard_of(self, key: Key, port: int, now: float, *, is_drift: bool) -> None:
         if is_drift:
             self._tables.reconciler.hear(now, key[0], key, self._origins.of(port))
-        if self._manager.asks_routes:  # The backend's decisions may depend on any route.
+        if self._uplinks.asks_routes:  # The backend's decisions may depend on any route.
             self._host.look_soon(now)
 
     def _concerns_us(self, index: int, name: str | None) -> bool:
         ours = name in self._ours()
-        return ours or index in self._names or self._manager.asks_routes or self._manager.is_adrift
+        return ours or index in self._names or self._uplinks.asks_routes or self._uplinks.is_adrift
 
     def _is_drift(self, resource: Resource) -> bool:
         desired = self._peers.desired.get(resource.key)

@@ -265,7 +265,7 @@ class Member(Struct, frozen=True):
     """Node with a lease, and the backend that the lease announces."""
 
     options: Options
-    manager: Store
+    store: Store
     config: Config
     last_run: LastRun
     kernel: HostKernel

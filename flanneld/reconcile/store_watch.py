@@ -59,11 +59,11 @@ class StoreWatch:
 
     def look(self, now: float, networks: Collection[IPNetwork], own: Collection[IPNetwork]) -> list[Obstacle]:
         """Return the addresses of the store that no lease may cover."""
-        manager = self._node.store
-        if manager is None:
+        store = self._node.store
+        if store is None:
             return []
-        current = [each for each in manager.addresses if concerns(single(each), networks, own)]
-        problem = manager.problem
+        current = [each for each in store.addresses if concerns(single(each), networks, own)]
+        problem = store.problem
         known = remembered(self._known, current, int(clock.wall() // 3600), answers=problem is None)
         ways = {each.address: way_to(self._node.kernel, each.address) for each in known}
         if problem is None:
@@ -170,8 +170,8 @@ _PAUSE = 0.2
 class StoreTrial:
     """Trial after a request of a start that got no answer from the store."""
 
-    def __init__(self, manager: Store, previous: Previous, last_run: LastRun) -> None:
-        self._manager = manager
+    def __init__(self, store: Store, previous: Previous, last_run: LastRun) -> None:
+        self._store = store
         self._previous = previous
         self._last_run = last_run
 
@@ -204,7 +204,7 @@ class StoreTrial:
 
     def _routes(self, kernel: Kernel) -> dict[Route, IPAddress]:
         """Return the routes of an earlier run that lead to an address of the store, with that address."""
-        addresses = {*self._manager.addresses, *(each.address for each in self._last_run.store_addresses)}
+        addresses = {*self._store.addresses, *(each.address for each in self._last_run.store_addresses)}
         inside = [each for each in addresses if any(each in network for network in self._previous.networks)]
         if not inside:
             return {}
@@ -222,7 +222,7 @@ class StoreTrial:
     def _end(self, kernel: Kernel, routes: dict[Route, IPAddress], *, has_answered: bool) -> None:
         """Restore the routes to addresses that have not answered; record the others."""
         tried = frozenset(routes.values())
-        answering = answered(tried, self._manager.addresses) if has_answered else frozenset()
+        answering = answered(tried, self._store.addresses) if has_answered else frozenset()
         kernel.write([route for route, address in routes.items() if address not in answering])
         for address in tried:
             log.warning(ANSWERED if address in answering else FAILED, address)

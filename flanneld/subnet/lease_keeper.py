@@ -59,7 +59,7 @@ class LeaseKeeper:
 
     def __init__(
         self,
-        manager: Store,
+        store: Store,
         lease: Lease,
         *,
         margin: float,
@@ -72,7 +72,7 @@ class LeaseKeeper:
         wrote: Callable[[LeaseAttrs], bool] = lambda _attrs: False,
         probation: float = PROBATION,
     ) -> None:
-        self._manager = manager
+        self._store = store
         self._lease = lease
         self._margin = margin
         self._stop = stop
@@ -245,7 +245,7 @@ class LeaseKeeper:
 
     def _renew(self) -> None:
         try:
-            renewed = self._manager.renew(self._lease)
+            renewed = self._store.renew(self._lease)
         except Retryable as reason:
             self._outage.failed(reason)
             self._unconfirmed.append(self._lease.attrs)

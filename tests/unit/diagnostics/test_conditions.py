@@ -41,15 +41,15 @@ def found(node: Node) -> list[str]:
 
 def test_a_store_that_does_not_answer_is_a_trouble_until_it_does(node: Node) -> None:
     assert found(node) == []
-    node.store.failed("renew", SILENCE)
+    node.store_counters.failed("renew", SILENCE)
     assert found(node) == [f"store: {SILENCE}"]
-    node.store.answered("renew")
+    node.store_counters.answered("renew")
     assert found(node) == []
 
 
 def test_a_store_that_answered_no_request_and_then_tells_news_is_well(node: Node) -> None:
-    node.store.failed("renew", SILENCE)
-    node.store.told(1, 0)
+    node.store_counters.failed("renew", SILENCE)
+    node.store_counters.told(1, 0)
     assert found(node) == []
 
 
@@ -62,11 +62,11 @@ def test_a_store_that_answered_no_request_and_then_tells_news_is_well(node: Node
     ],
 )
 def test_a_store_that_answers_with_a_refusal_is_not_said_to_be_silent(node: Node, reason: Retryable) -> None:
-    node.store.requests.observe(0.1)
-    node.store.failed("acquire", reason)
+    node.store_counters.requests.observe(0.1)
+    node.store_counters.failed("acquire", reason)
     assert found(node) == [f"store: {reason}"]
     assert node.store_is_up
-    node.store.failed("acquire", SILENCE)
+    node.store_counters.failed("acquire", SILENCE)
     assert not node.store_is_up
 
 
@@ -143,9 +143,9 @@ def test_what_lasts_is_told_once_and_its_end_too(node: Node, monkeypatch: pytest
     told: SimpleQueue[list[str]] = SimpleQueue()
 
     def act() -> None:
-        node.store.failed("renew", SILENCE)
+        node.store_counters.failed("renew", SILENCE)
         assert told.get(timeout=DEADLINE) == [f"store: {SILENCE}"]
-        node.store.answered("renew")
+        node.store_counters.answered("renew")
         assert told.get(timeout=DEADLINE) == []
 
     watching(node, act, told)

@@ -88,11 +88,11 @@ def test_without_the_library_the_page_is_unavailable_and_says_what_to_install(
 
 
 def test_requests_to_the_store_are_counted_and_their_answers_passed_on(node: Node, store: Store) -> None:
-    assert node.manager.network_config() == CONFIG
-    assert node.manager.renew(LEASE) == RENEWED
+    assert node.store.network_config() == CONFIG
+    assert node.store.renew(LEASE) == RENEWED
     store.fails = True
     with pytest.raises(Retryable):
-        node.manager.renew(LEASE)
+        node.store.renew(LEASE)
     told = lines(node)
     assert "flannel_datastore_request_seconds_count 3.0" in told
     assert "flannel_datastore_errors_total 1.0" in told
@@ -102,13 +102,13 @@ def test_requests_to_the_store_are_counted_and_their_answers_passed_on(node: Nod
 
 
 def test_a_store_that_refuses_answers(node: Node, store: Store) -> None:
-    node.manager.network_config()
+    node.store.network_config()
     store.problem = Retryable("etcd refuses access")
     assert "flannel_datastore_up 1.0" in lines(node)
 
 
 def test_a_store_whose_watch_gets_no_answer_is_down(node: Node, store: Store) -> None:
-    node.manager.network_config()
+    node.store.network_config()
     assert "flannel_datastore_up 1.0" in lines(node)
     store.problem = NoAnswer("etcd does not answer")
     assert "flannel_datastore_up 0.0" in lines(node)
