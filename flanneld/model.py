@@ -1,4 +1,4 @@
-"""Model of the network: this host's uplink, the leases, and a subnet manager's events (pure).
+"""Model of the network: this host's uplink, the leases, and a store's events (pure).
 
 Leases and routes are made by the ten thousand, and a lease's subnet is hashed some ten times. ``ipaddress``
 takes 1.6 us to make a network from numbers, 0.5 us to hash it and 1 us to compare it; the networks of

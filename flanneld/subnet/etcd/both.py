@@ -57,15 +57,15 @@ class BothStores:
     """
 
     def __init__(
-        self, *managers: EtcdStore, pause: Callable[[threading.Event, float], bool] = waits.pause
+        self, *stores: EtcdStore, pause: Callable[[threading.Event, float], bool] = waits.pause
     ) -> None:
-        self._all = managers
+        self._all = stores
         self._pause = pause
         #: Those that are there.
-        self._sides: Sequence[EtcdStore] = managers
+        self._sides: Sequence[EtcdStore] = stores
         self._once = Once()
         self._closed = threading.Event()
-        self._own = OwnInBoth(side.api for side in managers)
+        self._own = OwnInBoth(side.api for side in stores)
         self._own_lock = threading.Lock()
         #: APIs in which the current renewal has succeeded, and the attributes it writes.
         self._done: set[str] = set()

@@ -36,7 +36,7 @@ from flanneld.subnet.store import LocalFacts
 #: Name of the network that lies directly under the prefix.
 UNNAMED = "_"
 #: Cached stores of networks, at most: a stranger may request any name.
-_MANAGERS = 64
+_STORES = 64
 
 
 class LeaseStore:
@@ -65,7 +65,7 @@ class LeaseStore:
         self._lock = threading.Lock()
         self._is_closed = False
         self._chosen: KeyClient | None = clients[0] if len(clients) == 1 else None
-        self._managers: dict[str, EtcdStore] = {}
+        self._stores: dict[str, EtcdStore] = {}
         self._changes: ChangeLog | None = None
         self.name = name
 
@@ -163,17 +163,17 @@ class LeaseStore:
         A new one avoids the addresses of the store, and the one of this ``server`` that the node knows.
         """
         with self._asking(caller):
-            manager = self._manager(network)
+            store = self._store_of(network)
             try:
                 check_address(wanted.attrs)
             except Refused:
-                leases = manager.listing(fresh=True).leases.values()
+                leases = store.listing(fresh=True).leases.values()
                 if all(each.attrs != wanted.attrs for each in leases):
                     raise
             addresses = self._addresses().union([server] if server else ())
             facts = LocalFacts(connected=tuple(map(single, addresses)))
             if wanted.strangers or caller.owner is not None:
-                leases = manager.listing(fresh=True).leases.values()
+                leases = store.listing(fresh=True).leases.values()
                 strangers = [each.attrs for each in leases if each.key in wanted.strangers]
                 facts = replace(facts, is_self=lambda one, us: is_same_node(one, us) and one not in strangers)
                 own = [each for each in leases if facts.is_self(each.attrs, wanted.attrs)]
@@ -182,7 +182,7 @@ class LeaseStore:
                 # An expired token is valid for a node with a lease.
                 if not caller.may_join:
                     _check_known(wanted.attrs, bool(own))
-            lease = manager.acquire(self._config(network), wanted.attrs, wanted.previous, facts)
+            lease = store.acquire(self._config(network), wanted.attrs, wanted.previous, facts)
             self._claim(network, lease.key, caller)
             return _wire(lease)
 
@@ -191,12 +191,12 @@ class LeaseStore:
         with self._asking(caller):
             is_own = caller.may_join or self._has_key(network, name, caller)
             self._check_owner(network, f"endpoints/{name}", caller, is_changed=not is_own)
-            self._manager(network).publish_endpoints(name, text)
+            self._store_of(network).publish_endpoints(name, text)
 
     def _has_key(self, network: str, name: str, caller: Caller) -> bool:
         """Return True if a lease of the caller has this public key: it may write without joining."""
         key = name.translate(str.maketrans("-_", "+/"))
-        leases = self._manager(network).listing(fresh=True).leases.values() if caller.owner else ()
+        leases = self._store_of(network).listing(fresh=True).leases.values() if caller.owner else ()
         found = (each.key for each in leases if key in format_attrs(each.attrs, with_ipv6=True))
         return any(self._owner(network, each) == caller.owner for each in found)
 
@@ -206,7 +206,7 @@ class LeaseStore:
     def endpoints(self, network: str) -> dict[str, str]:
         """Return what all nodes published, by name."""
         with self._asking():
-            return self._manager(network).endpoints()
+            return self._store_of(network).endpoints()
 
     def renew(
         self,
@@ -222,7 +222,7 @@ class LeaseStore:
         Raises ``Denied``, and ``Refused`` for a new or changed lease that no node would follow.
         """
         with self._asking(caller):
-            manager = self._manager(network)
+            store = self._store_of(network)
             found = self._found(network, wanted.key)
             if not caller.may_join:
                 _check_known(wanted.attrs, found is not None)
@@ -230,10 +230,10 @@ class LeaseStore:
             self._check_owner(network, wanted.key, caller, is_changed=is_changed)
             if is_changed:
                 check_claim(self._config(network), wanted, named)
-            manager.forget()
+            store.forget()
             asof = found.asof if found is not None and found.attrs == former else 0
             lease = Lease(wanted.attrs, *wanted.key, expires=clock.now(), asof=asof)
-            renewed = manager.renew(lease)
+            renewed = store.renew(lease)
             self._claim(network, lease.key, caller)
             return _wire(renewed)
 
@@ -243,7 +243,7 @@ class LeaseStore:
 
     def leases(self, network: str) -> tuple[list[WireLease], int]:
         with self._asking():
-            listing = self._manager(network).listing(fresh=True)
+            listing = self._store_of(network).listing(fresh=True)
             # etcd's v2 API has no order.
             return [_wire(each) for _, each in listing.of(lambda _attrs: True)], listing.at.index
 
@@ -414,23 +414,23 @@ class LeaseStore:
 
     def _config(self, network: str) -> Config:
         try:
-            return self._manager(network).network_config()
+            return self._store_of(network).network_config()
         except NoConfig:
             self._fetch(self._path(network, "config"))  # raises the same error in the words that clients know
             raise
 
-    def _manager(self, network: str) -> EtcdStore:
+    def _store_of(self, network: str) -> EtcdStore:
         client = self._client()
-        if self._chosen is None or network not in self._managers:
-            if len(self._managers) >= _MANAGERS:
-                self._managers.pop(next(iter(self._managers)))
-            self._managers[network] = EtcdStore(
+        if self._chosen is None or network not in self._stores:
+            if len(self._stores) >= _STORES:
+                self._stores.pop(next(iter(self._stores)))
+            self._stores[network] = EtcdStore(
                 client,
                 self._prefix if network == UNNAMED else posixpath.join(self._prefix, network),
                 self.name,
                 pause_time=self._pause,
             )
-        return self._managers[network]
+        return self._stores[network]
 
     def _path(self, network: str, last: LeaseKey | str) -> str:
         root = self._client().root(self._prefix)
