@@ -69,7 +69,9 @@ CHECKS = tuple(
 #: Seconds for one command of a fix: a restart of the daemon waits for its start.
 _FIX_TIME = 90.0
 #: Checks that see effects: what another check finds may be the cause.
-_SYMPTOMS = frozenset({"tunnel", "probes", "port", "ready", "missing", "refused", "stale", "silent nodes"})
+_SYMPTOMS = frozenset(
+    {"container echoes", "tunnel", "probes", "port", "ready", "missing", "refused", "stale", "silent nodes"}
+)
 #: Checks whose finding may name the subnet of a silent peer, and those that count the silent ones.
 _OF_ONE_PEER, _OF_SILENCE = (
     frozenset({"tunnel", "handshakes", "former subnet"}),
@@ -88,7 +90,18 @@ _RANKS = {"daemon": 1, **dict.fromkeys(_SYMPTOMS, 2)}
 def examine(facts: Facts) -> Findings:
     """Return all findings: problems before hints, causes before symptoms, then by theme (pure)."""
     found = [(check, finding) for check in CHECKS for finding in check.look(facts)]
+    if any(_explains(*each) for each in found):
+        found = [each for each in found if each[0] is not containers.container_echoes]
     return _ranked(found)
+
+
+def _explains(check: Check, finding: Finding) -> bool:
+    """Return True for a finding that may explain lost packets of containers (pure)."""
+    return (
+        finding.severity is Severity.PROBLEM
+        and check.theme in "ABEG"
+        and check is not containers.container_echoes
+    )
 
 
 def with_cluster(findings: Findings, found: list[cluster.Remark]) -> Findings:
@@ -274,9 +287,10 @@ def gather(source: DataSource) -> Facts:
     )
     facts = _with_probes(facts, queues)
     told, bases = facts.status, drops.read_bases(facts.status)
+    held = {(at.port, at.address.version): at.address for at in facts.containers}
     return replace(
         facts,
-        filtered=tuple(drops.read_drops(told, ways, bases)),
+        filtered=tuple(drops.read_drops(told, ways, bases, held)),
         lost=tuple(losses.lost_packets(told, names, ways, lambda: bases)),
     )
 
@@ -293,11 +307,14 @@ def _with_probes(facts: Facts, queues: Mapping[int, str]) -> Facts:
     passed = frozenset(passing(told, paths))
     silent = (each.target for each in paths if each.name == "underlay" and not each.carried)
     is_threaded = any(map(encryption.is_threaded, facts.devices))
+    is_silent = any(each.carried is None for each in paths)
+    unheard = {(at.path, at.address): at for at in ([] if is_silent else containers.unheard(facts))}
     return replace(
         facts,
         status=told,
         now=now,
         paths=paths,
+        containers=tuple(unheard.get((each.path, each.address), each) for each in facts.containers),
         queued=queued,
         tc_filters=tuple(traffic_control.filters(queued, queues)),
         standing=tuple(encryption.standing(former, told)) if is_threaded else (),

@@ -10,6 +10,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -101,13 +102,19 @@ def masquerading_rules(told: Status, family: Family) -> Sequence[Rule] | None:
     return next((rules[chain] for chain in chains if rules.get(chain)), ())
 
 
-def read_drops(told: Status, devices: Mapping[Family, str], bases: Sequence[BaseChain]) -> list[Drop]:
+def read_drops(
+    told: Status,
+    devices: Mapping[Family, str],
+    bases: Sequence[BaseChain],
+    held: Mapping[tuple[str, Family], IPAddress],
+) -> list[Drop]:
     """Return what this host's packet filters drop of a few peers' packets, and of those that rules name.
 
-    ``devices`` are those of containers.
+    ``devices`` are those of containers; ``held`` are containers' addresses by port of the bridge.
     """
     around = [network for network, _ in told.ranges]
-    return _drops(told, bases, devices, some(reached_peers(told), _mentioned(bases, around))) if bases else []
+    peers = some(reached_peers(told), _mentioned(bases, around)) if bases else ()
+    return _drops(told, bases, devices, peers, held) if bases else []
 
 
 def bases_of(told: Status) -> Bases:
@@ -121,7 +128,7 @@ def read_bases(told: Status) -> list[BaseChain]:
     families = [family for family in FAMILIES if _concerns(family, versions, told)]
     kinds = [(family, kind) for family in families for kind in ("filter", "nat")]
     found = [base for family, kind in kinds for base in foreign.read(family, kind=kind)]
-    if re.search(r"PolBlock\s+[1-9]", files.text(_XFRM_DROPS)):
+    if re.search(r"(PolBlock|NoPols)\s+[1-9]", files.text(_XFRM_DROPS)):
         from flanneld.network.xfrm_table import read_chains  # most hosts have no policies
 
         with suppress(OSError):  # only root can read them
@@ -130,11 +137,15 @@ def read_bases(told: Status) -> list[BaseChain]:
 
 
 def _drops(
-    told: Status, bases: Sequence[BaseChain], devices: Mapping[Family, str], chosen: Iterable[ParsedPeer]
+    told: Status,
+    bases: Sequence[BaseChain],
+    devices: Mapping[Family, str],
+    chosen: Iterable[ParsedPeer],
+    held: Mapping[tuple[str, Family], IPAddress] = MappingProxyType({}),
 ) -> list[Drop]:
     packets = list(flows(told, chosen, devices))
-    if any(base.hook.startswith("bridge ") for base in bases):
-        packets += [each for flow in packets for each in at_ports(flow)]
+    if any(base.device or base.hook.startswith("bridge ") for base in bases):
+        packets += [each for flow in packets for each in at_ports(flow, held)]
     forwarded = {flow.family for flow in packets if flow.hooks == THROUGH}
     packets += (
         Flow("packets of containers", packet, THROUGH, foreign.of_network(network))
@@ -180,6 +191,12 @@ def dropped(
         yield base, replace(lost[0], kind=kind), decided, frozenset(flow.family for flow in lost)
 
 
+def _unblocking(hook: str, by: str) -> Sequence[str]:
+    """Return how ip-xfrm(8) deletes a policy, or resets the default if there is no policy."""
+    way = {"input": "in", "forward": "fwd", "postrouting": "out"}[hook]
+    return ("delete", *by.split()[-4:]) if by else ("setdefault", way, "accept")
+
+
 def _described(base: BaseChain, flow: Flow, decided: Fate, families: frozenset[Family]) -> Drop:
     verb = "may drop" if decided.may_drop else _VERBS.get(decided.act, "drops")
     by, network = decided.doubt if decided.may_drop else decided.by, flow.openings[0].network
@@ -188,7 +205,7 @@ def _described(base: BaseChain, flow: Flow, decided: Fate, families: frozenset[F
         str(base),
         str(flow),
         foreign.text_of(base, by),
-        (command("ip", "xfrm", "policy", "delete", *by.split()[-4:]),)
+        (command("ip", "xfrm", "policy", *_unblocking(base.hook, by)),)
         if is_policy
         else (base.spare(network),)
         if verb in _VERBS.values() and network

@@ -32,11 +32,11 @@ _PEERS = 64
 _PORTS = 64
 #: Hooks that a packet passes if it is for this host, from it, or through it.
 INWARDS = frozenset({"ingress", "prerouting", "input"})
-OUTWARDS = frozenset({"output", "postrouting"})
-THROUGH = frozenset({"ingress", "prerouting", "forward", "postrouting"})
-#: Hooks of a bridge that packets of containers pass on their way to this host, and from it.
-FROM_PORTS = frozenset({"bridge prerouting", "bridge input"})
-TO_PORTS = frozenset({"bridge output", "bridge postrouting"})
+OUTWARDS = frozenset({"output", "postrouting", "egress"})
+THROUGH = frozenset({"ingress", "prerouting", "forward", "postrouting", "egress"})
+#: Hooks of a bridge's port that packets of containers pass on their way to this host, and from it.
+FROM_PORTS = frozenset({"ingress", "bridge prerouting", "bridge input"})
+TO_PORTS = frozenset({"bridge output", "bridge postrouting", "egress"})
 #: Numbers of IP protocols.
 _NUMBERS = {"ipencap": 4, "esp": 50}
 TO_NODES, FROM_NODES = "packets to other nodes", "packets from other nodes"
@@ -122,14 +122,20 @@ def flows(
                 yield from _between_containers(told, peer, subnet, theirs, device)
 
 
-def at_ports(flow: Flow) -> Iterator[Flow]:
-    """Yield a flow of containers as it passes each port of their bridge."""
+def at_ports(flow: Flow, held: Mapping[tuple[str, Family], IPAddress]) -> Iterator[Flow]:
+    """Yield a flow of containers as it passes each port of their bridge.
+
+    Behind a port are the addresses ``held`` there, as far as they are known.
+    """
     is_out = flow.name == FROM_CONTAINERS
     bridge = flow.packet.iif if is_out else flow.packet.oif
     ports = Path(f"/sys/class/net/{bridge}/brif").glob("*") if flow.hooks == THROUGH and bridge else ()
     for port in islice(ports, _PORTS):
         iif, oif = (port.name, "") if is_out else ("", port.name)
         packet = replace(flow.packet, iif=iif, oif=oif)
+        address = held.get((port.name, flow.family))
+        if address is not None:
+            packet = replace(packet, source=address) if is_out else replace(packet, destination=address)
         yield replace(flow, packet=packet, hooks=FROM_PORTS if is_out else TO_PORTS)
 
 

@@ -6,16 +6,17 @@ Also their messages (linux/xfrm.h), and the kernel's SAs as another program may 
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
 import os
 import socket
 import struct
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import closing, suppress
 from ipaddress import IPv4Address, IPv4Network
 
 from flanneld.compat.glog import V
-from flanneld.model import Family, IPNetwork
+from flanneld.model import FAMILIES, Family, IPNetwork
 from flanneld.network.firewall.fate import ACCEPT, DROP, UNKNOWN, Rule, Test, Value, protocol_name
 from flanneld.network.firewall.foreign import PolicyChain
 from flanneld.network.processes import GET_POLICY, NETLINK_XFRM, has_xfrm_policies
@@ -46,6 +47,7 @@ from flanneld.state.table import Bypass, Changes, Claim, Failure, Put, Report, S
 
 # linux/xfrm.h, XFRM_MSG_*
 NEW_POLICY, DELETE_POLICY, UPDATE_POLICY = 0x13, 0x14, 0x19
+_GET_DEFAULT, _BLOCKS = 0x28, 1
 GET_SA, FLUSH_SA = 0x12, 0x1C
 #: Not of the kernel: notifications were lost.
 LOST = -1
@@ -58,6 +60,8 @@ _NO_LIMIT, _ALL_ALGORITHMS = (1 << 64) - 1, (1 << 32) - 1
 
 #: Hooks of packets at which the policies of a direction decide.
 _HOOKS = {Direction.IN: "input", Direction.OUT: "postrouting", Direction.FWD: "forward"}
+#: struct xfrm_userpolicy_default: what happens to packets without a policy, in these directions.
+_DEFAULT, _DIRECTIONS = struct.Struct("=BBB"), (Direction.IN, Direction.FWD, Direction.OUT)
 #: struct xfrm_selector: addresses, ports, family, lengths, protocol, interface, user.
 _SELECTOR = struct.Struct("=16s16sHHHHHBBB3xiI")
 #: struct xfrm_usersa_info up to the SPI: selector, destination, SPI.
@@ -119,14 +123,24 @@ _OF_CHARON = (
 )
 
 
-def chains(found: Iterable[tuple[Family, Direction, int, Rule]], *, is_ipsec: bool) -> list[PolicyChain]:
-    """Return policies as the chains that packets pass (pure). With ipsec guards are no fault."""
+def chains(
+    found: Iterable[tuple[Family, Direction, int, Rule]],
+    *,
+    is_ipsec: bool,
+    blocked: Collection[Direction] = (),
+) -> list[PolicyChain]:
+    """Return policies as the chains that packets pass (pure). With ipsec guards are no fault.
+
+    In ``blocked`` directions the kernel drops packets without a policy.
+    """
     rules: dict[tuple[Family, Direction], list[Rule]] = {}
     for family, direction, priority, rule in sorted(found, key=lambda each: each[2]):
         if not (is_ipsec and priority >= ALLOW_PRIORITY):
             rules.setdefault((family, direction), list(_OF_CHARON if is_ipsec else ())).append(rule)
+    for key in itertools.product(FAMILIES, blocked):
+        rules.setdefault(key, list(_OF_CHARON if is_ipsec else ()))
     return [
-        PolicyChain("legacy", family, "xfrm", "", _HOOKS[way], False, {"": tuple(each)})
+        PolicyChain("legacy", family, "xfrm", "", _HOOKS[way], way in blocked, {"": tuple(each)})
         for (family, way), each in rules.items()
     ]
 
@@ -135,7 +149,15 @@ def read_chains(*, is_ipsec: bool) -> list[PolicyChain]:
     """Return the policies of all programs as chains. Raises ``OSError``."""
     with closing(open_xfrm()) as kernel:
         found = filter(None, (decode_rule(*each) for each in kernel.dump(GET_POLICY, b"")))
-        return chains(found, is_ipsec=is_ipsec)
+        return chains(list(found), is_ipsec=is_ipsec, blocked=_blocked(kernel))
+
+
+def _blocked(kernel: NetlinkSocket) -> list[Direction]:
+    """Return the directions in which packets without a policy are dropped; none before Linux 5.14."""
+    with suppress(OSError):
+        acts = unpack(_DEFAULT, *kernel.ask(_GET_DEFAULT, bytes(_DEFAULT.size)))
+        return [way for way, act in zip(_DIRECTIONS, acts, strict=True) if act == _BLOCKS]
+    return []
 
 
 def decode_spi(data: bytes, offset: int, end: int) -> str:

@@ -5,11 +5,92 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.faults.fault import BEHIND, HINT, Fault
-from tests.faults.world import DUAL, HOST_GW
+from tests.faults.firewall import NO_BRIDGED, bridged
+from tests.faults.world import DUAL, HOST_GW, World
 
 INSIDE = "ip netns exec {container} "
 
+LOST = "packets between {container_ip} and this host get lost"
+STRANGE_MAC = "02:00:00:00:00:99"
+
+
+def unheard(harm: tuple[str, ...], *heal: str, advice: str = "") -> Fault:
+    """Return the fault of something that drops packets between a container and this host."""
+    return Fault("container echoes", LOST, harm, heal=heal, advice=advice, within=2)
+
+
+def same_address(world: World) -> None:
+    """Make a second container with the address of the first."""
+    second, first = world.node.container(2).namespace, world.node.container().address
+    second.run("ip", "address", "flush", "dev", "eth0")
+    second.run("ip", "address", "add", f"{first}/24", "dev", "eth0")
+    second.run("ping", "-c", "1", "-W", "0.3", "-I", "eth0", world.words["own_ip"], check=False)
+
+
+def second_gone(world: World) -> None:
+    second = world.node.container(2).namespace
+    second.run("sh", "-c", "ip address flush dev eth0; ip link set eth0 down")
+    world.run("ip neigh flush dev cni0")
+
+
 IN_CONTAINERS = {
+    "rules of a container drop what it sends": unheard(
+        (
+            INSIDE + "nft add table inet own",
+            INSIDE + "nft 'add chain inet own c {{ type filter hook output priority 0; policy drop; }}'",
+        ),
+        INSIDE + "nft delete table inet own",
+        advice="nft list ruleset; nsenter --net=/run/netns/{container} iptables-save",
+    ),
+    "rules of a container drop what it gets": unheard(
+        (INSIDE + "iptables-nft -P INPUT DROP",),
+        INSIDE + "iptables-nft -P INPUT ACCEPT",
+        advice="nsenter --net=/run/netns/{container} iptables-save",
+    ),
+    "filter of tc at a container's port": unheard(
+        (
+            "tc qdisc add dev veth1 clsact",
+            "tc filter add dev veth1 ingress pref 7 bpf direct-action bytecode '1,6 0 0 2,'",
+        ),
+        "tc qdisc del dev veth1 clsact",
+        advice="tc -s filter show dev veth1 ingress",
+    ),
+    "bridge family drops ARP of containers": unheard(
+        (
+            *bridged("input", "ether type arp drop"),
+            INSIDE + "ip neigh flush dev eth0; ip neigh flush dev cni0",
+        ),
+        *NO_BRIDGED,
+        advice="nft list ruleset",
+    ),
+    "check of a container's sender by a former MAC address": unheard(
+        bridged("prerouting", f"iifname veth1 ether saddr != {STRANGE_MAC} drop"),
+        *NO_BRIDGED,
+        advice="nft list ruleset",
+    ),
+    "entry of the bridge that leads to another port": unheard(
+        (
+            "ip link add other0 up type veth peer name other1; ip link set other0 master cni0",
+            "bridge fdb replace $(" + INSIDE + "cat /sys/class/net/eth0/address)"
+            " dev other0 master static sticky",
+        ),
+        "ip link del other0",
+        advice="bridge fdb show br cni0",
+    ),
+    "route of a container by another interface": Fault(
+        "container routes",
+        "{container_ip} in /run/netns/{container}: 10.5.0.0/16 dev eth1",
+        (INSIDE + "ip link add eth1 up type bridge; " + INSIDE + "ip route add 10.5.0.0/16 dev eth1",),
+        after=(INSIDE + "ip link del eth1",),
+    ),
+    "two containers with one address": Fault(
+        "container addresses",
+        "2 containers with the address {container_ip}",
+        (same_address,),
+        cuts=None,
+        heal=(second_gone,),
+        advice="recreate all of them but one",
+    ),
     "no default route": Fault(
         "container routes", "1 container without a route", (INSIDE + "ip route del default",)
     ),

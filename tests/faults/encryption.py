@@ -63,6 +63,20 @@ def to_charon(number: signal.Signals) -> Callable[[World], None]:
 
 
 FAULTS = {
+    "XFRM blocks what has no policy": Fault(
+        "filters",
+        "UDP 8472 from its peers: the XFRM policies for input",
+        ("ip xfrm policy setdefault in block",),
+        heal=("ip xfrm policy setdefault in accept",),
+        within=5,
+    ),
+    "XFRM blocks what is passed on without a policy": Fault(
+        "filters",
+        "packets of its containers to other nodes: the XFRM policies for forward",
+        ("ip xfrm policy setdefault fwd block",),
+        heal=("ip xfrm policy setdefault fwd accept",),
+        peer_blind=BEHIND,
+    ),
     "policy of XFRM that blocks packets of containers": Fault(
         "filters",
         "src 10.5.0.0/16 dst 10.5.0.0/16 action block",

@@ -45,6 +45,12 @@ def bridged(hook: str, rule: str) -> tuple[str, ...]:
     return ("nft add table bridge wall", made, f"nft 'add rule bridge wall c {rule}'")
 
 
+def early(hook: str, device: str, rule: str, name: str = "c") -> tuple[str, ...]:
+    """Return the commands that make a chain of a device with a rule."""
+    made = f"nft 'add chain netdev wall {name} {{{{ type filter hook {hook} device {device} priority 0; }}}}'"
+    return ("nft add table netdev wall", made, f"nft 'add rule netdev wall {name} {rule}'")
+
+
 def flushed(table: str, name: str, program: str = "iptables-nft") -> tuple[str, ...]:
     return (f"{program} -t {table} -P {name} ACCEPT; {program} -t {table} -F {name}",)
 
@@ -201,12 +207,21 @@ FAULTS = {
     "ingress hook drops": Fault(
         "filters",
         FROM_PEERS,
-        (
-            "nft add table netdev wall",
-            "nft 'add chain netdev wall c {{ type filter hook ingress device eth0 priority 0; }}'",
-            "nft 'add rule netdev wall c udp dport 8472 drop'",
-        ),
+        early("ingress", "eth0", "udp dport 8472 drop"),
         after=("nft delete table netdev wall",),
+    ),
+    "egress hook drops": Fault(
+        "filters",
+        TO_PEERS,
+        early("egress", "eth0", "udp dport 8472 drop"),
+        after=("nft delete table netdev wall",),
+    ),
+    "ingress hook of a container's port drops": Fault(
+        "filters",
+        FROM_CONTAINERS,
+        early("ingress", "veth1", "ip daddr {base}/24 drop"),
+        after=("nft delete table netdev wall",),
+        peer_blind=BEHIND,
     ),
     "bridge family drops what comes from a container": Fault(
         "filters",

@@ -292,6 +292,21 @@ FAULTS = {
     "uplink that asks for no neighbour": Fault(
         "lookups", "eth0 answers no ARP request", ("ip link set eth0 arp off",)
     ),
+    "uplink in a bridge": Fault(
+        "uplink",
+        "eth0 is a port of other0",
+        ("ip link add other0 up type bridge; ip link set eth0 master other0; ip neigh flush dev eth0",),
+        heal=("ip link set eth0 nomaster",),
+        after=("ip link del other0",),
+    ),
+    "IPv6 off on the device": Fault(
+        "refused",
+        "the kernel refuses address {own_base6}/128 dev flannel-v6.1",
+        ("sysctl -w net.ipv6.conf.flannel-v6/1.disable_ipv6=1",),
+        DUAL,
+        heal=("sysctl -w net.ipv6.conf.flannel-v6/1.disable_ipv6=0",),
+        within=10,
+    ),
     "loopback down": Fault("devices", "lo is down", ("ip link set lo down",), cuts=False),
     "second interface in the nodes' network": Fault(
         "uplink choice",

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.faults.firewall import early
 from tests.faults.world import (
     DIRECT,
     DUAL,
@@ -125,6 +126,7 @@ STRICT_HOST = (
             *("iifname flannel.1", "tcp dport 22", "udp dport {{ 8285, 8470, 8472 }}"),
         )
     ),
+    "nft insert rule inet filter input iifname cni0 meta nfproto ipv4 drop",
     "iptables-nft -P FORWARD DROP; iptables-nft -N DOCKER; iptables-nft -N DOCKER-USER",
     "iptables-nft -A DOCKER-USER -j RETURN; iptables-nft -A FORWARD -j DOCKER-USER",
     "iptables-nft -A FORWARD -o docker0 -m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT",
@@ -172,6 +174,18 @@ def test_doctor_finds_nothing_on_a_strict_host_with_docker_and_a_vpn(
         assert findings(world) == []
         for node in world.nodes:
             world.run(*STRICT_NO_MORE, on=node)
+
+
+def test_doctor_finds_nothing_where_each_container_must_keep_its_address(
+    worlds: Kept[Kind, World],
+) -> None:
+    with worlds.get(VXLAN) as world:
+        for number in (1, 2):
+            address = world.node.container(number).address
+            world.run(*early("ingress", f"veth{number}", f"ip saddr != {address} drop", f"c{number}"))
+        world.wait_for_packets()
+        assert findings(world) == []
+        world.run("nft delete table netdev wall")
 
 
 def from_server(lab: Lab, backend: dict[str, Any], stack: ExitStack) -> list[Node]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import struct
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -10,14 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from flanneld.compat.glog import counted
 from flanneld.ctl.checks import check, few
 from flanneld.ctl.losses import permanent
-from flanneld.ctl.paths import chosen_of, container_of
+from flanneld.ctl.paths import BRIEFLY, chosen_of, container_of
 from flanneld.diagnostics.status import PeerStatus, Status, known
 from flanneld.findings import Command, Finding, Severity, command
 from flanneld.model import Family, IPAddress, IPNetwork
+from flanneld.network import survey
 from flanneld.network.host import HostView, entered, named_namespaces, number_of
 from flanneld.network.host_settings import sysctl
 from flanneld.network.iproute2_commands import entering, set_link
@@ -33,6 +36,8 @@ if TYPE_CHECKING:
 
 #: Namespaces looked at, at most: a node has 110 pods, if Kubernetes is not told otherwise.
 _MANY = 256
+#: Containers that send an echo, and silent ones after which no more do: each takes 0.9 s.
+_ASKED, _SILENT = 8, 2
 #: Files of a bridge's port: option of bridge(8), and the values with which it does not pass all packets on.
 #: States are disabled and blocking (linux/if_bridge.h).
 _PORT = {"state": ("state", "04"), "unicast_flood": ("flood", "0"), "learning": ("learning", "0")}
@@ -68,6 +73,10 @@ class Container(Struct, frozen=True, gc=False):
     pinned: tuple[Neighbor, ...] = ()
     #: Length of the address's prefix, 0 if it is not known.
     length: int = 0
+    #: Route inside, as ip-route(8) deletes it, that leads packets for other nodes away from this host.
+    astray: str = ""
+    #: True unless its gateway on this host answers neither ICMP nor TCP from inside.
+    is_heard: bool = True
 
 
 def container_devices(
@@ -93,8 +102,7 @@ def read_containers(
     A host may have other namespaces with such addresses: only an end of a veth pair of ours counts.
     """
     networks = [network for network, _ in told.ranges]
-    subnets = {net.version: net for peer in chosen_of(told) for net in peer.subnets}
-    targets = {family: container_of(subnet) for family, subnet in subnets.items()}
+    targets = _targets(told)
     names = {link.index: link.name for link in host_links}
     host = HostView()
 
@@ -104,13 +112,14 @@ def read_containers(
             off, bridge = _off(end.name), names.get(end.master, end.name)
             found = (each for family in targets for each in view.addresses(family, link.index))
             for seen in (each for each in found if any(each.address in net for net in networks)):
-                address = seen.address
-                out, back = view.look_up_route(targets[address.version]), host.look_up_route(address)
+                address, target = seen.address, targets[seen.address.version]
+                out, back = view.look_up_route(target), host.look_up_route(address)
+                astray = _astray(view, target) if out and out.index not in ends else ""
                 yield Container(
                     str(path),
                     link.name,
                     address,
-                    is_routed=link.up and out is not None and _is_ours(out, host_addresses),
+                    is_routed=link.up and out is not None and not astray and _is_ours(out, host_addresses),
                     mtu=link.mtu,
                     reached_by=names.get(back.index, "") if back and back.kind == RTN_UNICAST else "",
                     attached_to=bridge,
@@ -122,6 +131,7 @@ def read_containers(
                     mac=link.mac,
                     pinned=pinned,
                     length=seen.length,
+                    astray=astray,
                 )
 
     found: list[Container] = []
@@ -143,6 +153,40 @@ def _is_ours(way: LookupResult, host_addresses: Collection[IPAddress]) -> bool:
     gateway = way.gateway
     is_known = gateway is None or gateway.is_link_local or gateway in host_addresses
     return is_known and way.kind == RTN_UNICAST
+
+
+def _astray(view: HostView, target: IPAddress) -> str:
+    """Return the route to an address by another interface than ours; empty for a default route or none."""
+    found = view.matching_route(target)
+    if found is None or found.destination is None:
+        return ""
+    return f"{found.destination} dev {view.name_of(found.hops[0][0])}"
+
+
+def unheard(facts: Facts) -> Iterator[Container]:
+    """Yield those of a few containers that get no answer from this host, with ``is_heard`` set.
+
+    A host may refuse packets of its containers, and still passes them on: then it reports one without hops.
+    """
+    ways, targets = {(name, at.version): at for name, at in facts.gateways}, _targets(facts.status)
+    left = _SILENT
+    for each in facts.containers[:_ASKED]:
+        family = each.address.version
+        gateway, target = ways.get((each.attached_to, family)), targets.get(family)
+        if left and gateway and target:
+            with suppress(OSError), entered(Path(each.path)):
+                if not (
+                    survey.echoes([gateway], BRIEFLY, 1)[gateway].arrived
+                    or survey.reached([gateway], BRIEFLY)
+                    or survey.passing([target], 1, BRIEFLY, 1)
+                ):
+                    left -= 1
+                    yield replace(each, is_heard=False)
+
+
+def _targets(told: Status) -> dict[Family, IPAddress]:
+    """Return an address of another node's container for each family."""
+    return {net.version: container_of(net) for peer in chosen_of(told) for net in peer.subnets}
 
 
 def _off(port: str) -> tuple[str, ...]:
@@ -209,14 +253,14 @@ def container_routes(facts: Facts) -> Iterator[Finding]:
         gateways = {address.version: str(address) for _, address in reversed(facts.gateways)}
         yield Finding(
             f"{counted(len(lost), 'container')} without a route to other nodes",
-            few([f"{each.address} in {each.path}" for each in lost], "; "),
-            "its packets do not even leave the container",
+            few([f"{at.address} in {at.path}{f': {at.astray}' * bool(at.astray)}" for at in lost], "; "),
+            "its packets do not even get to this host",
             tuple(
                 step
                 for each in lost
                 for step in (
                     *(() if each.is_up else (set_link(each.device, "up", inside=each.path),)),
-                    (*entering(each.path), "ip", *_route(gateways[each.address.version], each.device)),
+                    (*entering(each.path), "ip", *_way_back(each, str(gateways[each.address.version]))),
                 )
             )
             if gateways.keys() >= {each.address.version for each in lost}
@@ -246,8 +290,10 @@ def _narrowed(at: Container, length: int) -> tuple[Command, ...]:
     return (removed, (*added, "nodad")) if at.address.version == 6 else (added, removed)
 
 
-def _route(gateway: str, device: str) -> tuple[str, ...]:
-    return ("route", "replace", "default", "via", gateway, "dev", device)
+def _way_back(at: Container, gateway: str) -> tuple[str, ...]:
+    if at.astray:
+        return ("route", "del", *at.astray.split())
+    return ("route", "replace", "default", "via", gateway, "dev", at.device)
 
 
 def bridges_down(facts: Facts) -> list[str]:
@@ -368,7 +414,21 @@ def _net_of(facts: Facts, container: Container) -> IPNetwork | None:
     return next((net for net in facts.status.own_subnets if address in net), None)
 
 
-@check("G", "container addresses", "each container has an address in our subnet")
+@check("G", "container echoes", "each container gets answers from this host")
+def container_echoes(facts: Facts) -> Iterator[Finding]:
+    for each in (each for each in facts.containers if not each.is_heard):
+        inside, port = shlex.join(entering(each.path)), each.port
+        yield Finding(
+            f"packets between {each.address} and this host get lost",
+            f"from {each.path} {each.attached_to} answers neither ICMP nor TCP",
+            "no packet of other nodes gets to this container and back, if its own rules do not mean that",
+            f"see its own rules: {inside} nft list ruleset; {inside} iptables-save; and those between:"
+            f" nft list ruleset; tc -s filter show dev {port} ingress; bridge fdb show br {each.attached_to}",
+            about=str(each.address),
+        )
+
+
+@check("G", "container addresses", "each container has an address of its own in our subnet")
 def container_addresses(facts: Facts) -> Iterator[Finding]:
     own, former = facts.status.own_subnets, former_subnets(facts)
     strange = [
@@ -383,6 +443,19 @@ def container_addresses(facts: Facts) -> Iterator[Finding]:
             f"other nodes send packets for it elsewhere: our subnet is {', '.join(map(str, own))}",
             "recreate these containers: they have kept the addresses of an earlier subnet",
         )
+    holders: dict[IPAddress, list[Container]] = {}
+    for each in facts.containers:
+        holders.setdefault(each.address, []).append(each)
+    for address, same in holders.items():
+        if len(same) > 1:
+            yield Finding(
+                f"{counted(len(same), 'container')} with the address {address}",
+                few([f"{each.mac} in {each.path}" for each in same], "; "),
+                "packets for this address get to either of them",
+                "recreate all of them but one, and see that the runtime keeps its record of addresses in use,"
+                " for CNI in /var/lib/cni/networks",
+                about=str(address),
+            )
 
 
 @check("G", "other bridge", "the runtime's bridge has the address of our subnet")

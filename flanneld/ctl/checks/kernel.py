@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator, Sequence
 from ipaddress import ip_address
 from typing import TYPE_CHECKING
@@ -12,10 +13,10 @@ from flanneld.ctl.checks import FEW, check, few
 from flanneld.ctl.checks.containers import RUNTIMES_BRIDGES, addressing, bridges_down
 from flanneld.ctl.compare import Comparison
 from flanneld.ctl.paths import TO_CONTAINERS
-from flanneld.diagnostics.status import known
+from flanneld.diagnostics.status import RefusalStatus, known
 from flanneld.findings import Command, Finding, Remedy, Severity, command, hint, line
 from flanneld.network import iproute2_commands
-from flanneld.network.host_settings import Topic
+from flanneld.network.host_settings import Topic, sysctl
 from flanneld.network.rtnetlink.links import PORT_REMEDY, SeenLink, is_flannels
 from flanneld.state.resources import Link, Route
 
@@ -95,6 +96,16 @@ def uplink(facts: Facts) -> Iterator[Finding]:
             about=desired.name,
         )
         return
+    bridge = next((each.name for each in facts.links if each.index == link.master), "")
+    if bridge and facts.is_bridge(bridge):
+        yield Finding(
+            f"{link.name} is a port of {bridge}",
+            f"ip link show dev {link.name}: master {bridge}",
+            f"answers to ARP and NDP get to {bridge}, so that {link.name} finds no other node",
+            f"ip link set {link.name} nomaster; or give {bridge} the addresses and routes of {link.name}, and"
+            f" start the daemon with -iface={bridge}",
+            about=link.name,
+        )
     held = {str(address) for name, address in facts.addresses if name == link.name}
     lost = [address for address in desired.addresses if address not in held]
     off = next(facts.of_topic(Topic.IPV6), None)
@@ -181,14 +192,26 @@ def stale(facts: Facts) -> Iterator[Finding]:
 
 @check("B", "refused", "the kernel takes all that the daemon writes")
 def refused(facts: Facts) -> Iterator[Finding]:
-    refusals = known(facts.status.refused) or ()
-    for each in [each for each in refusals if each.table not in (ROUTES, FORWARDING)][:FEW]:
+    refusals = [each for each in known(facts.status.refused) or () if each.table not in (ROUTES, FORWARDING)]
+    off = {_device_of(each) for each in refusals if _is_of_ipv6_off(each)}
+    for each in [each for each in refusals if _is_of_ipv6_off(each) or _device_of(each) not in off][:FEW]:
         yield Finding(
             f"the kernel refuses {each.object}",
             each.reason,
             "its peer is not reached",
-            each.remedy or "find the object in the way and its owner; the daemon retries",
+            line((sysctl((f"net/ipv6/conf/{_device_of(each)}/disable_ipv6", 0)),))
+            if _is_of_ipv6_off(each)
+            else each.remedy or "find the object in the way and its owner; the daemon retries",
         )
+
+
+def _is_of_ipv6_off(refused: RefusalStatus) -> bool:
+    """Return True for an address whose device has IPv6 off: the kernel permits none (pure)."""
+    return refused.errno == errno.EACCES and refused.object.startswith("address ")
+
+
+def _device_of(refused: RefusalStatus) -> str:
+    return refused.object.partition(" dev ")[2].partition(" ")[0]
 
 
 @check("B", "neighbours", "the neighbour table has room for the peers")

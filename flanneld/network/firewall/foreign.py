@@ -31,7 +31,7 @@ _FIREWALLDS_CHAIN: Chain = ("filter", "INPUT_ZONES")
 #: Ports that senders use: those below are of services. A port of a container that rules hardly name.
 SENDERS, SOME_PORT = (1024, 65535), 20111
 #: Hooks in the order in which packets pass those that they pass at all.
-_HOOKS = ("ingress", "prerouting", "input", "forward", "output", "postrouting")
+_HOOKS = ("ingress", "prerouting", "input", "forward", "output", "postrouting", "egress")
 
 
 class BaseChain(Struct, frozen=True, gc=False):
@@ -56,7 +56,7 @@ class BaseChain(Struct, frozen=True, gc=False):
 
     def walked(self, packet: Packet) -> tuple[Fate, Packet]:
         """Return what happens to a packet here, and the packet afterwards (pure)."""
-        if self.device and packet.iif != self.device:
+        if self.device and self.device != (packet.oif if self.hook == "egress" else packet.iif):
             return Fate(), packet
         return walked(self.chains, self.chain, packet, DROP if self.drops else "")
 

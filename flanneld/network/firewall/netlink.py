@@ -49,8 +49,11 @@ _INET = 1
 _FAMILY: dict[int, Family] = {2: 4, 10: 6}
 #: Families of tables, as nft(8) names them.
 _TABLE_FAMILY = {1: "inet", 2: "ip", 5: "netdev", 7: "bridge", 10: "ip6"}
-#: Hooks by their numbers (NF_INET_*). A netdev table's only hook that concerns arrivals is its first.
-_HOOKS = ("prerouting", "input", "forward", "output", "postrouting", "ingress")
+#: Hooks by their numbers (NF_INET_*), and those of a netdev table (NF_NETDEV_*).
+_HOOKS, _NETDEV_HOOKS = (
+    ("prerouting", "input", "forward", "output", "postrouting", "ingress"),
+    ("ingress", "egress"),
+)
 _NETDEV, _BRIDGE = 5, 7
 
 #: Errors for a subsystem that the kernel does not have.
@@ -69,7 +72,7 @@ class NoNetfilter(OSError):
 
 
 class Hooked(Struct, frozen=True, gc=False):
-    """A base chain. ``table`` is nft(8)'s name for it: ``inet filter``; ``device`` is for ingress only.
+    """A base chain. ``table`` is nft(8)'s name for it: ``inet filter``; ``device`` is for those of netdev.
 
     Of the chains at a hook, those of lower ``priority`` come first.
     """
@@ -130,13 +133,12 @@ class Netfilter:
                     continue
                 hook = attributes(raw, 0, len(raw))
                 number = number_of(hook, _HOOK_NUMBER)
-                if protocol == _NETDEV:
-                    number = len(_HOOKS) - 1 if number == 0 else None
-                if number is not None and number < len(_HOOKS):
+                hooks = _NETDEV_HOOKS if protocol == _NETDEV else _HOOKS
+                if number is not None and number < len(hooks):
                     yield Hooked(
                         f"{_TABLE_FAMILY[protocol]} {text_of(given, _CHAIN_TABLE)}",
                         text_of(given, _CHAIN_NAME),
-                        f"bridge {_HOOKS[number]}" if protocol == _BRIDGE else _HOOKS[number],
+                        f"bridge {hooks[number]}" if protocol == _BRIDGE else hooks[number],
                         text_of(given, _CHAIN_TYPE),
                         number_of(given, _CHAIN_POLICY) == _NF_DROP,
                         int.from_bytes(hook.get(_HOOK_PRIORITY, b""), signed=True),

@@ -210,12 +210,19 @@ CASES: dict[str, list[Facts]] = {
     "uplink": [
         with_links(flannel()),
         with_links(link("eth0", up=False), flannel()),
+        with_links(replace(link("eth0"), master=6), bridge("br0"), flannel()),
         replace(WELL, addresses=WELL.addresses[1:]),
     ],
     "missing": [entry(ROUTE, "missing")],
     "detours": [replace(WELL, detours=(ShadowingRoute("10.5.2.0/24", "route 10.5.2.0/25 dev eth0"),))],
     "stale": [entry(ROUTE, "not wanted")],
-    "refused": [told(lambda d: d.update(refused=[{"object": "route x", "reason": "File exists"}]))],
+    "refused": [
+        told(lambda d, each=each: d.update(refused=[each]))  # type: ignore[misc]
+        for each in (
+            {"object": "route x", "reason": "File exists"},
+            {"object": "address fc00::/128 dev flannel-v6.1", "reason": "Permission denied", "errno": 13},
+        )
+    ],
     "cloud routes": [refused_by("cloud-routes")],
     "cloud forwarding": [refused_by("cloud-forwarding")],
     "neighbours": [replace(WELL, gc_thresh=1)],
@@ -414,8 +421,13 @@ CASES: dict[str, list[Facts]] = {
         container(is_routed=False, is_up=False),
         container(length=16),
         replace(container(is_routed=False), addresses=()),
+        container(is_routed=False, astray="10.5.0.0/16 dev eth1"),
     ],
-    "container addresses": [replace(WELL, containers=(replace(CONTAINER, address=ip_address("10.5.7.2")),))],
+    "container echoes": [container(is_heard=False)],
+    "container addresses": [
+        container(address=ip_address("10.5.7.2")),
+        replace(WELL, containers=(CONTAINER, replace(CONTAINER, path="/run/netns/b"))),
+    ],
     "former subnet": [FORMER],
     "attachment": [
         replace(container(attached_to="veth1"), links=(*WELL.links, replace(link("veth1"), index=9)))

@@ -243,6 +243,15 @@ def dropped_by_policies(told: Status, *recorded: bytes) -> set[tuple[str, str, s
     return {(str(base), flow.name, decided.by or decided.doubt) for base, flow, decided, _ in found}
 
 
+def test_kernel_without_policies_drops_what_it_blocks_by_default() -> None:
+    bases = chains((), is_ipsec=False, blocked=(Direction.FWD,))
+    told = status_of(document(2))
+    found = dropped(bases, list(paths.flows(told, chosen_of(told), {})))
+    assert {(str(base), decided.act) for base, _, decided, _ in found} == {
+        ("the XFRM policies for forward", DROP)
+    }
+
+
 def test_policies_of_xfrm_drop_what_no_policy_before_them_is_about() -> None:
     """Those about another protocol or port drop nothing, one about a mark may; priority 7 precedes 8."""
     assert dropped_by_policies(status_of(document(2)), *RECORDED) == {

@@ -92,13 +92,15 @@ def test_base_chains_that_packets_of_a_family_pass_are_told_with_nfts_names(kern
         (GETCHAIN, NETDEV): [
             base_chain("early", "arrivals", 0, device="eth0"),
             base_chain("early", "departures", 1, device="eth0"),
+            base_chain("early", "unknown", 2, device="eth0"),
         ],
     }
     with Netfilter() as netfilter:
         found = {family: list(netfilter.hooked(family)) for family in (4, 6)}
     assert kernel.closed == 1
     both = [Hooked("inet wall", hook, hook, "filter", False) for hook in HOOKS]
-    both.append(Hooked("netdev early", "arrivals", "ingress", "filter", False, device="eth0"))
+    for chain, hook in (("arrivals", "ingress"), ("departures", "egress")):
+        both.append(Hooked("netdev early", chain, hook, "filter", False, device="eth0"))
     assert found[4] == [Hooked("ip filter", "FORWARD", "forward", "filter", True, -1), *both]
     assert found[6] == [Hooked("ip6 filter", "FORWARD", "forward", "filter", False), *both]
 
