@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+#: Begins the problem of a node that has lost its lease to another one.
+LEASE_TAKEN = "another node writes itself into our lease"
 #: Remedy for leases of nodes that seem to be gone. No advice deletes a lease: a silent node may still run.
 LEASES_END = "a lease that no node renews ends by itself"
 

@@ -53,7 +53,7 @@ def _looks(node: Node) -> Iterator[tuple[str, Iterable[str]]]:
     yield "leases", [f"taken from {node.cached}" if node.cached else ""]
     if node.lease_keeper:
         margin = 60.0 * node.options.subnet_lease_renew_margin
-        yield "lease", [_of_the_lease(node.lease_keeper.lease, margin)]
+        yield "lease", [_of_the_lease(node.lease_keeper.lease, margin), node.lease_keeper.problem]
     if node.controller:
         tables, uplinks = node.controller.tables, node.controller.uplink_manager
         yield "uplink", [f"{uplinks.uplink.name} is not usable" if uplinks.is_adrift else ""]

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from flanneld.compat.glog import V
-from flanneld.errors import Fatal, Retryable
+from flanneld.errors import LEASE_TAKEN, Fatal, Retryable
 from flanneld.model import Added, Event, Lease, LeaseAttrs, Removed, Snapshot
 from flanneld.runtime import clock
 from flanneld.runtime.logs import Once, Outage
@@ -110,6 +110,11 @@ class LeaseKeeper:
     def lease(self) -> Lease:
         """Our lease as now known. May be read from any thread."""
         return self._lease
+
+    @property
+    def problem(self) -> str:
+        """The conflict that we lost, and its remedy; empty without one. May be read from any thread."""
+        return str(self._lost_to or "")
 
     def announce(self, attrs: LeaseAttrs) -> None:
         """Write new attributes. May be called from any thread."""
@@ -219,7 +224,7 @@ class LeaseKeeper:
 
         If both have had it for long, as after a restore of the store, the lower attributes yield in the end.
         """
-        problem = f"another node writes itself into our lease {lease}: {lease.attrs}"
+        problem = f"{LEASE_TAKEN} {lease}: {lease.attrs}"
         remedy = "give each node its own address with --public-ip; on a clone remove copied key files"
         if not self._misrepresented:  # else we have not written since the last one, which a late watch shows
             is_reply = now - self._renewed_at < _REPLY_TIME

@@ -28,6 +28,20 @@ def lease(subnet: str, public_ip: str, mac: str = "02:00:00:00:00:99", **changes
     return act
 
 
+def taken(world: World) -> None:
+    """Give the lease to another node while ours has had it for a moment only."""
+    restart()(world)
+    world.node.wait_ready()
+    data = {"VNI": 1, "VtepMAC": "02:00:00:00:00:99"}
+    attributes = {"PublicIP": "198.18.0.203", "BackendType": "vxlan", "BackendData": data}
+    world.lab.etcd.put_lease(world.words["own"], attributes)
+
+
+def returned(world: World) -> None:
+    world.lab.etcd.delete_lease(world.words["own"])
+    start(world)
+
+
 def gone(subnet: str) -> Step:
     return lambda world: world.lab.etcd.delete_lease(subnet)
 
@@ -195,6 +209,14 @@ FAULTS = {
         cuts=False,
         heal=(gone(OTHER),),
         advice=f"flannelctl lease delete {OTHER}",
+    ),
+    "lease that another node takes": Fault(
+        "lease",
+        "another node writes itself into our lease {own}",
+        (taken,),
+        heal=(returned,),
+        advice="give each node its own address with --public-ip",
+        within=3,
     ),
     "another public IP, and nothing that proves the lease": Fault(
         "former subnet",

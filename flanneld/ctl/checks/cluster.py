@@ -14,7 +14,7 @@ from flanneld.compat.glog import counted
 from flanneld.ctl.checks import FEW, Check, check, few
 from flanneld.ctl.checks.host import see_first
 from flanneld.ctl.checks.kernel import NEW_MAC
-from flanneld.ctl.checks.store import shown, unlike_stored
+from flanneld.ctl.checks.store import shown, taken_lease, unlike_stored
 from flanneld.ctl.drops import MASQUERADES
 from flanneld.ctl.nodes import Told
 from flanneld.ctl.paths import PathToPeer, carriers, listed
@@ -345,8 +345,8 @@ def tunnel(facts: Facts) -> Iterator[Finding]:
     # The silence of these families is the effect of a cause on this host that is known.
     explained = {family for drop in facts.filtered if not drop.doubt for family in drop.families}
     explained |= {family for lost in facts.lost for family in lost.families}
-    if explained and facts.status.backend == "wireguard":
-        return  # one tunnel may carry both families
+    if taken_lease(facts) or (explained and facts.status.backend == "wireguard"):
+        return  # answers get to another node; or one tunnel may carry both families
     answered = {
         (each.peer, each.target.version)
         for each in facts.paths

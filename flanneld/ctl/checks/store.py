@@ -20,7 +20,7 @@ from flanneld.ctl.nodes import Told, own_node
 from flanneld.ctl.paths import takes_mtu
 from flanneld.ctl.source import SourcePart, last_words
 from flanneld.diagnostics.status import Status, known
-from flanneld.errors import LEASES_END
+from flanneld.errors import LEASE_TAKEN, LEASES_END
 from flanneld.findings import Finding, hint
 from flanneld.model import LEASE_ENDS_SOON, lies_in
 from flanneld.network.host_settings import Topic
@@ -161,6 +161,12 @@ def shown(value: object) -> str:
 # ---- H: the lease -------------------------------------------------------------------------------
 
 
+def taken_lease(facts: Facts) -> str:
+    """Return the daemon's words about a lease that another node has taken; empty if it has not."""
+    found = (each.problem for each in facts.status.conditions if each.part == "lease")
+    return next((text for text in found if LEASE_TAKEN in text), "")
+
+
 @check("H", "lease", "the lease lasts")
 def lease(facts: Facts) -> Iterator[Finding]:
     own = known(facts.status.lease)
@@ -170,6 +176,14 @@ def lease(facts: Facts) -> Iterator[Finding]:
             "no lease has our public IP",
             "no other node knows the way to our containers",
             "start the daemon; if it runs, its log says what it waits for",
+        )
+    if taken := taken_lease(facts):
+        problem, _, remedy = taken.partition("; ")
+        yield Finding(
+            problem,
+            "the daemon yields, and ends soon",
+            "other nodes send packets for our containers to that one",
+            f"{remedy}; then restart flanneld here, and recreate the containers if its subnet is another one",
         )
     expires = known(own.expires) if own else None
     if not own or not expires:

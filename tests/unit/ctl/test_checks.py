@@ -31,6 +31,7 @@ from flanneld.ctl.losses import Claim, Lost
 from flanneld.ctl.output import table_lines
 from flanneld.ctl.paths import DISCOVERY, TO_CONTAINERS, PathToPeer
 from flanneld.ctl.source import SourcePart, Unknown
+from flanneld.errors import LEASE_TAKEN
 from flanneld.findings import Command, Remedy, Severity
 from flanneld.network import host_settings
 from flanneld.network.rtnetlink.links import SeenLink
@@ -276,6 +277,11 @@ CASES: dict[str, list[Facts]] = {
         with_address("eth0", link("eth0")),
     ],
     "lease": [
+        told(
+            lambda d: d.update(
+                health={"conditions": [{"part": "lease", "problem": f"{LEASE_TAKEN} 10.5.1.0/24; remedy"}]}
+            )
+        ),
         replace(told(lambda d: d.update(lease=None)), origin="store"),
         told(lambda d: d["lease"].update(expires=NOW - 1)),
         told(lambda d: d["lease"].update(expires=NOW + 60)),
