@@ -185,6 +185,12 @@ IN_CONTAINERS = {
         "no interface leads to the containers on cni0",
         ("ip address flush dev cni0",),
     ),
+    "route of this host to a container by another interface": Fault(
+        "bridge address",
+        "{container_ip} in /run/netns/{container}: packets leave by eth0",
+        ("ip route add {container_ip} dev eth0",),
+        heal=("ip route del {container_ip}/32 dev eth0",),
+    ),
     "bridge without IPv6": Fault(
         "bridge address",
         "no interface leads to the containers on cni0",

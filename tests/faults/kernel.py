@@ -91,6 +91,25 @@ def no_twin(world: World) -> None:
         node.run("ip", "neigh", "flush", "dev", "eth0")
 
 
+#: Attaches a program of XDP that drops all (RTM_SETLINK with IFLA_XDP; BPF_PROG_LOAD: r0 = XDP_DROP; exit).
+DROPS_ALL = """
+import ctypes, socket, struct
+code = ctypes.create_string_buffer(bytes.fromhex("b700000001000000 9500000000000000"))
+words = ctypes.create_string_buffer(b"GPL")
+load = struct.pack("IIQQ", 6, 2, ctypes.addressof(code), ctypes.addressof(words)) + bytes(24)
+program = ctypes.CDLL(None).syscall(321, 5, ctypes.create_string_buffer(load), len(load))
+xdp = struct.pack("HHiHHI", 8, 1, program, 8, 3, 2)
+link = struct.pack("BxHiIIHH", 0, 0, socket.if_nametoindex("eth0"), 0, 0, 20, 43 | 1 << 15) + xdp
+with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW) as kernel:
+    kernel.send(struct.pack("IHHII", 16 + len(link), 19, 5, 1, 0) + link)
+    assert struct.unpack_from("i", kernel.recv(4096), 16) == (0,)
+"""
+
+
+def xdp(world: World) -> None:
+    world.node.run("python3", "-c", DROPS_ALL)
+
+
 SET_ANEW = "ip address del {node6}/64 dev eth0; ip address add {node6}/64 dev eth0"
 
 
@@ -291,6 +310,14 @@ FAULTS = {
     ),
     "uplink that asks for no neighbour": Fault(
         "lookups", "eth0 answers no ARP request", ("ip link set eth0 arp off",)
+    ),
+    "program of XDP that drops all": Fault(
+        "tunnel",
+        "no answer from 2 peers",
+        (xdp,),
+        heal=("ip link set dev eth0 xdpgeneric off",),
+        advice="see first whether the XDP program of eth0 does: ip link set dev eth0 xdpgeneric off",
+        within=5,
     ),
     "uplink in a bridge": Fault(
         "uplink",

@@ -393,7 +393,7 @@ def tunnel(facts: Facts) -> Iterator[Finding]:
     half = {peer for peer, _ in answered}  # over the other family
     for is_half in (False, True):
         if some := [each for each in gone if (each.peer in half) == is_half]:
-            yield _of_gone(some, peers, facts.unresolved, f" over IPv{some[0].target.version}" * is_half)
+            yield _of_gone(some, peers, facts, f" over IPv{some[0].target.version}" * is_half)
     yield from _of_turned_away(facts)
 
 
@@ -419,15 +419,13 @@ def _of_turned_away(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _of_gone(
-    gone: Sequence[PathToPeer], peers: Mapping[str, PeerStatus], unresolved: Mapping[str, str], over: str
-) -> Finding:
+def _of_gone(gone: Sequence[PathToPeer], peers: Mapping[str, PeerStatus], facts: Facts, over: str) -> Finding:
     """Return the finding about peers that do not answer, or only not ``over`` one family."""
     names = list(dict.fromkeys(each.peer for each in gone))
     left = names if len(names) == 1 else ()
     ways = ", neither from the node nor through the tunnel" if gone[0].name == "tunnel" else ""
     nodes = [ip for name in names if name in peers for ip in peers[name].public_ips]
-    hops = {ip: hop for ip in nodes if (hop := unresolved.get(ip))}
+    hops = {ip: hop for ip in nodes if (hop := facts.unresolved.get(ip))}
     routed = {ip: hop for ip, hop in hops.items() if ip != hop}
     unanswered = f"; no answer to ARP or NDP from {few(list(dict.fromkeys(hops.values())))}" if hops else ""
     steps = []
@@ -443,7 +441,7 @@ def _of_gone(
         few([peers[name].place if name in peers else name for name in names]) + unanswered,
         "neither ICMP nor TCP comes back: "
         + (f"a firewall drops all{over}" if over else "the nodes are off, or a firewall drops all packets"),
-        "; ".join(steps),
+        see_first(facts) + "; ".join(steps),
     )
 
 

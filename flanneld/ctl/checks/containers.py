@@ -73,6 +73,8 @@ class Container(Struct, frozen=True, gc=False):
     pinned: tuple[Neighbor, ...] = ()
     #: Length of the address's prefix, 0 if it is not known.
     length: int = 0
+    #: Route of this host by which packets for it leave, if that does not lead to it.
+    detour: str = ""
     #: Route inside, as ip-route(8) deletes it, that leads packets for other nodes away from this host.
     astray: str = ""
     #: True unless its gateway on this host answers neither ICMP nor TCP from inside.
@@ -114,6 +116,7 @@ def read_containers(
             for seen in (each for each in found if any(each.address in net for net in networks)):
                 address, target = seen.address, targets[seen.address.version]
                 out, back = view.look_up_route(target), host.look_up_route(address)
+                reached_by = names.get(back.index, "") if back and back.kind == RTN_UNICAST else ""
                 astray = _astray(view, target) if out and out.index not in ends else ""
                 yield Container(
                     str(path),
@@ -121,7 +124,8 @@ def read_containers(
                     address,
                     is_routed=link.up and out is not None and not astray and _is_ours(out, host_addresses),
                     mtu=link.mtu,
-                    reached_by=names.get(back.index, "") if back and back.kind == RTN_UNICAST else "",
+                    reached_by=reached_by,
+                    detour=_astray(host, address) if reached_by not in ("", bridge) else "",
                     attached_to=bridge,
                     is_up=link.up,
                     port=end.name,
@@ -325,7 +329,10 @@ def bridge_address(facts: Facts) -> Iterator[Finding]:
             f"no interface leads to the containers on {bridge}",
             f"{mine[0].address} in {mine[0].path}: packets leave by {mine[0].reached_by or 'no interface'}",
             "no packet of other nodes gets to these containers, and none of this host",
-            addressing(nets, bridge),
+            f"{bridge} has an address there, and another route comes first: if it is not needed, ip route del"
+            f" {mine[0].detour or f'DESTINATION; ip route get {mine[0].address} shows it'}"
+            if any(name == bridge and address in net for name, address in facts.gateways for net in nets)
+            else addressing(nets, bridge),
             about=bridge,
         )
 

@@ -270,7 +270,13 @@ def device_mtu(facts: Facts) -> Iterator[Finding]:
 def see_first(facts: Facts) -> str:
     """Return what to look at before the network between the nodes is blamed."""
     doubtful = dict.fromkeys(drop.doubt for drop in facts.filtered if drop.doubt)
-    return f"see first whether this rule drops them: {few(list(doubtful), '; ')}; else " if doubtful else ""
+    rules = f"this rule drops them: {few(list(doubtful), '; ')}" if doubtful else ""
+    link, name = facts.link(facts.status.uplink_name), facts.status.uplink_name
+    xdp = (
+        f"the XDP program of {name} does: ip link set dev {name} {link.xdp} off" if link and link.xdp else ""
+    )
+    found = " or ".join(filter(None, (rules, xdp)))
+    return f"see first whether {found}; else " if found else ""
 
 
 @check("K", "path", "the paths to peers carry the largest packets, and lose none")

@@ -328,8 +328,9 @@ def misrouted(facts: Facts) -> Iterator[Finding]:
 
 
 def _is_known(facts: Facts, lost: Lost) -> bool:
-    """Return True if the cause is a finding of its own: a bridge down, or a route of the daemon missing."""
-    if lost.packets == TO_CONTAINERS and bridges_down(facts):
+    """Return True if the cause is a finding of its own: a bridge down, a detour to a container, or a
+    route of the daemon missing."""
+    if lost.packets == TO_CONTAINERS and (bridges_down(facts) or any(at.detour for at in facts.containers)):
         return True
     target = ip_address(lost.about) if lost.about else None
     lacking = (each.value for each in facts.entries if each.state in ("missing", "different"))

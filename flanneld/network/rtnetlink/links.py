@@ -32,6 +32,8 @@ _IFINFOMSG = struct.Struct("=BxHiII")
 _IFLA_ADDRESS, _IFLA_IFNAME, _IFLA_MTU, _IFLA_LINK, _IFLA_MASTER, _IFLA_LINKINFO = 1, 3, 4, 5, 10, 18
 _IFLA_LINK_NETNSID, _IFLA_NEW_NETNSID, _IFLA_TARGET_NETNSID, _IFLA_NEW_IFINDEX = 37, 45, 46, 49
 _IFLA_INFO_KIND, _IFLA_INFO_DATA = 1, 2
+_IFLA_XDP, _IFLA_XDP_ATTACHED = 43, 2
+_XDP_MODES = {1: "xdpdrv", 2: "xdpgeneric", 3: "xdpoffload"}
 
 #: Remedy for a UDP port that something else has.
 PORT_REMEDY = "stop what has the port, or set another Backend.Port for all nodes"
@@ -56,6 +58,8 @@ class SeenLink(Struct, frozen=True, gc=False):
     #: Index of the interface that it belongs to, of a veth the other end, in the namespace with this number.
     link: int = 0
     namespace: int = -1
+    #: How a program of XDP is attached, in ip-link(8)'s words: it sees what comes in before all else.
+    xdp: str = ""
 
 
 class LinkCodec(Generic[L]):
@@ -214,9 +218,15 @@ def decode(data: bytes, offset: int, end: int) -> SeenLink:
         master=number(found.get(_IFLA_MASTER)),
         link=number(found.get(_IFLA_LINK)),
         namespace=number(found[_IFLA_LINK_NETNSID]) if _IFLA_LINK_NETNSID in found else -1,
+        xdp=_xdp_mode(found.get(_IFLA_XDP, b"")),
     )
     info = found.get(_IFLA_LINKINFO)
     return replace(seen, make=_make(seen, info)) if info else seen
+
+
+def _xdp_mode(xdp: bytes) -> str:
+    attached = number(attributes(xdp, 0, len(xdp)).get(_IFLA_XDP_ATTACHED))
+    return _XDP_MODES.get(attached, "xdp") if attached else ""
 
 
 def _make(seen: SeenLink, info: bytes) -> Link | ForeignLink:

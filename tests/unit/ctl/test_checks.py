@@ -439,7 +439,11 @@ CASES: dict[str, list[Facts]] = {
         replace(container(attached_to="veth1"), links=(*WELL.links, replace(link("veth1"), index=9)))
     ],
     "bridge address": [
-        replace(WELL, containers=(replace(CONTAINER, reached_by=way),)) for way in ("", "eth0")
+        *(
+            replace(container(reached_by=way), addresses=addresses)
+            for way, addresses in (("", ()), ("eth0", ()), ("eth0", WELL.addresses))
+        ),
+        container(reached_by="eth0", detour="10.5.1.2/32 dev eth0"),
     ],
     "bridge down": [with_links(link("eth0"), flannel(), replace(bridge("cni0", 1450), up=False))],
     "other bridge": [replace(WELL, addresses=(*WELL.addresses[:2], ("cni0", ip_address("172.17.0.1"))))],
