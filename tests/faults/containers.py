@@ -191,6 +191,30 @@ IN_CONTAINERS = {
         ("ip route add {container_ip} dev eth0",),
         heal=("ip route del {container_ip}/32 dev eth0",),
     ),
+    "route to the bridge deleted": Fault(
+        "bridge address",
+        "no interface leads to the containers on cni0",
+        ("ip route del {own} dev cni0",),
+    ),
+    "bridge with an address and no subnet": Fault(
+        "bridge address",
+        "no interface leads to the containers on cni0",
+        ("ip address flush dev cni0; ip address add {own_ip}/32 dev cni0",),
+        after=("ip address flush dev cni0; ip address add {own_gateway} dev cni0",),
+    ),
+    "policy rule inside a container": Fault(
+        "container routes",
+        "1 container without a route",
+        (
+            INSIDE
+            + "ip rule add lookup 77 priority 5; "
+            + INSIDE
+            + "ip route add unreachable default table 77",
+        ),
+        heal=(INSIDE + "ip rule del priority 5",),
+        advice="nsenter --net=/run/netns/{container} ip rule del priority 5",
+        after=(INSIDE + "ip route flush table 77",),
+    ),
     "bridge without IPv6": Fault(
         "bridge address",
         "no interface leads to the containers on cni0",

@@ -24,7 +24,7 @@ from flanneld.network import survey
 from flanneld.network.host import HostView, entered, named_namespaces, number_of
 from flanneld.network.host_settings import sysctl
 from flanneld.network.iproute2_commands import entering, set_link
-from flanneld.network.routing import LookupResult
+from flanneld.network.routing import LookupResult, PolicyRule
 from flanneld.network.rtnetlink.links import SeenLink
 from flanneld.network.rtnetlink.messages import RTN_UNICAST, mac_text
 from flanneld.runtime import files
@@ -77,6 +77,8 @@ class Container(Struct, frozen=True, gc=False):
     detour: str = ""
     #: Route inside, as ip-route(8) deletes it, that leads packets for other nodes away from this host.
     astray: str = ""
+    #: First policy rule inside that is none of the kernel's, if there is a default route that it overrides.
+    rule: PolicyRule | None = None
     #: True unless its gateway on this host answers neither ICMP nor TCP from inside.
     is_heard: bool = True
 
@@ -118,11 +120,12 @@ def read_containers(
                 out, back = view.look_up_route(target), host.look_up_route(address)
                 reached_by = names.get(back.index, "") if back and back.kind == RTN_UNICAST else ""
                 astray = _astray(view, target) if out and out.index not in ends else ""
+                is_routed = link.up and out is not None and not astray and _is_ours(out, host_addresses)
                 yield Container(
                     str(path),
                     link.name,
                     address,
-                    is_routed=link.up and out is not None and not astray and _is_ours(out, host_addresses),
+                    is_routed=is_routed,
                     mtu=link.mtu,
                     reached_by=reached_by,
                     detour=_astray(host, address) if reached_by not in ("", bridge) else "",
@@ -136,6 +139,7 @@ def read_containers(
                     pinned=pinned,
                     length=seen.length,
                     astray=astray,
+                    rule=None if is_routed else _overriding(view, address.version),
                 )
 
     found: list[Container] = []
@@ -165,6 +169,11 @@ def _astray(view: HostView, target: IPAddress) -> str:
     if found is None or found.destination is None:
         return ""
     return f"{found.destination} dev {view.name_of(found.hops[0][0])}"
+
+
+def _overriding(view: HostView, family: Family) -> PolicyRule | None:
+    rules = (rule for rule in view.rules(family) if not rule.is_default)
+    return next(rules, None) if view.default_routes(family) else None
 
 
 def unheard(facts: Facts) -> Iterator[Container]:
@@ -251,15 +260,19 @@ def container_routes(facts: Facts) -> Iterator[Finding]:
     lost = [
         each
         for each in facts.containers
-        if not each.is_routed and not _is_cut_off(facts, each) and each.attached_to not in former
+        if not each.is_routed and not is_cut_off(facts, each) and each.attached_to not in former
     ]
     if lost:
         gateways = {address.version: str(address) for _, address in reversed(facts.gateways)}
+        ruled = next(((each, each.rule) for each in lost if each.rule), None)
         yield Finding(
             f"{counted(len(lost), 'container')} without a route to other nodes",
             few([f"{at.address} in {at.path}{f': {at.astray}' * bool(at.astray)}" for at in lost], "; "),
             "its packets do not even get to this host",
-            tuple(
+            f"see its policy rules, the first of which is {ruled[1].priority}: {ruled[1].text}; to remove it:"
+            f" {shlex.join(entering(ruled[0].path))} ip rule del priority {ruled[1].priority}"
+            if ruled
+            else tuple(
                 step
                 for each in lost
                 for step in (
@@ -321,7 +334,9 @@ def bridge_down(facts: Facts) -> Iterator[Finding]:
 @check("G", "bridge address", "packets for the containers of this node get to their bridge")
 def bridge_address(facts: Facts) -> Iterator[Finding]:
     down = bridges_down(facts)
-    lost = [each for each in facts.containers if _is_cut_off(facts, each) and each.attached_to not in down]
+    if any(each.removal for each in facts.lost):
+        return  # a route of a kind that leads nowhere is named
+    lost = [each for each in facts.containers if is_cut_off(facts, each) and each.attached_to not in down]
     for bridge in dict.fromkeys(each.attached_to for each in lost):
         mine = [each for each in lost if each.attached_to == bridge]
         nets = dict.fromkeys(net for each in mine if (net := _net_of(facts, each)))
@@ -329,12 +344,18 @@ def bridge_address(facts: Facts) -> Iterator[Finding]:
             f"no interface leads to the containers on {bridge}",
             f"{mine[0].address} in {mine[0].path}: packets leave by {mine[0].reached_by or 'no interface'}",
             "no packet of other nodes gets to these containers, and none of this host",
-            f"{bridge} has an address there, and another route comes first: if it is not needed, ip route del"
-            f" {mine[0].detour or f'DESTINATION; ip route get {mine[0].address} shows it'}"
-            if any(name == bridge and address in net for name, address in facts.gateways for net in nets)
-            else addressing(nets, bridge),
+            f"remove the other route, if it is not needed: ip route del {detour}"
+            if (detour := mine[0].detour)
+            else connecting(facts, nets, bridge),
             about=bridge,
         )
+
+
+def connecting(facts: Facts, nets: Iterable[IPNetwork], bridge: str) -> tuple[Command, ...]:
+    """Return the commands that give a bridge the routes to subnets, with an address if it has none there."""
+    held = [net for net in nets if any(name == bridge and at in net for name, at in facts.gateways)]
+    routes = (command("ip", "route", "replace", str(net), "dev", bridge) for net in held)
+    return (*routes, *addressing((net for net in nets if net not in held), bridge))
 
 
 def addressing(nets: Iterable[IPNetwork], bridge: str) -> tuple[Command, ...]:
@@ -407,7 +428,7 @@ def _is_up(facts: Facts, name: str) -> bool:
     return link is not None and link.up
 
 
-def _is_cut_off(facts: Facts, container: Container) -> bool:
+def is_cut_off(facts: Facts, container: Container) -> bool:
     """Return True if packets of this host for a container of our subnet leave for another host."""
     if any(each.cause in ("no rule", "rule") for each in facts.lost):
         return False

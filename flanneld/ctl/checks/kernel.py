@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from flanneld.backends.cloud.contract import FORWARDING, ROUTES
 from flanneld.compat.glog import counted
 from flanneld.ctl.checks import FEW, check, few
-from flanneld.ctl.checks.containers import RUNTIMES_BRIDGES, addressing, bridges_down
+from flanneld.ctl.checks.containers import RUNTIMES_BRIDGES, bridges_down, connecting, is_cut_off
 from flanneld.ctl.compare import Comparison
 from flanneld.ctl.paths import TO_CONTAINERS
 from flanneld.diagnostics.status import RefusalStatus, known
@@ -330,7 +330,9 @@ def misrouted(facts: Facts) -> Iterator[Finding]:
 def _is_known(facts: Facts, lost: Lost) -> bool:
     """Return True if the cause is a finding of its own: a bridge down, a detour to a container, or a
     route of the daemon missing."""
-    if lost.packets == TO_CONTAINERS and (bridges_down(facts) or any(at.detour for at in facts.containers)):
+    if lost.packets == TO_CONTAINERS and (
+        bridges_down(facts) or (not lost.removal and any(is_cut_off(facts, at) for at in facts.containers))
+    ):
         return True
     target = ip_address(lost.about) if lost.about else None
     lacking = (each.value for each in facts.entries if each.state in ("missing", "different"))
@@ -347,15 +349,15 @@ def _way_out(lost: Lost, facts: Facts) -> str:
         text = f"ip route del {lost.removal}" if lost.removal else f"`ip route get {lost.about}` shows it"
         return f"remove the route that leads astray, if it is not needed: {text}"
     return (
-        f"give the containers' bridge the address in {facts.subnet_file}, as the container runtime does:"
+        f"give the containers' bridge the subnet in {facts.subnet_file}, as the container runtime does:"
         f" {_addressing(facts)}"
     )
 
 
 def _addressing(facts: Facts) -> str:
     nets = [net for net in facts.status.own_subnets if net.version == 4] or facts.status.own_subnets
-    bridge = next((name for name in RUNTIMES_BRIDGES if facts.link(name)), "BRIDGE")
-    return line(addressing(nets, bridge))
+    bridges = (*(name for name, _ in facts.gateways), *filter(facts.link, RUNTIMES_BRIDGES), "BRIDGE")
+    return line(connecting(facts, nets, bridges[0]))
 
 
 @check("A", "uplink choice", "packets to other nodes leave by the external interface")

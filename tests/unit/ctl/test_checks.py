@@ -34,6 +34,7 @@ from flanneld.ctl.source import SourcePart, Unknown
 from flanneld.errors import LEASE_TAKEN
 from flanneld.findings import Command, Remedy, Severity
 from flanneld.network import host_settings
+from flanneld.network.routing import PolicyRule
 from flanneld.network.rtnetlink.links import SeenLink
 from flanneld.state.resources import ForeignLink, Neighbor, Resource, Route, Vxlan
 from flanneld.subnet.subnet_file import Previous
@@ -428,6 +429,7 @@ CASES: dict[str, list[Facts]] = {
         container(length=16),
         replace(container(is_routed=False), addresses=()),
         container(is_routed=False, astray="10.5.0.0/16 dev eth1"),
+        container(is_routed=False, rule=PolicyRule(4, 5, "from all lookup 77")),
     ],
     "container echoes": [container(is_heard=False)],
     "container addresses": [
