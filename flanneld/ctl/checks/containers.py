@@ -484,23 +484,3 @@ def container_addresses(facts: Facts) -> Iterator[Finding]:
                 " for CNI in /var/lib/cni/networks",
                 about=str(address),
             )
-
-
-@check("G", "other bridge", "the runtime's bridge has the address of our subnet")
-def other_bridge(facts: Facts) -> Iterator[Finding]:
-    own = facts.status.own_subnets
-    if not own or any(facts.is_bridge(name) for name, _ in facts.gateways):
-        return
-    for name, address in facts.addresses:
-        is_used = name in RUNTIMES_BRIDGES and facts.is_bridge(name) and facts.has_ports(name)
-        is_inside = address.is_link_local or any(address in network for network in facts.networks)
-        if is_used and not is_inside:
-            yield Finding(
-                f"{name} has {address}, which is outside the cluster network",
-                f"no bridge has an address of our subnet {', '.join(map(str, own))}",
-                "containers there are not on the network: other nodes have no route to them",
-                f"start the container runtime with the values of {facts.subnet_file}: Docker with"
-                " --bip=FLANNEL_SUBNET and --mtu=FLANNEL_MTU; with CNI take the address away and restart"
-                f" the containers: ip address flush dev {name}",
-                about=name,
-            )
