@@ -83,6 +83,18 @@ IN_CONTAINERS = {
         (INSIDE + "ip link add eth1 up type bridge; " + INSIDE + "ip route add 10.5.0.0/16 dev eth1",),
         after=(INSIDE + "ip link del eth1",),
     ),
+    "container with IPv6 off": Fault(
+        "container addresses",
+        "eth0 in /run/netns/{container} has {container_ip} only, cni0 has {own_ip6}",
+        (INSIDE + "sysctl -w net.ipv6.conf.eth0.disable_ipv6=1",),
+        DUAL,
+        heal=(
+            INSIDE + "sysctl -w net.ipv6.conf.eth0.disable_ipv6=0",
+            INSIDE + "ip address add {container_address6} dev eth0 nodad",
+            INSIDE + "ip -6 route replace default via {own_ip6} dev eth0",
+        ),
+        advice="sysctl net.ipv6.conf.eth0.disable_ipv6 must be 0",
+    ),
     "two containers with one address": Fault(
         "container addresses",
         "2 containers with the address {container_ip}",

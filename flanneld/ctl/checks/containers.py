@@ -14,7 +14,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from flanneld.compat.glog import counted
-from flanneld.ctl.checks import check, few
+from flanneld.ctl.checks import FEW, check, few
 from flanneld.ctl.losses import permanent
 from flanneld.ctl.paths import BRIEFLY, chosen_of, container_of
 from flanneld.diagnostics.status import PeerStatus, Status, known
@@ -483,4 +483,17 @@ def container_addresses(facts: Facts) -> Iterator[Finding]:
                 "recreate all of them but one, and see that the runtime keeps its record of addresses in use,"
                 " for CNI in /var/lib/cni/networks",
                 about=str(address),
+            )
+    held = {(each.path, each.address.version) for each in facts.containers}
+    for name, gateway in facts.gateways:
+        mine = (each for each in facts.containers if each.attached_to == name)
+        lacking = {at.path: at for at in mine if (at.path, gateway.version) not in held}
+        for path, each in list(lacking.items())[:FEW]:
+            yield Finding(
+                f"a container has no IPv{gateway.version} address, and its bridge has",
+                f"{each.device} in {path} has {each.address} only, {name} has {gateway}",
+                f"nothing reaches it over IPv{gateway.version}",
+                f"recreate it; if that does not help: {shlex.join(entering(path))} sysctl"
+                f" net.ipv6.conf.{each.device}.disable_ipv6 must be 0",
+                about=path,
             )

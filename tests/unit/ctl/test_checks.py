@@ -435,6 +435,11 @@ CASES: dict[str, list[Facts]] = {
     "container addresses": [
         container(address=ip_address("10.5.7.2")),
         replace(WELL, containers=(CONTAINER, replace(CONTAINER, path="/run/netns/b"))),
+        replace(
+            told(lambda d: d["lease"].update(subnets=["10.5.1.0/24", "fc00:5::/64"])),
+            addresses=(*WELL.addresses, ("cni0", ip_address("fc00:5::1"))),
+            containers=(CONTAINER,),
+        ),
     ],
     "former subnet": [FORMER],
     "attachment": [
