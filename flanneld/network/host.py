@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -263,9 +263,9 @@ _RTGENMSG = bytes(4)
 
 
 def named_namespaces() -> Iterator[Path]:
-    """Yield the namespaces that have a name on this host, except the one that we are in."""
+    """Yield the namespaces that have a name on this host, except the one that we are in, each once."""
     try:
-        ours = Path(_OURS).stat().st_ino
+        known = {Path(_OURS).stat().st_ino}
     except OSError:
         return
     for place in _PLACES:
@@ -274,11 +274,10 @@ def named_namespaces() -> Iterator[Path]:
         except OSError:
             continue
         for path in paths:
-            try:
-                if path.stat().st_ino != ours:
+            with suppress(OSError):
+                if (inode := path.stat().st_ino) not in known:
+                    known.add(inode)
                     yield path
-            except OSError:
-                continue
 
 
 def number_of(view: HostView, path: Path) -> int:

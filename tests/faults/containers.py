@@ -93,6 +93,8 @@ IN_CONTAINERS = {
             INSIDE + "ip address add {container_address6} dev eth0 nodad",
             INSIDE + "ip -6 route replace default via {own_ip6} dev eth0",
         ),
+        cuts=None,
+        severity=HINT,
         advice="sysctl net.ipv6.conf.eth0.disable_ipv6 must be 0",
     ),
     "two containers with one address": Fault(

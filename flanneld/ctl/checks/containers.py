@@ -496,4 +496,5 @@ def container_addresses(facts: Facts) -> Iterator[Finding]:
                 f"recreate it; if that does not help: {shlex.join(entering(path))} sysctl"
                 f" net.ipv6.conf.{each.device}.disable_ipv6 must be 0",
                 about=path,
+                severity=Severity.HINT,  # it may be older than the bridge's address
             )
