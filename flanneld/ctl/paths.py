@@ -378,8 +378,9 @@ def _ends(peer: PeerStatus, told: Status) -> Iterator[tuple[str, IPAddress, int]
             yield "tunnel", net.network_address, mtu
 
 
-#: Seconds for a node to refuse a port, or a packet with no hop left.
-BRIEFLY = 0.3
+#: Seconds for a node to refuse a port, or a packet with no hop left; with udp the proxies of both nodes pass
+#: that on: programs, which a busy host makes wait.
+BRIEFLY, _BY_PROXIES = 0.3, 1.0
 #: Hops to the kernel of a peer: with udp the proxies of both nodes take one each. 0 is any number.
 _HOPS, _HOPS_UDP, _ANY_HOPS = 1, 3, 0
 #: Reports of a peer about a packet for a container: no hop is left, or an idle peer has no route to it.
@@ -395,9 +396,9 @@ def passing(told: Status, paths: Collection[PathToPeer]) -> Iterator[tuple[str, 
         for path in paths
         if path.carried is None and (path.name == "tunnel" or (path.peer, path.target.version) not in tunnels)
     }
-    yield from map(ends.__getitem__, survey.reached(ends, BRIEFLY))
-    asked = {target: (peer, target.version) for target, peer, _ in _behind(told, silent)}
     is_udp = told.backend == "udp"
+    yield from map(ends.__getitem__, survey.reached(ends, _BY_PROXIES if is_udp else BRIEFLY))
+    asked = {target: (peer, target.version) for target, peer, _ in _behind(told, silent)}
     with suppress(OSError):
         for target in survey.passing(asked, _HOPS_UDP if is_udp else _HOPS, BRIEFLY):
             yield asked[target]

@@ -308,6 +308,7 @@ def survey(
                 break
             waits.readable(channel.fileno(), min(left, _NAP))
             take()
+        take()  # on a busy host this process may sleep beyond the deadline, and the answers are there
     return {target: replies.get(target, SILENCE) for target in targets}
 
 
@@ -368,9 +369,11 @@ def refused(
             except OSError:
                 continue
             waiting[asker.fileno()] = (address, asker)
-        began = clock.now()
-        while waiting and (left := began + within - clock.now()) > 0:
-            for fd in waits.some_readable(waiting, left):
+        deadline, is_over = clock.now() + within, False
+        while waiting and not is_over:
+            left = deadline - clock.now()
+            is_over = left <= 0  # one more look: on a busy host this process may sleep beyond the deadline
+            for fd in waits.some_readable(waiting, max(0.0, left)):
                 address, asker = waiting.pop(fd)
                 try:
                     asker.recv(1)
