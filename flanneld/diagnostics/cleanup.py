@@ -71,8 +71,9 @@ def running(proc: Path = Path("/proc")) -> Iterator[OtherDaemon]:
             if os.path.samestat((process / "ns/net").stat(), here) and is_daemon(*_call_of(process)):
                 found[int(process.name)] = process
     for pid in sorted(found.keys() - own):
-        # A child between fork and exec looks like its parent.
-        if _parent_of(found[pid]) not in found:
+        # A child between fork and exec looks like its parent, and may have ended since.
+        parent = _parent_of(found[pid])
+        if parent is not None and parent not in found:
             yield OtherDaemon(pid, how_to_stop(pid, text(found[pid] / "cgroup")))
 
 
@@ -103,16 +104,16 @@ def how_to_stop(pid: int, cgroup: str) -> str:
 
 def _ancestors(proc: Path) -> Iterator[int]:
     """Yield the pids of this process, its parent, and so on."""
-    pid = os.getpid()
-    while pid > 1:
+    pid: int | None = os.getpid()
+    while pid and pid > 1:
         yield pid
         pid = _parent_of(proc / str(pid))
 
 
-def _parent_of(process: Path) -> int:
-    """Return the pid of the parent, 0 if unknown."""
+def _parent_of(process: Path) -> int | None:
+    """Return the pid of the parent, None of a process that has ended."""
     found = re.search(r"^PPid:\s*([0-9]+)$", text(process / "status"), re.MULTILINE)
-    return int(found[1]) if found else 0
+    return int(found[1]) if found else None
 
 
 def _call_of(process: Path) -> tuple[list[str], list[str]]:

@@ -68,5 +68,7 @@ def test_a_child_that_has_yet_to_become_another_program_is_no_daemon(tmp_path: P
     process(tmp_path, 100, 1, "/opt/bin/flanneld", "-ip-masq")
     process(tmp_path, 50, 100, "/opt/bin/flanneld", "-ip-masq")
     process(tmp_path, 101, 100, "iptables-nft-restore")
+    process(tmp_path, 102, 100, "/opt/bin/flanneld", "-ip-masq")
+    (tmp_path / "102/status").unlink()  # it ends while it is looked at
     process(tmp_path, 200, 1, "/opt/bin/flanneld", "-subnet-file=/other.env")
     assert [daemon.pid for daemon in running(tmp_path)] == [100, 200]
