@@ -35,9 +35,13 @@ Serve = Callable[[socket.socket], None]
 
 
 def free_port() -> int:
-    """One that nobody has, below those that the kernel gives to whoever wants any."""
+    """One that nobody has, below those that the kernel gives to whoever wants any.
+
+    Not by the common generator: pytest-randomly seeds that alike for each test, in each process.
+    """
+    chance = random.SystemRandom()
     while True:
-        port = random.randrange(10_000, 32_000)
+        port = chance.randrange(10_000, 32_000)
         with socket.socket() as sock, suppress(OSError):
             sock.bind(("127.0.0.1", port))
             return port
