@@ -510,6 +510,9 @@ def test_a_sweep_that_is_repeated_leaves_what_an_operator_has_made_meanwhile(lab
     write_as_go(node)
     lab.etcd.put_config({"Network": "10.6.0.0/16", "Backend": {"Type": "host-gw"}})
     start(node)
+    wait_for(
+        lambda: not json.loads(state_file(node).read_text())["adopts"], SOON, "the end of the first sweep"
+    )
     by_hand = LEFT_BY_GO.replace("10.5", "10.6")
     node.namespace.ip(by_hand)
     assert of_peer in destinations(node)
