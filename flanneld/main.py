@@ -191,7 +191,7 @@ def _warn_of_unknown_variables(environ: Mapping[str, str]) -> None:
 
 
 def _say(text: str) -> None:
-    """Print a line. What was begun is done to its end, also if nobody reads on, as with ``| head``."""
+    """Print a line. If its reader has gone, as with ``| head``, the errand goes on to its end."""
     try:
         print(text, flush=True)  # noqa: T201 - what an errand is for
     except BrokenPipeError:

@@ -407,7 +407,7 @@ def pinned_neighbours(facts: Facts) -> Iterator[Finding]:
     own = {address for _, address in facts.addresses}
     right = {each.address: {each.mac} for each in facts.containers}
     pins = {("", pin): set(macs.values()) for pin in facts.pinned}
-    for each in facts.containers:  # a container's packets arrive at its bridge or at its port of that
+    for each in facts.containers:  # its packets reach its bridge, or the bridge's port that it is behind
         pins |= {
             (each.path, pin): {macs.get(each.attached_to, ""), macs.get(each.port, "")} for pin in each.pinned
         }
