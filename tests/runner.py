@@ -25,8 +25,8 @@ from tests.vm.machine import SHARED, lacks
 PYTHON = ".venv/bin/python"
 PYTEST = (PYTHON, "-m", "pytest")
 CORES = os.cpu_count() or 1
-#: Tests wait for three quarters of their time, those of what decides never.
-WORKERS = 2 * CORES + 1
+#: Tests wait for three quarters of their time, those of what decides never; the machines want their share.
+WORKERS, WORKERS_BESIDE_MACHINES = 4 * CORES, 2 * CORES + 1
 MACHINES = 2  # with one CPU each
 UNIT = ("tests/unit", "tests/fuzz", "tests/browser", "docs")
 NAMESPACES = ("tests/netns", "tests/interop", "tests/faults")
@@ -135,15 +135,13 @@ def plan(
             Step("import-linter", (".venv/bin/lint-imports", "--no-logo")),
         ]
     ]
-    # Each process takes neighbours, so that fewer of them make the same fixture of a module.
-    tests = (*PYTEST, "-n", str(CORES if fast else WORKERS), "--dist", "worksteal", *more)
     if fast:
         deciding = (f"--ignore=tests/unit/{folder}" for folder in EFFECTS)
-        lanes[0].append(Step("unit tests of what decides", (*tests, *deciding, "tests/unit", "docs")))
+        command = (*spread(CORES, more), *deciding, "tests/unit", "docs")
+        lanes[0].append(Step("unit tests of what decides", command))
         return lanes
     lanes[0].append(Step("new clusters", (*SEARCH, "--seconds=30"), optional=True))
-    elsewhere = ("--lacks", ",".join(lacking)) if lacking else ()
-    here = (*tests, "--needs-kernel", "without" if lacking else "with", *elsewhere)
+    here = (*spread(WORKERS_BESIDE_MACHINES if lacking else WORKERS, more), *needs("without", lacking))
     # Else each process of the tests, also in a machine, would compile them all for itself.
     folders = (*UNIT, *NAMESPACES)
     collection = Step("collection of the tests", (*PYTEST, COLLECT, "-qq", *more, *folders))
@@ -157,7 +155,7 @@ def plan(
         kernel = Step("kernel of the machine", ("tests/vm/build",), after=collection)
         limit = ("--limit", "10800" if long else "3600")
         inside = (PYTHON, "-m", "tests.vm.machine", "--shared", shared, *limit)
-        only = (*PYTEST, "--needs-kernel", "only", *elsewhere, "--claims", f"{SHARED}/claims")
+        only = (*PYTEST, *needs("only", lacking), "--claims", f"{SHARED}/claims")
         lanes.append([kernel])
         # One for the clock alone, which belongs to no host.
         for number in range(1, min(MACHINES, len(lacking)) + 1):
@@ -169,6 +167,16 @@ def plan(
         for name in LONG
     ]
     return lanes
+
+
+def spread(workers: int, more: Sequence[str]) -> tuple[str, ...]:
+    """Return pytest with as many processes. Each takes neighbours, so that few make the same module's fixture."""
+    return (*PYTEST, "-n", str(workers), "--dist", "worksteal", *more)
+
+
+def needs(which: str, lacking: Sequence[str]) -> tuple[str, ...]:
+    """Return pytest's options for the tests with, without or only those that need what this kernel lacks."""
+    return ("--needs-kernel", which, "--lacks", ",".join(lacking)) if lacking else ("--needs-kernel", "with")
 
 
 def long_step(name: str, more: Sequence[str]) -> Step:
@@ -309,7 +317,7 @@ def passed(steps: Collection[Step]) -> bool:
 
 def shuffles(more: Sequence[str], times: int, lacking: Sequence[str]) -> list[list[Step]]:
     """Return runs of the tests on this host, each in an order of its own, three of them while it is busy."""
-    command = next(step.command for step in plan(more, lacking=lacking)[1] if step.name == "tests")
+    command = (*spread(WORKERS, more), *needs("without", lacking), *UNIT, *NAMESPACES)
     busy = ("bash", "-c", BUSY, "busy")
     return [
         [
@@ -358,7 +366,8 @@ def main() -> int:
             record("machine", json.loads(line.removeprefix(TOOK)))
         print(summary(steps))
         if order:
-            print(f"order: {shlex.join(['tests/run', *sys.argv[1:], *order])}")
+            given = [each for each in sys.argv[1:] if each not in order]
+            print(f"order: {shlex.join(['tests/run', *given, *order])}")
     return 0 if passed(steps) else 1
 
 

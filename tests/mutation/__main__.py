@@ -104,7 +104,7 @@ def _jobs_of_modules(arguments: argparse.Namespace, pool: ProcessPoolExecutor) -
 def _random_jobs(arguments: argparse.Namespace) -> Iterator[Job]:
     seed = arguments.seed or random.SystemRandom().randrange(1, 1 << 32)
     print(f"--random --seed {seed}", flush=True)
-    record = contexts.Record(arguments.jobs)
+    record = contexts.Record()
     modules = [str(path.relative_to(ROOT)) for path in ROOT.glob("flanneld/**/*.py")]
     for mutant in sample(_sources(modules), arguments.count or RANDOM_COUNT, seed):
         stages = record.tests_of(mutant.module, mutant.line)

@@ -21,6 +21,7 @@ from coverage import Coverage, CoverageData
 
 from tests.lab.forks import FORKS
 from tests.lab.node import Node
+from tests.runner import WORKERS
 
 ROOT = Path(__file__).parents[2]
 UNIT, NAMESPACES = ("tests/unit/", "tests/fuzz/"), ("tests/netns/", "tests/faults/")
@@ -76,13 +77,13 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 class Record:
     """The tests that passed, the lines that each runs and the seconds that it takes; cached by tree."""
 
-    def __init__(self, jobs: int) -> None:
+    def __init__(self) -> None:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flanneld-tests"
         folder = cache / f"lines-{_hash_of_tree()}"
         results = folder / "results.json"
         if not results.exists():
             folder.mkdir(parents=True, exist_ok=True)
-            _make(folder, results, jobs)
+            _make(folder, results)
         found = json.loads(results.read_text())
         passed = found["seconds"].keys() - set(found["failed"])
         self.seconds: dict[str, float] = {test: found["seconds"][test] for test in passed}
@@ -112,7 +113,7 @@ class Record:
         return unit, [test for test in tests if test.startswith(NAMESPACES)]
 
 
-def _make(folder: Path, results: Path, jobs: int) -> None:
+def _make(folder: Path, results: Path) -> None:
     print(f"recording which tests run each line, into {folder}", flush=True)
     config = folder / "config"
     config.write_text(_CONFIG.format(root=ROOT, folder=folder))
@@ -120,7 +121,7 @@ def _make(folder: Path, results: Path, jobs: int) -> None:
     own = {"COVERAGE_PROCESS_START": str(config), RESULTS: str(results), FORKS: "0"}
     environment = os.environ | own
     folders = [*UNIT, *NAMESPACES] if os.geteuid() == 0 else UNIT
-    options = f"-q -n {jobs} --dist worksteal --needs-kernel without {PLUGIN}"
+    options = f"-q -n {WORKERS} --dist worksteal --needs-kernel without {PLUGIN}"
     python = [sys.executable, "-m"]
     subprocess.run([*python, "pytest", *options.split(), *folders], cwd=ROOT, env=environment)
     subprocess.run([*python, "coverage", "combine", "-q", f"--rcfile={config}"], cwd=ROOT, check=True)
