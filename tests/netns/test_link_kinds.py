@@ -18,7 +18,7 @@ from flanneld.network.host import HostView
 from flanneld.network.rtnetlink import devices, links
 from flanneld.network.rtnetlink.links import Attribute, LinkCodec, LinkStep, SeenLink, link_info, number
 from flanneld.state.resources import ForeignLink, Link
-from tests.lab import Lab
+from tests.lab import Lab, wait_for
 from tests.lab.forks import FORKS
 from tests.lab.namespace import Namespace, batch, remove
 from tests.netns.test_cleanup import cleanup
@@ -187,7 +187,7 @@ def test_device_of_a_packages_kind_is_shown_and_cleaned_up(
     assert node.link("pier0")
     (shown,) = answer(node, "routes")["objects"]
     assert (shown["text"], shown["state"]) == ("pier0", "ok")
-    assert findings(node) == {}
+    wait_for(lambda: findings(node) == {}, what="a doctor who finds nothing")
     node.stop()
     assert "removed link pier0" in cleanup(node)
     assert not node.link("pier0")
