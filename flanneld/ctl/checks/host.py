@@ -69,7 +69,7 @@ def rules(facts: Facts) -> Iterator[Finding]:
         for family in firewall.not_in_place:
             yield Finding(
                 f"the rules for {family} are not in place",
-                f"they belong into {firewall.place}",
+                f"they belong in {firewall.place}",
                 "packets keep the wrong address, or are dropped",
                 "see the daemon's log: it says why, and tries again",
             )
