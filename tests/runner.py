@@ -170,7 +170,7 @@ def plan(
 
 
 def spread(workers: int, more: Sequence[str]) -> tuple[str, ...]:
-    """Return pytest with as many processes. Each takes neighbours, so that few make the same module's fixture."""
+    """Return pytest with as many processes. Each takes neighbours: few make a module's fixture."""
     return (*PYTEST, "-n", str(workers), "--dist", "worksteal", *more)
 
 
