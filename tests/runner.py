@@ -25,8 +25,8 @@ from tests.vm.machine import SHARED, lacks
 PYTHON = ".venv/bin/python"
 PYTEST = (PYTHON, "-m", "pytest")
 CORES = os.cpu_count() or 1
-#: Tests wait for three quarters of their time, those of what decides never; the machines want their share.
-WORKERS, WORKERS_BESIDE_MACHINES = 4 * CORES, 2 * CORES + 1
+#: Tests wait for three quarters of their time, those of what decides never; others want their share.
+WORKERS, WORKERS_BESIDE_OTHERS = 4 * CORES, 2 * CORES + 1
 MACHINES = 2  # with one CPU each
 UNIT = ("tests/unit", "tests/fuzz", "tests/browser", "docs")
 NAMESPACES = ("tests/netns", "tests/interop", "tests/faults")
@@ -141,7 +141,7 @@ def plan(
         lanes[0].append(Step("unit tests of what decides", command))
         return lanes
     lanes[0].append(Step("new clusters", (*SEARCH, "--seconds=30"), optional=True))
-    here = (*spread(WORKERS_BESIDE_MACHINES if lacking else WORKERS, more), *needs("without", lacking))
+    here = (*spread(WORKERS_BESIDE_OTHERS if lacking else WORKERS, more), *needs("without", lacking))
     # Else each process of the tests, also in a machine, would compile them all for itself.
     folders = (*UNIT, *NAMESPACES)
     collection = Step("collection of the tests", (*PYTEST, COLLECT, "-qq", *more, *folders))
@@ -317,13 +317,14 @@ def passed(steps: Collection[Step]) -> bool:
 
 def shuffles(more: Sequence[str], times: int, lacking: Sequence[str]) -> list[list[Step]]:
     """Return runs of the tests on this host, each in an order of its own, three of them while it is busy."""
-    command = (*spread(WORKERS, more), *needs("without", lacking), *UNIT, *NAMESPACES)
-    busy = ("bash", "-c", BUSY, "busy")
+    tests = (*needs("without", lacking), *UNIT, *NAMESPACES)
+    busy = ("bash", "-c", BUSY, "busy", *spread(WORKERS_BESIDE_OTHERS, more), *tests)
+    idle = (*spread(WORKERS, more), *tests)
     return [
         [
-            Step(f"shuffle {number} beside busy ones", (*busy, *command))
+            Step(f"shuffle {number} beside busy ones", busy)
             if number <= 3
-            else Step(f"shuffle {number}", command)
+            else Step(f"shuffle {number}", idle)
             for number in range(1, times + 1)
         ]
     ]
