@@ -216,7 +216,6 @@ FAULTS = {
         (taken,),
         heal=(returned,),
         advice="give each node its own address with --public-ip",
-        within=3,
     ),
     "another public IP, and nothing that proves the lease": Fault(
         "former subnet",

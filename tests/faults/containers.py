@@ -16,7 +16,7 @@ STRANGE_MAC = "02:00:00:00:00:99"
 
 def unheard(harm: tuple[str, ...], *heal: str, advice: str = "") -> Fault:
     """Return the fault of something that drops packets between a container and this host."""
-    return Fault("container echoes", LOST, harm, heal=heal, advice=advice, within=2)
+    return Fault("container echoes", LOST, harm, heal=heal, advice=advice)
 
 
 def same_address(world: World) -> None:
@@ -165,20 +165,17 @@ IN_CONTAINERS = {
         "pinned neighbours",
         "the MAC address of {own_ip} is fixed by hand: 02:00:00:00:00:99",
         (INSIDE + "ip neigh replace {own_ip} lladdr 02:00:00:00:00:99 dev eth0 nud permanent",),
-        within=3,
     ),
     "wrong permanent neighbour in a container, IPv6": Fault(
         "pinned neighbours",
         "02:00:00:00:00:99",
         (INSIDE + "ip neigh replace {own_ip6} lladdr 02:00:00:00:00:99 dev eth0 nud permanent",),
         DUAL,
-        within=3,
     ),
     "wrong permanent neighbour for a container": Fault(
         "pinned neighbours",
         "dev cni0 lladdr 02:00:00:00:00:99 PERMANENT",
         ("ip neigh replace {container_ip} lladdr 02:00:00:00:00:99 dev cni0 nud permanent",),
-        within=3,
     ),
     "veth pair with a smaller MTU at this host's end": Fault(
         "containers",

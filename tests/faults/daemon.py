@@ -63,7 +63,6 @@ FAULTS = {
         cuts=False,
         heal=(go_on,),
         advice="see the daemon's log",
-        within=6,
     ),
     "daemon stopped, udp": Fault(
         "daemon", "the daemon is not running", (stop,), UDP, cuts=False, heal=(start,), advice=START

@@ -68,7 +68,6 @@ FAULTS = {
         "UDP 8472 from its peers: the XFRM policies for input",
         ("ip xfrm policy setdefault in block",),
         heal=("ip xfrm policy setdefault in accept",),
-        within=5,
     ),
     "XFRM blocks what is passed on without a policy": Fault(
         "filters",
@@ -319,7 +318,6 @@ FAULTS = {
         (stop, to_charon(signal.SIGTERM), restarted_with(PSK="another secret, which no log may show, " * 3)),
         IPSEC,
         peer_sees="tunnel or handshakes",
-        within=4,
         is_long=True,
         heal=(start,),
         advice="give all nodes one PSK",
@@ -330,7 +328,6 @@ FAULTS = {
         (restarted_with(ESPProposal="aes256-sha256"),),
         IPSEC,
         peer_sees="tunnel or handshakes",
-        within=4,
         is_long=True,
         heal=(start,),
         advice="give all nodes one ESPProposal",

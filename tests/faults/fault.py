@@ -27,8 +27,8 @@ class Fault:
     node, or says ``peer_says``. It may be several checks with " or " between. ``peer_blind`` is the reason
     why the peer cannot; then it must find nothing.
 
-    ``within`` are the seconds until the doctor may know; ``is_long`` marks what takes more than ten times as
-    long as others. ``needs`` is a feature that not every kernel has, as ``tests/vm/probe`` names it.
+    ``is_long`` marks what takes more than ten times as long as others. ``needs`` is a feature that not every
+    kernel has, as ``tests/vm/probe`` names it.
     """
 
     check: str
@@ -43,7 +43,6 @@ class Fault:
     peer_sees: str = ""
     peer_says: str = ""
     peer_blind: str = ""
-    within: float = 0.6
     is_long: bool = False
     needs: str = ""
 

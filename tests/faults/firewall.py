@@ -266,7 +266,6 @@ FAULTS = {
         cuts=None,
         heal=("nft delete table arp wall",),
         advice="nft list ruleset arp",
-        within=5,
     ),
     "packets with no hop left": Fault(
         "filters",

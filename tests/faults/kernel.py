@@ -287,7 +287,6 @@ FAULTS = {
         heal=(no_twin,),
         advice="on the wrong host: ip address del {node} dev ITS_DEVICE",
         peer_sees="duplicate addresses",
-        within=3,
     ),
     "another host has the address of the node, IPv6": Fault(
         "duplicate addresses",
@@ -300,7 +299,6 @@ FAULTS = {
         heal=(no_twin, SET_ANEW),
         advice=SET_ANEW,
         after=("sysctl -w net.ipv6.conf.eth0.accept_dad=0; ip route replace default via fd00:18::fe",),
-        within=3,
     ),
     "uplink that answers no ARP request": Fault(
         "lookups",
@@ -317,7 +315,6 @@ FAULTS = {
         (xdp,),
         heal=("ip link set dev eth0 xdpgeneric off",),
         advice="see first whether the XDP program of eth0 does: ip link set dev eth0 xdpgeneric off",
-        within=5,
     ),
     "uplink in a bridge": Fault(
         "uplink",
@@ -332,7 +329,6 @@ FAULTS = {
         ("sysctl -w net.ipv6.conf.flannel-v6/1.disable_ipv6=1",),
         DUAL,
         heal=("sysctl -w net.ipv6.conf.flannel-v6/1.disable_ipv6=0",),
-        within=10,
     ),
     "loopback down": Fault("devices", "lo is down", ("ip link set lo down",), cuts=False),
     "second interface in the nodes' network": Fault(
@@ -423,7 +419,6 @@ FAULTS = {
         ("ip route add {peer} via 198.18.0.77 dev eth0 onlink",),
         heal=("ip route del {peer}",),
         advice="ip route get {peer}",
-        within=3,
     ),
     "segmentation of VXLAN's packets left to the CPU": Fault(
         "speed",

@@ -80,7 +80,6 @@ FAULTS = {
         VXLAN_V3,
         heal=(alarm("DEACTIVATE"), ready),
         advice="etcdctl compact REVISION && etcdctl defrag --cluster && etcdctl alarm disarm",
-        within=6,
         peer_blind=NO_LEASE,
     ),
     "etcd without quorum, v3": Fault(
@@ -91,7 +90,6 @@ FAULTS = {
         cuts=False,
         heal=(with_quorum,),
         advice="it has no quorum",
-        within=12,
         is_long=True,
     ),
     "name of etcd that does not resolve": Fault(
@@ -101,7 +99,6 @@ FAULTS = {
         cuts=False,
         heal=(start,),
         advice="getent hosts",
-        within=6,
     ),
     "etcd stopped": Fault(
         "store", "etcd does not answer", (etcd_stopped,), cuts=False, heal=(etcd_started,), advice="etcd"

@@ -67,7 +67,7 @@ def test_doctor_names_cause_and_remedy_of(
 def diagnosed(world: World, fault: Fault) -> Diagnosis:
     """Return the right findings, once there are some: the daemon may take a moment to notice."""
     try:
-        found = wait_for(lambda: diagnosis(world, fault), fault.within, "the diagnosis")
+        found = wait_for(lambda: diagnosis(world, fault), what="the diagnosis")
     except AssertionError:
         found = None
     if found is None:
@@ -86,14 +86,14 @@ def see_from_peer(world: World, fault: Fault) -> None:
         return str(said) == HEALTHY if fault.peer_blind else said.is_seen(checks, says)
 
     try:
-        wait_for(is_right, max(fault.within, 3))
+        wait_for(is_right)
     except AssertionError:
         raise AssertionError(f"{checks} of the peer do not say {says}:\n{world.doctor(world.peer)}") from None
 
 
 def wait_for_health(world: World, node: Node) -> None:
     try:
-        wait_for(lambda: str(world.doctor(node)) == HEALTHY, 3)
+        wait_for(lambda: str(world.doctor(node)) == HEALTHY)
     except AssertionError:
         raise AssertionError(f"still ill:\n{world.last}") from None
 

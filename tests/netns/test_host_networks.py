@@ -103,6 +103,12 @@ def led_to(node: Node, subnet: str) -> list[Any]:
     return found
 
 
+def state(node: Node) -> str:
+    """What the node tells of the peer with SUBNET."""
+    peers = answer(node, "peers")["peers"]
+    return next((each["state"] for each in peers if SUBNET[4] in each["subnets"]), "")
+
+
 def is_flannels(route: dict[str, Any]) -> bool:
     return route.get("protocol") == "70" or route["dev"].startswith("flannel")
 
@@ -403,9 +409,7 @@ def test_public_ip_that_would_make_a_loop_is_refused(
     node.wait_for_log(f"Unsafe lease {SUBNET[4]}: it announces {public_ip}, ")
     assert not led_to(node, SUBNET[4])
     assert not [row for row in node.fdb("flannel.1") if row["dst"] == public_ip]
-    assert [each["state"] for each in answer(node, "peers")["peers"] if each["subnets"] == [SUBNET[4]]] == [
-        "unsafe"
-    ]
+    wait_for(lambda: state(node) == "unsafe", SOON, "its state")
     lab.etcd.put_lease(SUBNET[4], lease(kind))
     node.wait_for_log("no longer harms this host")
 
@@ -440,15 +444,12 @@ def test_address_that_host_gets_later_withdraws_the_way_to_peer(
     lab.etcd.put_lease(SUBNET[4], lease(any_backend["Type"]))
     node = start(lab, any_backend)
 
-    def state() -> str:
-        return ", ".join(each["state"] for each in answer(node, "peers")["peers"])
-
-    wait_for(lambda: state() == "in the kernel", SOON, "the way")
+    wait_for(lambda: state(node) == "in the kernel", SOON, "the way")
     node.namespace.ip(f"address add {PEER[4]}/32 dev lo")
-    wait_for(lambda: state() == "unsafe", SOON, "the way to go")
+    wait_for(lambda: state(node) == "unsafe", SOON, "the way to go")
     assert not led_to(node, SUBNET[4])
     node.namespace.ip(f"address delete {PEER[4]}/32 dev lo")
-    wait_for(lambda: state() == "in the kernel", SOON, "the way to return")
+    wait_for(lambda: state(node) == "in the kernel", SOON, "the way to return")
 
 
 def test_lease_around_public_ips_of_others_withdraws_them_until_it_goes(lab: Lab) -> None:
