@@ -163,14 +163,33 @@ def keep(uplink: Uplink, facts: HostFacts) -> Uplink | None:
     """Return the uplink with its current index and MTU, None if a new election is needed.
 
     An interface stays elected while it keeps its name and addresses, even if a better one appears. A new
-    public IP would have to be announced to every peer.
+    public IP would have to be announced to every peer. Only a link-local address is none to stay for.
     """
     link = facts.link(uplink.name)
     if link is None or link.mtu == 0:
         return None
     held = {fact.address for fact in facts.addresses if fact.index == link.index}
     needed = {ip for family in FAMILIES if (ip := uplink.local(family)) is not None}
-    return replace(uplink, index=link.index, mtu=link.mtu) if needed <= held else None
+    outdone = (
+        any(not other.is_link_local for other in facts.usable(link, ip.version))
+        for ip in needed
+        if ip.is_link_local
+    )
+    if not needed <= held or any(outdone):
+        return None
+    return replace(uplink, index=link.index, mtu=link.mtu)
+
+
+def refuse_link_local(uplink: Uplink, former: Uplink) -> None:
+    """Raise ``NoInterface`` for a link-local address in place of one that is not.
+
+    The other comes back, as when a service of the host configures the interface anew, or DAD ends. Peers
+    refuse a link-local one.
+    """
+    for family in FAMILIES:
+        now, before = uplink.local(family), former.local(family)
+        if now and before and now.is_link_local and not before.is_link_local:
+            raise NoInterface((f"{uplink.name} has lost {before}, and {now} is of its link only",))
 
 
 #: An interface, and the addresses that the option determines.

@@ -25,7 +25,7 @@ from flanneld.errors import Fatal
 from flanneld.model import IPAddress, IPNetwork, Lease, LeaseAttrs, Uplink, is_same_node
 from flanneld.network.host import HostKernel, HostMonitor
 from flanneld.network.rtnetlink.messages import RTN_UNICAST
-from flanneld.network.uplink_election import InterfaceChoice, elect, keep
+from flanneld.network.uplink_election import InterfaceChoice, elect, keep, refuse_link_local
 from flanneld.network.uplink_facts import route_to, survey
 from flanneld.options import Options
 from flanneld.reconcile.last_run import LastRun
@@ -197,6 +197,7 @@ class UplinkManager:
         try:
             facts = survey(self._kernel, self._config.families, default_routes=False)
             uplink = keep(self.uplink, facts) or find_uplink(self._kernel, self._config, self._choice)
+            refuse_link_local(uplink, self.uplink)
             if uplink != self.uplink:
                 backend = self._build(uplink, self.backend.attributes())
         except Fatal as reason:

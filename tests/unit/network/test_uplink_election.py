@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from ipaddress import IPv4Address, IPv6Address, ip_address
 
 import pytest
@@ -24,6 +24,7 @@ from flanneld.network.uplink_election import (
     RouteFact,
     elect,
     keep,
+    refuse_link_local,
 )
 
 Families = tuple[Family, ...]
@@ -401,6 +402,34 @@ def test_keep_ends_when_a_local_address_has_gone(lost: str) -> None:
     assert keep(ELECTED, replace(TWO, addresses=left)) is None
 
 
+def test_keep_ends_where_a_link_local_address_is_outdone() -> None:
+    link, local = LinkFact("eth0", 2, 1500, up=True), address(2, "fe80::1")
+    facts = HostFacts((link,), (local,), ())
+    uplink = elect(wish("eth0"), facts, nowhere, V6).uplink
+    assert keep(uplink, facts) == uplink
+    assert keep(uplink, replace(facts, addresses=(local, address(2, "fd00::1")))) is None
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "is_refused"),
+    [
+        ("fd00::1", "fe80::1", True),
+        ("fd00::1", "fd00::2", False),
+        ("fe80::2", "fe80::1", False),
+        ("fe80::1", "fd00::1", False),
+        ("10.0.0.1", "169.254.3.4", True),
+        ("169.254.3.4", "169.254.3.5", False),
+    ],
+)
+def test_link_local_address_replaces_only_another(before: str, now: str, is_refused: bool) -> None:
+    def at(text: str) -> Uplink:
+        facts = HostFacts((LinkFact("eth0", 2, 1500, up=True),), (address(2, text),), ())
+        return elect(wish("eth0"), facts, nowhere, V6 if ":" in text else V4).uplink
+
+    with pytest.raises(NoInterface, match=f"lost {before}") if is_refused else nullcontext():
+        refuse_link_local(at(now), at(before))
+
+
 def test_keep_ends_when_the_address_moved_to_another_interface() -> None:
     moved = tuple(replace(fact, index=3) for fact in TWO.addresses)
     assert keep(ELECTED, replace(TWO, addresses=moved)) is None
@@ -473,4 +502,5 @@ def test_an_uplink_is_kept_while_nothing_changes(
     choice: InterfaceChoice, facts: HostFacts, families: Families
 ) -> None:
     uplink = outcome(choice, facts, nowhere, families)
-    assert isinstance(uplink, Fatal) or keep(uplink, facts) == uplink
+    if not isinstance(uplink, Fatal):
+        assert (keep(uplink, facts) or elect(choice, facts, nowhere, families).uplink) == uplink

@@ -91,6 +91,24 @@ def test_only_a_host_on_a_link_of_ours_is_directly_reachable(
     assert uplinks.asks_routes
 
 
+def test_uplink_that_keeps_only_a_link_local_address_is_kept_until_the_other_is_back() -> None:
+    here, link_local = IPv4Address("198.18.0.1"), IPv4Address("169.254.3.4")
+    default = Route(IPv4Network("0.0.0.0/0"), "eth0", IPv4Address("198.18.0.254"))
+    kernel = Kernel("eth0", (here, 24))
+    kernel.add_address("eth0", link_local, 16)
+    kernel.add_route(default, 3)
+    uplink = find_uplink(kernel, CONFIG, InterfaceChoice())
+    assert uplink.local(4) == here
+    uplinks = UplinkManager(kernel, CONFIG, InterfaceChoice(), HostGw, uplink, None)
+    kernel.delete_address("eth0", here)
+    assert uplinks.follow() is False
+    assert uplinks.is_adrift
+    kernel.add_address("eth0", here, 32)
+    assert uplinks.follow() is False
+    assert not uplinks.is_adrift
+    assert uplinks.uplink == uplink
+
+
 def test_backend_is_replaced_where_the_uplink_moves_and_kept_while_no_interface_is_usable(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
