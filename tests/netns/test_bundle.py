@@ -93,7 +93,7 @@ def test_bundle_and_log_have_no_secret_of_the_configuration(
         node.wait_for_log("In sync with")
         files = files_of(node, flags, "running")
         status: dict[str, Any] = json.loads(files["running/status.json"])
-        assert status["origin"] == "daemon"
+        assert status["origin"] == "daemon", status
         # The journal of the unit would hold the log.
         files["log"] = node.logs()
         node.stop()
