@@ -11,6 +11,7 @@ from contextlib import contextmanager
 LEASE_TAKEN = "another node writes itself into our lease"
 #: Remedy for leases of nodes that seem to be gone. No advice deletes a lease: a silent node may still run.
 LEASES_END = "a lease that no node renews ends by itself"
+LINK_BROADCAST = "a broadcast or network address of this host's link"
 
 _LONGEST = 200
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shlex
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -34,7 +35,7 @@ from flanneld.ctl.compare import ActualState
 from flanneld.ctl.losses import host_addresses, number
 from flanneld.ctl.output import State, TextTable, in_lines
 from flanneld.ctl.paths import BRIEFLY, PathToPeer, carriers, passing, sample, turned_away
-from flanneld.ctl.source import DataSource
+from flanneld.ctl.source import DataSource, Unknown
 from flanneld.diagnostics.status import Status, known, resources
 from flanneld.errors import Retryable
 from flanneld.findings import Command, Finding, Severity
@@ -90,6 +91,8 @@ _RANKS = {"daemon": 1, **dict.fromkeys(_SYMPTOMS, 2)}
 def examine(facts: Facts) -> Findings:
     """Return all findings: problems before hints, causes before symptoms, then by theme (pure)."""
     found = [(check, finding) for check in CHECKS for finding in check.look(facts)]
+    if facts.limits[0]:  # what it tells is not about this host
+        found = [each for each in found if each[0] is store.daemon]
     if any(_explains(*each) for each in found):
         found = [each for each in found if each[0] is not containers.container_echoes]
     return _ranked(found)
@@ -249,10 +252,12 @@ def gather(source: DataSource) -> Facts:
     queues = {index: name for index, name in names.items() if name in ways_out}
     lacks_segmentation, queues_used = _speed(told.uplink_name)
     lacking = encryption.lacking_objects(told) if source.origin == "store" else ()
+    stored = nodes.stored_config(source) if source.origin == "daemon" else None
     facts = Facts(
         status=told,
         origin=source.origin,
-        unknown=source.unknown,
+        limits=_limits(source.pid),
+        unknown=(*source.unknown, *([stored] if isinstance(stored, Unknown) else ())),
         subnet_file=str(path),
         has_subnet_file=path.exists(),
         previous=subnet_file.read(path),
@@ -276,7 +281,7 @@ def gather(source: DataSource) -> Facts:
         charon=encryption.charon_of(told),
         gc_thresh=number(_GC_THRESH),
         etcd=store.ask_etcd(told),
-        stored=nodes.stored_config(source) if source.origin == "daemon" else None,
+        stored=None if isinstance(stored, Unknown) else stored,
         clock_is_synchronised=_clock_is_synchronised(),
         containers=tuple(
             containers.read_containers(told, found.links, {address for _, address in addresses})
@@ -293,6 +298,16 @@ def gather(source: DataSource) -> Facts:
         filtered=tuple(drops.read_drops(told, ways, bases, held)),
         lost=tuple(losses.lost_packets(told, names, ways, lambda: bases)),
     )
+
+
+def _limits(pid: int) -> tuple[int, str]:
+    """Return the daemon's process if it is in another network namespace, else 0; and what it lacks."""
+    caps = re.search(r"CapEff:\s*(\w+)", files.text(Path(f"/proc/{pid}/status")))
+    lacks = "CAP_NET_ADMIN" if caps and not int(caps[1], 16) >> 12 & 1 else ""
+    with suppress(OSError):
+        if not Path(f"/proc/{pid}/ns/net").samefile("/proc/thread-self/ns/net"):
+            return pid, lacks
+    return 0, lacks
 
 
 def _with_probes(facts: Facts, queues: Mapping[int, str]) -> Facts:
@@ -445,7 +460,9 @@ def _clock_is_synchronised() -> bool | None:
 def _left_rules(told: Status) -> Iterator[host.LeftRules]:
     """Yield stale rules, as far as they are readable; none without a daemon that names its own place."""
     firewall = known(told.firewall)
-    elsewhere = [place for place in PLACES if firewall and place != firewall.place]
+    # Rules elsewhere are all that there are while the daemon cannot place its own.
+    is_placed = firewall and not firewall.not_in_place
+    elsewhere = [place for place in PLACES if firewall and is_placed and place != firewall.place]
     for network, _ in told.ranges:
         for place in elsewhere:
             try:

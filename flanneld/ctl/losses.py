@@ -6,6 +6,7 @@ Routes are looked up as the kernel does for such packets.
 from __future__ import annotations
 
 import errno
+import struct
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -45,8 +46,10 @@ from flanneld.network.rtnetlink.links import SeenLink
 from flanneld.network.rtnetlink.messages import (
     IFA_F_DADFAILED,
     RTM_GETNEIGH,
+    RTN_UNICAST,
     decode_neighbor,
     decode_unresolved,
+    mac_text,
     neighbors_request,
 )
 from flanneld.runtime import files
@@ -78,12 +81,19 @@ _BEFORE_ROUTING = frozenset({"prerouting", "output"})
 _FORWARDING, _RP_FILTER = "net/ipv4/conf/{}/forwarding", "net/ipv4/conf/{}/rp_filter"
 
 
+#: Files of a bridge's port: option of bridge(8), and the values with which it does not pass all packets on.
+#: States are disabled and blocking (linux/if_bridge.h).
+_PORT = {"state": ("state", "04"), "unicast_flood": ("flood", "0"), "learning": ("learning", "0")}
+#: struct __fdb_entry (linux/if_bridge.h): MAC address, port, 1 for an address of the bridge itself.
+_FDB_ENTRY = struct.Struct("=6sxB8x")
+
+
 class Lost(Struct, frozen=True, gc=False):
     """Packets that the kernel drops or misroutes. ``commands`` correct that; none if it takes a decision.
 
     ``cause`` is ``filter`` (reverse path), ``forwarding`` of an interface, its ``arp``, ``uplink`` (another
-    interface than the daemon's), ``rule``, ``no rule`` (none leads to the main table) or ``route``; ``about``
-    is its interface or text. ``number`` of the ``asked`` packets of this kind are lost so, in ``families``.
+    interface than the daemon's), ``rule``, ``no rule`` (none leads to the main table), ``route`` or
+    ``no route``; ``about`` is its interface or text. ``number`` of ``asked`` are lost so, in ``families``.
     """
 
     packets: str
@@ -272,7 +282,9 @@ class _Host:
             return Lost(question.packets, "uplink", wrong.device, evidence)
         about = str(question.target) if question.packets != TO_CONTAINERS else ""
         removal = self._dead_end(question.target, told) if isinstance(wrong, OSError) else ""
-        return Lost(question.packets, "route", about, evidence, removal=removal)
+        is_lacking = isinstance(wrong, OSError) and wrong.errno == errno.ENETUNREACH and not removal
+        cause = "no route" if is_lacking and question.packets == TO_NODES else "route"
+        return Lost(question.packets, cause, about, evidence, removal=removal)
 
     def _dead_end(self, target: IPAddress, told: Status) -> str:
         """Return the most specific route to an address if it leads nowhere, and is not the daemon's own."""
@@ -371,7 +383,9 @@ def claims(
         view, ours, own = HostView(), addresses(uplink.addresses), told.own_subnets
         index = interfaces.index_of(uplink.name)
         nodes = (each.target for each in paths if each.peer in silent and each.name == "underlay")
-        asked = [*ours, *(each for each in nodes if _is_on_link(view.look_up_route(each), index))]
+        ways = ((each, view.look_up_route(each)) for each in nodes)
+        # ARP finds a target that needs no router.
+        asked = [*ours, *(each for each, way in ways if way and (way.gateway, way.index) == (None, index))]
         with suppress(OSError):
             for address, macs in interfaces.holders(uplink.name, asked, BRIEFLY).items():
                 yield Claim(address, frozenset(macs))
@@ -381,9 +395,40 @@ def claims(
                 yield Claim(seen.address, length=seen.length)
 
 
-def _is_on_link(way: LookupResult | None, index: int) -> bool:
-    """Return True if packets leave by an interface without a router, so that ARP finds their target."""
-    return way is not None and way.gateway is None and way.index == index
+def is_ours(way: LookupResult, host_addresses: Collection[IPAddress]) -> bool:
+    """Return True for a route by no gateway, by one of this host, or by one that is not looked at."""
+    gateway = way.gateway
+    is_known = gateway is None or gateway.is_link_local or gateway in host_addresses
+    return is_known and way.kind == RTN_UNICAST
+
+
+def astray_route(view: HostView, target: IPAddress) -> str:
+    """Return the route to an address by another interface than ours; empty for a default route or none."""
+    found = view.matching_route(target)
+    if found is None or found.destination is None:
+        return ""
+    return f"{found.destination} dev {view.name_of(found.hops[0][0])}"
+
+
+def overriding_rule(view: HostView, family: Family) -> PolicyRule | None:
+    rules = (rule for rule in view.rules(family) if not rule.is_default)
+    return next(rules, None) if view.default_routes(family) else None
+
+
+def off_options(port: str) -> tuple[str, ...]:
+    """Return what a bridge does not do for its port."""
+    where = Path(f"/sys/class/net/{port}/brport")
+    values = ((option, files.text(where / name).strip(), bad) for name, (option, bad) in _PORT.items())
+    return tuple(option for option, value, bad in values if value and value in bad)
+
+
+def learnt(bridge: str) -> set[str]:
+    """Return the MAC addresses whose port a bridge knows."""
+    try:
+        table = Path(f"/sys/class/net/{bridge}/brforward").read_bytes()
+    except OSError:
+        return set()
+    return {mac_text(mac) for mac, is_own in _FDB_ENTRY.iter_unpack(table) if not is_own}
 
 
 def permanent(view: HostView, devices: Iterable[SeenLink]) -> Iterator[Neighbor]:

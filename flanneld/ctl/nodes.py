@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from flanneld.compat.glog import counted
 from flanneld.ctl.output import State, TextTable, when
-from flanneld.ctl.source import DataSource
+from flanneld.ctl.source import DataSource, SourcePart, Unknown
 from flanneld.diagnostics.status import (
     LeaseStatus,
     NetworkStatus,
@@ -126,23 +126,24 @@ def gather(told: Status, query: Ask, echo: Ask, now: float) -> Cluster:
     return Cluster((*ours, *asked), frozenset(map(str, own)), now)
 
 
-def stored_config(source: DataSource) -> Config | None:
-    """Return the network config that the store has now; None if no option names it, or it does not tell."""
+def stored_config(source: DataSource) -> Config | Unknown | None:
+    """Return the network config that the store has now, or that it is silent; None if it tells nothing."""
     from flanneld.ctl.store_commands import read_options
     from flanneld.subnet.opening import open_store
 
-    wanted = source.options
+    wanted, told = source.options, known(source.status.store)
     level = logging.getLogger().level
     logging.getLogger().setLevel(logging.ERROR)
     try:
         if not wanted.names_a_store:
             wanted = read_options((), {})
-        if not wanted.names_a_store or wanted.has_networks:
+        if not wanted.names_a_store or wanted.has_networks or (told and known(told.problem)):
             return None
         with closing(open_store(wanted, {})) as store:
             return store.network_config()
-    except (FlannelError, OSError):
-        return None
+    except (FlannelError, OSError) as error:
+        is_silent = "does not answer" in str(error)
+        return Unknown(SourcePart.STORE, f"the store does not tell: {error}") if is_silent else None
     finally:
         logging.getLogger().setLevel(level)
 
@@ -453,5 +454,5 @@ def examine(source: DataSource, stored: Config | UnsetType | None = UNSET) -> tu
     from flanneld.ctl.checks.cluster import remarks
 
     config = stored_config(source) if isinstance(stored, UnsetType) else stored
-    cluster = replace(read(source), stored=config)
+    cluster = replace(read(source), stored=None if isinstance(config, Unknown) else config)
     return cluster, remarks(cluster)

@@ -9,6 +9,7 @@ import errno
 import logging
 import os
 import socket
+import struct
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from enum import StrEnum
@@ -77,7 +78,7 @@ class Unknown(Struct, frozen=True, gc=False):
 class DataSource(Struct, frozen=True, gc=False):
     """A status with its origin, ``daemon``, ``store`` or ``host``; ``unknown`` are the missing sources.
 
-    ``said`` is the daemon's answer as it came.
+    ``said`` is the daemon's answer as it came, and ``pid`` its process, 0 if that is not seen from here.
     """
 
     origin: str
@@ -85,6 +86,7 @@ class DataSource(Struct, frozen=True, gc=False):
     unknown: tuple[Unknown, ...] = ()
     options: Options = field(default_factory=Options)
     said: bytes = b""
+    pid: int = 0
 
     @property
     def is_understood(self) -> bool:
@@ -105,7 +107,8 @@ def find_source(words: Sequence[str], environ: Mapping[str, str], socket_path: s
     wanted = options.read(words, environ, program="flannelctl COMMAND")
     path = Path(socket_path) if socket_path else subnet_file.beside(Path(wanted.subnet_file), "sock")
     try:
-        return _of_the_daemon(ask(path, DAEMON_TIME), wanted)
+        said, pid = ask(path, DAEMON_TIME)
+        return _of_the_daemon(said, wanted, pid)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         hangs = isinstance(error, TimeoutError)
@@ -124,8 +127,8 @@ def find_source(words: Sequence[str], environ: Mapping[str, str], socket_path: s
         return DataSource("host", _of_the_host(wanted), (silent, lost), wanted)
 
 
-def ask(path: Path, within: float) -> bytes:
-    """Return the status of the daemon behind a socket.
+def ask(path: Path, within: float) -> tuple[bytes, int]:
+    """Return the status of the daemon behind a socket, and its process as this PID namespace has it.
 
     Raises ``OSError``, which is ``TimeoutError`` after ``within`` seconds of silence.
     """
@@ -134,6 +137,7 @@ def ask(path: Path, within: float) -> bytes:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(within)
         _connect(connection, path, within)
+        peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)  # struct ucred, pid first
         while True:
             left = deadline - clock.now()
             if left <= 0:
@@ -141,7 +145,7 @@ def ask(path: Path, within: float) -> bytes:
             connection.settimeout(min(left, within))
             piece = connection.recv(1 << 16)
             if not piece:
-                return bytes(said)
+                return bytes(said), struct.unpack_from("i", peer)[0]
             said += piece
 
 
@@ -157,7 +161,7 @@ def _connect(connection: socket.socket, path: Path, within: float) -> None:
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
 
-def _of_the_daemon(said: bytes, wanted: Options) -> DataSource:
+def _of_the_daemon(said: bytes, wanted: Options, pid: int = 0) -> DataSource:
     """Return the daemon's answer. Raises ``ValueError`` for anything else."""
     told, problems = decoded(said)
     with suppress(NotUnderstood):
@@ -170,7 +174,7 @@ def _of_the_daemon(said: bytes, wanted: Options) -> DataSource:
         )
         for problem in problems
     )
-    return DataSource("daemon", told, tuple(strange), wanted, said)
+    return DataSource("daemon", told, tuple(strange), wanted, said, pid)
 
 
 def _of_the_store(wanted: Options, environ: Mapping[str, str]) -> Status:

@@ -113,7 +113,7 @@ def trace(
         hops = list(_to_a_peer(target, peer, told, found, look_up_route))
         # A route that is wrong has a hop already, and so has an uplink.
         is_wrong = any(each.state == State.PROBLEM for each in hops)
-        causes = {"filter", "forwarding", "rule", "no rule", *(() if is_wrong else ("route",))}
+        causes = {"filter", "forwarding", "rule", "no rule", *(() if is_wrong else ("route", "no route"))}
         hops += (
             Hop("lookup", each.packets, State.PROBLEM, each.note) for each in lost if each.cause in causes
         )

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import itemgetter
 from typing import Generic, NamedTuple, TypeVar
 
-from flanneld.errors import LEASES_END, Refused, Unsafe
+from flanneld.errors import LEASES_END, LINK_BROADCAST, Refused, Unsafe
 from flanneld.model import (
     FAMILIES,
     Family,
@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 #: Prefix lengths of the cells of a family without a network.
 _LENGTHS: dict[Family, int] = {4: 24, 6: 64}
-_LOCAL, _BROADCAST = "an address of this host", "a broadcast or network address of this host's link"
+_LOCAL = "an address of this host"
 
 
 class OwnedNet(NamedTuple, Generic[T]):
@@ -183,7 +183,7 @@ class AddressClaims:
         for local in host.local:
             self._host.add(local, _LOCAL)
         for ip in host.broadcast:
-            self._host.add(single(ip), _BROADCAST)
+            self._host.add(single(ip), LINK_BROADCAST)
 
     def update(self, put: Iterable[Lease], gone: Iterable[LeaseKey]) -> set[LeaseKey]:
         """Apply a change of leases. Return those whose decision may change by it, some of these perhaps."""
@@ -349,7 +349,7 @@ class AddressClaims:
         keys: Iterable[LeaseKey] = ()
         if not self._host.is_free(version, number, 0):
             found = [claim.owner for claim in self._host.touching(version, number, 0)]
-            for meaning in (_LOCAL, _BROADCAST):
+            for meaning in (_LOCAL, LINK_BROADCAST):
                 if meaning in found:
                     return meaning
             keys = [key for key in found if key == self._own.key]

@@ -224,6 +224,12 @@ FAULTS = {
         heal=(moved_back,),
         advice="ip address flush dev cni0",
     ),
+    "bridge in our subnet and in that of another node": Fault(
+        "former subnet",
+        "cni0 is on {subnet}",
+        ("ip address add {lan}/24 dev cni0",),
+        heal=("ip address del {lan}/24 dev cni0",),
+    ),
     "LAN inside a peer's subnet": Fault(
         "unsafe leases",
         "the lease {subnet} would harm this host",

@@ -27,6 +27,17 @@ def same_address(world: World) -> None:
     second.run("ping", "-c", "1", "-W", "0.3", "-I", "eth0", world.words["own_ip"], check=False)
 
 
+def same_mac(world: World) -> None:
+    """Make a second container with the MAC address of the first."""
+    second = world.node.container(2).namespace
+    (link,) = world.node.container().namespace.json("ip", "-j", "link", "show", "dev", "eth0")
+    second.run("ip", "link", "set", "dev", "eth0", "address", link["address"])
+
+
+def other_mac(world: World) -> None:
+    world.node.container(2).namespace.run("ip", "link", "set", "dev", "eth0", "address", STRANGE_MAC)
+
+
 def second_gone(world: World) -> None:
     second = world.node.container(2).namespace
     second.run("sh", "-c", "ip address flush dev eth0; ip link set eth0 down")
@@ -96,6 +107,20 @@ IN_CONTAINERS = {
         cuts=None,
         severity=HINT,
         advice="sysctl net.ipv6.conf.eth0.disable_ipv6 must be 0",
+    ),
+    "two containers with one MAC": Fault(
+        "container addresses",
+        "2 containers with the MAC address ",
+        (same_mac,),
+        cuts=None,
+        heal=(other_mac,),
+        advice="recreate all of them but one, with no MAC address fixed",
+    ),
+    "packets of a container with one hop": Fault(
+        "container routes",
+        "1 container whose packets may take 1 hop only",
+        (INSIDE + "sysctl -qw net.ipv4.ip_default_ttl=1",),
+        peer_blind=BEHIND,
     ),
     "two containers with one address": Fault(
         "container addresses",

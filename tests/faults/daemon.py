@@ -18,7 +18,9 @@ from tests.faults.fault import (
     start_in_vain_with,
     stop,
 )
-from tests.faults.world import DUAL, HOST_GW, UDP, World
+from tests.faults.world import DUAL, HOST_GW, MASQUERADE, UDP, World
+from tests.lab import own_command
+from tests.lab.daemon import Daemon
 from tests.lab.namespace import suspend
 
 START = "systemctl start flanneld"
@@ -33,6 +35,37 @@ def lease_of_wrong0_deleted(world: World) -> None:
     for subnet, attributes in world.lab.etcd.leases().items():
         if attributes["PublicIP"] == "192.0.2.1":
             world.lab.etcd.delete_lease(subnet)
+
+
+def start_without_privileges(world: World) -> None:
+    """Start the daemon as in a container that was not given CAP_NET_ADMIN."""
+    world.node.stop()
+    command = ["setpriv", "--bounding-set=-net_admin", "--inh-caps=-net_admin", *own_command()]
+    world.node.start(*world.kind.flags, command=command)
+    world.wait_for_answer()
+
+
+def start_elsewhere(world: World) -> None:
+    """Start the daemon as in a pod without the host's network: in the namespace of a container."""
+    world.node.stop()
+    files = {
+        f"FLANNELD_{name}": str(world.node.directory / name.lower()) for name in ("STATE_DIR", "SECRET_DIR")
+    }
+    own = [f"--etcd-endpoints={world.lab.etcd.endpoint}", f"--subnet-file={world.node.subnet_file}"]
+    inside = world.node.container(2).namespace
+    world.elsewhere = Daemon(inside, [*own_command(), *own], world.node.directory / "elsewhere.log", files)
+    world.wait_for_answer()
+
+
+def return_home(world: World) -> None:
+    inside = world.node.container(2)
+    assert world.elsewhere is not None
+    world.elsewhere.end(signal.SIGTERM, 20)
+    for subnet, attributes in world.lab.etcd.leases().items():
+        if attributes["PublicIP"] == inside.address:
+            world.lab.etcd.delete_lease(subnet)
+    inside.namespace.run("ip", "link", "del", "flannel.1")
+    start(world)
 
 
 def hang(world: World) -> None:
@@ -55,6 +88,23 @@ FAULTS = {
         cuts=False,
         heal=(start,),
         advice=START,
+    ),
+    "daemon without CAP_NET_ADMIN": Fault(
+        "daemon",
+        "the daemon lacks CAP_NET_ADMIN",
+        (start_without_privileges,),
+        cuts=False,
+        heal=(start,),
+        advice="securityContext.capabilities.add",
+    ),
+    "daemon in another network namespace": Fault(
+        "daemon",
+        "the daemon runs in another network namespace than this host",
+        (start_elsewhere,),
+        MASQUERADE,
+        cuts=False,
+        heal=(return_home,),
+        advice="give its pod hostNetwork: true",
     ),
     "daemon hangs": Fault(
         "daemon",

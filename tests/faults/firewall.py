@@ -406,6 +406,31 @@ FAULTS = {
         heal=flushed("filter", "INPUT"),
         advice="see first whether this rule drops them: -A INPUT -p udp -m udp --dport 8472 -j NFQUEUE",
     ),
+    "limit of the tunnel's packets": Fault(
+        "tunnel",
+        "no packet comes back through the tunnel to {peer}",
+        (
+            "iptables-nft -A INPUT -p udp --dport 8472 -m limit --limit 1/hour --limit-burst 1 -j ACCEPT",
+            "iptables-nft -A INPUT -p udp --dport 8472 -j DROP",
+        ),
+        heal=flushed("filter", "INPUT"),
+        advice="see first whether this rule drops them: -A INPUT -p udp -m udp --dport 8472 -j DROP",
+    ),
+    "network policy for a container": Fault(
+        "filters",
+        "-A KUBE-POD-FW-X",
+        (
+            "iptables-nft -N KUBE-POD-FW-X; iptables-nft -I FORWARD -d {container_ip} -j KUBE-POD-FW-X",
+            "iptables-nft -A KUBE-POD-FW-X -p tcp -m mark ! --mark 0x10000/0x10000 -j REJECT",
+        ),
+        cuts=False,
+        severity=HINT,
+        heal=(
+            "iptables-nft -D FORWARD -d {container_ip} -j KUBE-POD-FW-X",
+            "iptables-nft -F KUBE-POD-FW-X; iptables-nft -X KUBE-POD-FW-X",
+        ),
+        advice="kubectl get networkpolicy --all-namespaces",
+    ),
     "rule that drops every third packet": Fault(
         "path",
         "to peers with losses, whatever the size of packets",

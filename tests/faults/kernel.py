@@ -18,7 +18,7 @@ from tests.faults.fault import (
     stop,
     without_kind,
 )
-from tests.faults.world import DUAL, HOST_GW, UDP, Step, World
+from tests.faults.world import DUAL, HOST_GW, UDP, VXLAN_ROUTED, Step, World
 from tests.lab.namespace import Namespace, batch, remove
 
 #: A route that would take answers to the peer elsewhere. The tunnel's own packets are bound to the uplink.
@@ -399,6 +399,28 @@ FAULTS = {
         ("ip route add {base}/25 via {gateway} dev eth0",),
         UDP,
         heal=("ip route del {base}/25 dev eth0",),
+    ),
+    "default route deleted, a peer behind the router": Fault(
+        "lookups",
+        "{routed} from {node}: the kernel drops it: Network is unreachable",
+        ("ip route del default",),
+        VXLAN_ROUTED,
+        cuts=False,
+        heal=("ip route add default via {gateway} dev eth0",),
+        advice="ip route add default via ROUTER dev eth0",
+    ),
+    "prefix of the uplink too long, host-gw": Fault(
+        "unsafe leases",
+        "a broadcast or network address of this host's link",
+        ("ip address add {node}/30 dev eth0; ip address del {node}/24 dev eth0",),
+        HOST_GW,
+        cuts=False,
+        heal=(
+            "ip address add {node}/24 dev eth0; ip address del {node}/30 dev eth0",
+            "ip route replace default via {gateway}",
+            lambda world: world.node.wait_for_route(world.nodes[2].subnet()),
+        ),
+        advice="ip address show dev eth0; ip address add the right one, then del this",
     ),
     "blackhole for a node": Fault(
         "lookups",

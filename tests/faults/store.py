@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 from flanneld.errors import LEASES_END
 from tests.faults.fault import NO_LEASE, Fault, configured, ready, restart, start, start_in_vain, stop
 from tests.faults.world import FULL, VXLAN_V3, Step, World
@@ -99,6 +101,14 @@ FAULTS = {
         cuts=False,
         heal=(start,),
         advice="getent hosts",
+    ),
+    "etcd hangs": Fault(
+        "store",
+        "etcd does not answer",
+        (lambda world: world.lab.etcd.send_signal(signal.SIGSTOP),),
+        cuts=False,
+        heal=(lambda world: world.lab.etcd.send_signal(signal.SIGCONT),),
+        advice="see whether it runs and is reached from here",
     ),
     "etcd stopped": Fault(
         "store", "etcd does not answer", (etcd_stopped,), cuts=False, heal=(etcd_started,), advice="etcd"

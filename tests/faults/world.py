@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.lab import Lab, Node, own_command, wait_for
+from tests.lab.daemon import Daemon
 from tests.lab.kept import Kept
 from tests.netns.charons import IPSEC as IPSEC_BACKEND
 from tests.netns.charons import with_own_run
@@ -64,6 +65,7 @@ IPIP = Kind({"Type": "ipip"})
 WIREGUARD = Kind({"Type": "wireguard", "PSK": "ZmxhbmVsZCBwcmUtc2hhcmVkIGtleSBmb3IgdGVzdHM="})
 IPSEC = Kind(IPSEC_BACKEND)
 LEGACY = Kind(flags=("--iptables-flavour=legacy",))
+VXLAN_ROUTED = Kind(routed=1)
 HOST_GW_ROUTED = Kind({"Type": "host-gw"}, routed=1)
 #: A network with a subnet for each of three nodes, and no more.
 FULL = Kind(config={"SubnetLen": 24, "SubnetMin": "10.5.1.0", "SubnetMax": "10.5.3.0"})
@@ -85,6 +87,8 @@ class World:
         self.words: dict[str, str] = {}
         #: Another program of the broken node.
         self.listener: subprocess.Popen[bytes] | None = None
+        #: Daemon in the namespace of a container.
+        self.elsewhere: Daemon | None = None
         self.nodes = self._build()
         for node in self.nodes:
             node.container()

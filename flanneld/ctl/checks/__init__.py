@@ -67,6 +67,8 @@ class Facts(Struct, frozen=True, gc=False):
     origin: str = "host"
     unknown: tuple[Unknown, ...] = ()
     now: float = 0.0
+    #: The daemon's process if it is in another network namespace, else 0; and a capability that it lacks.
+    limits: tuple[int, str] = (0, "")
     subnet_file: str = ""
     has_subnet_file: bool = True
     #: State in the subnet file.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import struct
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
@@ -15,7 +14,7 @@ from msgspec.structs import replace
 
 from flanneld.compat.glog import counted
 from flanneld.ctl.checks import FEW, check, few
-from flanneld.ctl.losses import permanent
+from flanneld.ctl.losses import astray_route, is_ours, learnt, number, off_options, overriding_rule, permanent
 from flanneld.ctl.paths import BRIEFLY, chosen_of, container_of
 from flanneld.diagnostics.status import PeerStatus, Status, known
 from flanneld.findings import Command, Finding, Severity, command
@@ -24,10 +23,9 @@ from flanneld.network import survey
 from flanneld.network.host import HostView, entered, named_namespaces, number_of
 from flanneld.network.host_settings import sysctl
 from flanneld.network.iproute2_commands import entering, set_link
-from flanneld.network.routing import LookupResult, PolicyRule
+from flanneld.network.routing import PolicyRule
 from flanneld.network.rtnetlink.links import SeenLink
-from flanneld.network.rtnetlink.messages import RTN_UNICAST, mac_text
-from flanneld.runtime import files
+from flanneld.network.rtnetlink.messages import RTN_UNICAST
 from flanneld.state.resources import Neighbor
 
 if TYPE_CHECKING:
@@ -38,11 +36,8 @@ if TYPE_CHECKING:
 _MANY = 256
 #: Containers that send an echo, and silent ones after which no more do: each takes 0.9 s.
 _ASKED, _SILENT = 8, 2
-#: Files of a bridge's port: option of bridge(8), and the values with which it does not pass all packets on.
-#: States are disabled and blocking (linux/if_bridge.h).
-_PORT = {"state": ("state", "04"), "unicast_flood": ("flood", "0"), "learning": ("learning", "0")}
-#: struct __fdb_entry (linux/if_bridge.h): MAC address, port, 1 for an address of the bridge itself.
-_FDB_ENTRY = struct.Struct("=6sxB8x")
+#: Setting of IPv4's hops, as this thread's namespace has it; more lead out of any cluster.
+_TTL, _HOPS = Path("/proc/sys/net/ipv4/ip_default_ttl"), 8
 
 
 class Container(Struct, frozen=True, gc=False):
@@ -79,6 +74,8 @@ class Container(Struct, frozen=True, gc=False):
     astray: str = ""
     #: First policy rule inside that is none of the kernel's, if there is a default route that it overrides.
     rule: PolicyRule | None = None
+    #: Hops of its packets of IPv4, 0 if that is not known.
+    hops: int = 0
     #: True unless its gateway on this host answers neither ICMP nor TCP from inside.
     is_heard: bool = True
 
@@ -113,14 +110,14 @@ def read_containers(
     def inside(path: Path, view: HostView, ends: Mapping[int, SeenLink]) -> Iterator[Container]:
         for link in (each for each in view.links() if each.index in ends):
             end, pinned = ends[link.index], tuple(permanent(view, [link]))
-            off, bridge = _off(end.name), names.get(end.master, end.name)
+            off, bridge = off_options(end.name), names.get(end.master, end.name)
             found = (each for family in targets for each in view.addresses(family, link.index))
             for seen in (each for each in found if any(each.address in net for net in networks)):
                 address, target = seen.address, targets[seen.address.version]
                 out, back = view.look_up_route(target), host.look_up_route(address)
                 reached_by = names.get(back.index, "") if back and back.kind == RTN_UNICAST else ""
-                astray = _astray(view, target) if out and out.index not in ends else ""
-                is_routed = link.up and out is not None and not astray and _is_ours(out, host_addresses)
+                astray = astray_route(view, target) if out and out.index not in ends else ""
+                is_routed = link.up and out is not None and not astray and is_ours(out, host_addresses)
                 yield Container(
                     str(path),
                     link.name,
@@ -128,18 +125,19 @@ def read_containers(
                     is_routed=is_routed,
                     mtu=link.mtu,
                     reached_by=reached_by,
-                    detour=_astray(host, address) if reached_by not in ("", bridge) else "",
+                    detour=astray_route(host, address) if reached_by not in ("", bridge) else "",
                     attached_to=bridge,
                     is_up=link.up,
                     port=end.name,
                     port_mtu=end.mtu,
                     off=off,
-                    is_learnt=not off or link.mac in _learnt(bridge),
+                    is_learnt=not off or link.mac in learnt(bridge),
                     mac=link.mac,
                     pinned=pinned,
                     length=seen.length,
                     astray=astray,
-                    rule=None if is_routed else _overriding(view, address.version),
+                    rule=None if is_routed else overriding_rule(view, address.version),
+                    hops=number(_TTL) if address.version == 4 else 0,
                 )
 
     found: list[Container] = []
@@ -154,26 +152,6 @@ def read_containers(
                 with entered(path):
                     found += inside(path, HostView(), mine)
     return found
-
-
-def _is_ours(way: LookupResult, host_addresses: Collection[IPAddress]) -> bool:
-    """Return True for a route by no gateway, by one of this host, or by one that is not looked at."""
-    gateway = way.gateway
-    is_known = gateway is None or gateway.is_link_local or gateway in host_addresses
-    return is_known and way.kind == RTN_UNICAST
-
-
-def _astray(view: HostView, target: IPAddress) -> str:
-    """Return the route to an address by another interface than ours; empty for a default route or none."""
-    found = view.matching_route(target)
-    if found is None or found.destination is None:
-        return ""
-    return f"{found.destination} dev {view.name_of(found.hops[0][0])}"
-
-
-def _overriding(view: HostView, family: Family) -> PolicyRule | None:
-    rules = (rule for rule in view.rules(family) if not rule.is_default)
-    return next(rules, None) if view.default_routes(family) else None
 
 
 def unheard(facts: Facts) -> Iterator[Container]:
@@ -202,22 +180,6 @@ def _targets(told: Status) -> dict[Family, IPAddress]:
     return {net.version: container_of(net) for peer in chosen_of(told) for net in peer.subnets}
 
 
-def _off(port: str) -> tuple[str, ...]:
-    """Return what a bridge does not do for its port."""
-    where = Path(f"/sys/class/net/{port}/brport")
-    values = ((option, files.text(where / name).strip(), bad) for name, (option, bad) in _PORT.items())
-    return tuple(option for option, value, bad in values if value and value in bad)
-
-
-def _learnt(bridge: str) -> set[str]:
-    """Return the MAC addresses whose port a bridge knows."""
-    try:
-        table = Path(f"/sys/class/net/{bridge}/brforward").read_bytes()
-    except OSError:
-        return set()
-    return {mac_text(mac) for mac, is_own in _FDB_ENTRY.iter_unpack(table) if not is_own}
-
-
 #: Bridges that container runtimes make for their containers, by default.
 RUNTIMES_BRIDGES = ("cni0", "docker0")
 
@@ -243,12 +205,16 @@ def former_subnet(facts: Facts) -> Iterator[Finding]:
     own = ", ".join(map(str, facts.status.own_subnets))
     for name, peer in former_subnets(facts).items():
         where = ", ".join(peer.public_ips)
+        held = (ip for at, ip in facts.addresses if at == name and name in dict(facts.gateways))
+        also = [f"{ip}/{net.prefixlen}" for ip in held for net in peer.networks if ip in net]
         yield Finding(
             f"{name} is on {peer.name}, and this node's subnet is {own}",
             f"the lease {peer.name} has the public IP {where}; if that is a former lease of this node, which"
             " nothing here proves, it ends by itself",
             f"other nodes send packets for the containers on {name} to {where}",
-            f"if this node was at {where} before: ip address flush dev {name}, and recreate its"
+            f"{name} has one of our subnet, too, so remove that: ip address del {also[0]} dev {name}"
+            if also
+            else f"if this node was at {where} before: ip address flush dev {name}, and recreate its"
             f" containers; else give {name} other addresses, outside Network",
             about=peer.subnets[0],
         )
@@ -282,6 +248,13 @@ def container_routes(facts: Facts) -> Iterator[Finding]:
             )
             if gateways.keys() >= {each.address.version for each in lost}
             else "restart the containers: the CNI plug-in makes the route",
+        )
+    if short := [each for each in facts.containers if 0 < each.hops < _HOPS]:
+        yield Finding(
+            f"{counted(len(short), 'container')} whose packets may take {counted(short[0].hops, 'hop')} only",
+            few([f"{at.address} in {at.path}" for at in short]),
+            "this host and the node of the other container pass packets on, and drop one with no hop left",
+            tuple((*entering(at.path), *sysctl(("net/ipv4/ip_default_ttl", 64))) for at in short),
         )
     wide = [
         (each, net)
@@ -471,18 +444,19 @@ def container_addresses(facts: Facts) -> Iterator[Finding]:
             f"other nodes send packets for it elsewhere: our subnet is {', '.join(map(str, own))}",
             "recreate these containers: they have kept the addresses of an earlier subnet",
         )
-    holders: dict[IPAddress, list[Container]] = {}
+    holders: dict[str, dict[str, Container]] = {}
     for each in facts.containers:
-        holders.setdefault(each.address, []).append(each)
-    for address, same in holders.items():
-        if len(same) > 1:
+        for what in (f"address {each.address}", each.mac and f"MAC address {each.mac} on {each.attached_to}"):
+            holders.setdefault(what, {}).setdefault(each.path, each)
+    for what, same in holders.items():
+        if what and len(same) > 1:
             yield Finding(
-                f"{counted(len(same), 'container')} with the address {address}",
-                few([f"{each.mac} in {each.path}" for each in same], "; "),
+                f"{counted(len(same), 'container')} with the {what}",
+                few([f"{each.address} with {each.mac} in {path}" for path, each in same.items()], "; "),
                 "packets for this address get to either of them",
-                "recreate all of them but one, and see that the runtime keeps its record of addresses in use,"
-                " for CNI in /var/lib/cni/networks",
-                about=str(address),
+                "recreate all of them but one, with no MAC address fixed, and see that the runtime keeps its"
+                " record of addresses in use, for CNI in /var/lib/cni/networks",
+                about=what,
             )
     held = {(each.path, each.address.version) for each in facts.containers}
     for name, gateway in facts.gateways:

@@ -36,6 +36,8 @@ _JUMBO = 16000
 _TALKS = 20
 #: Kinds of devices that container runtimes attach containers to (IFLA_INFO_KIND).
 _LEADS_TO_CONTAINERS = frozenset({"bridge", "veth"})
+#: Rules of a network policy of Kubernetes, as kube-router and k3s make them for each pod.
+_NETWORK_POLICY = ("-A KUBE-POD-FW-", "-A KUBE-NWPLCY-")
 #: Plug-ins that delegate to the one with the next config.
 _GO_BETWEENS = frozenset({"multus", "multus-shim"})
 
@@ -122,6 +124,8 @@ def let_in(program: str, facts: Facts) -> str:
 @check("F", "subnet file", "the subnet file is there and says what the lease says")
 def subnet_file(facts: Facts) -> Iterator[Finding]:
     if not facts.has_subnet_file:
+        if (health := known(facts.status.health)) and health.missing:
+            return  # why the daemon waits is a finding of its own
         yield Finding(
             f"there is no {facts.subnet_file}",
             "the file does not exist",
@@ -269,7 +273,7 @@ def device_mtu(facts: Facts) -> Iterator[Finding]:
 
 def see_first(facts: Facts) -> str:
     """Return what to look at before the network between the nodes is blamed."""
-    doubtful = dict.fromkeys(drop.doubt for drop in facts.filtered if drop.doubt)
+    doubtful = dict.fromkeys(each.rule or f"policy of {each.chain}" for each in facts.filtered if each.doubt)
     rules = f"this rule drops them: {few(list(doubtful), '; ')}" if doubtful else ""
     link, name = facts.link(facts.status.uplink_name), facts.status.uplink_name
     xdp = (
@@ -408,6 +412,7 @@ def filters(facts: Facts) -> Iterator[Finding]:
     for each in facts.filtered:
         if ((each.doubt and not each.drops_the_rest) or each.flow == DISCOVERY) and not facts.is_lossy:
             continue  # a rule that cannot be evaluated accepts the packets, or no peer is a neighbour
+        is_policy = each.rule.startswith(_NETWORK_POLICY)
         evidence = each.rule or "no rule accepts them, and the chain's policy is to drop"
         which = f": {each.doubt}" if each.doubt != each.rule else ""
         doubt = f"; whether this rule is about them cannot be told{which}" if each.doubt else ""
@@ -419,11 +424,13 @@ def filters(facts: Facts) -> Iterator[Finding]:
             else "no packet of a container gets to or from other nodes that way",
             f"have that program spare the network, as this does: {line(each.commands)}"
             if each.verb == MASQUERADES
+            else "if that is not meant: kubectl get networkpolicy --all-namespaces shows who means it"
+            if is_policy
             else line(each.commands)
             if each.needs_decision
             else each.commands,
             about=each.chain,
-            severity=Severity.HINT if doubt or each.verb == MASQUERADES else Severity.PROBLEM,
+            severity=Severity.HINT if doubt or is_policy or each.verb == MASQUERADES else Severity.PROBLEM,
         )
 
 

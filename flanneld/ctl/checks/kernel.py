@@ -314,7 +314,7 @@ def misrouted(facts: Facts) -> Iterator[Finding]:
             problem = f"{each.about} answers no ARP request"
         elif each.cause == "forwarding":
             problem = f"{each.about} does not forward {each.packets}"
-        elif each.cause == "route" and not _is_known(facts, each):
+        elif each.cause in ("route", "no route") and not _is_known(facts, each):
             problem = f"this node loses {each.packets}"
         else:
             continue
@@ -345,6 +345,9 @@ def _way_out(lost: Lost, facts: Facts) -> str:
     if lost.cause == "rule":
         removal = f"ip rule del priority {lost.about.partition(':')[0]}"
         return f"give the rule conditions that spare the nodes' addresses, or remove it: {removal}"
+    if lost.cause == "no route":
+        add = f"ip {'-6 ' * (':' in lost.about)}route add default via ROUTER dev {facts.status.uplink_name}"
+        return f"no route leads there; give this host one: {add}"
     if lost.removal or lost.packets != TO_CONTAINERS:
         text = f"ip route del {lost.removal}" if lost.removal else f"`ip route get {lost.about}` shows it"
         return f"remove the route that leads astray, if it is not needed: {text}"

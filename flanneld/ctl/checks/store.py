@@ -20,7 +20,7 @@ from flanneld.ctl.nodes import Told, own_node
 from flanneld.ctl.paths import takes_mtu
 from flanneld.ctl.source import SourcePart, last_words
 from flanneld.diagnostics.status import Status, known
-from flanneld.errors import LEASE_TAKEN, LEASES_END
+from flanneld.errors import LEASE_TAKEN, LEASES_END, LINK_BROADCAST
 from flanneld.findings import Finding, hint
 from flanneld.model import LEASE_ENDS_SOON, lies_in
 from flanneld.network.host_settings import Topic
@@ -334,7 +334,10 @@ def unsafe_leases(facts: Facts) -> Iterator[Finding]:
                 f"the lease {peer.name} would harm this host",
                 peer.reason.partition("; ")[0],
                 "the daemon withdrew the routes to its node: containers there are not reached from here",
-                "give this host's own network other addresses, outside Network, or the node another"
+                f"see whether the prefix length of {facts.status.uplink_name} is that of the other nodes: ip"
+                f" address show dev {facts.status.uplink_name}; ip address add the right one, then del this"
+                if LINK_BROADCAST in peer.reason
+                else "give this host's own network other addresses, outside Network, or the node another"
                 f" subnet; the daemon follows by itself; {LEASES_END}",
             )
 
@@ -357,6 +360,7 @@ def start(facts: Facts) -> Iterator[Finding]:
 @check("L", "daemon", "the daemon runs and answers")
 def daemon(facts: Facts) -> Iterator[Finding]:
     if facts.origin == "daemon":
+        yield from _limits(facts)
         return
     silent = next((each for each in facts.unknown if each.part is SourcePart.DAEMON), None)
     hangs = silent is not None and silent.hangs
@@ -370,6 +374,27 @@ def daemon(facts: Facts) -> Iterator[Finding]:
             else "systemctl start flanneld; if it ends again, its log says why: journalctl -u flanneld"
         ),
     )
+
+
+def _limits(facts: Facts) -> Iterator[Finding]:
+    elsewhere, lacks = facts.limits
+    if elsewhere:
+        inside = f"/proc/{elsewhere}/ns/net"
+        yield Finding(
+            "the daemon runs in another network namespace than this host",
+            f"{inside} is not that of flannelctl; nothing else is judged",
+            "its devices and routes are there, and it announces an address of there",
+            "give its pod hostNetwork: true, or its container --network=host; if that namespace is meant:"
+            f" nsenter --net={inside} flannelctl doctor",
+        )
+    elif lacks and facts.status.backend != "alloc":
+        yield Finding(
+            f"the daemon lacks {lacks}",
+            "CapEff in /proc/PID/status of its process",
+            "the kernel refuses its devices, routes and rules; what an earlier run made stays as it is",
+            "give it NET_ADMIN and NET_RAW, in securityContext.capabilities.add of its pod or in"
+            " AmbientCapabilities= of its unit, and restart it",
+        )
 
 
 @check("L", "late", "every thread of the daemon reports in time")

@@ -184,7 +184,7 @@ def seen(node: Node, names: Mapping[str, str]) -> Pages:
     """Return what any daemon shows."""
 
     def status() -> str:
-        told = ask(beside(node.subnet_file, "sock"), 20)
+        told, _ = ask(beside(node.subnet_file, "sock"), 20)
         return stable.document(told.decode(), names)
 
     def shown(command: str) -> str:

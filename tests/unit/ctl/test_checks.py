@@ -367,8 +367,14 @@ CASES: dict[str, list[Facts]] = {
         for each in ("set Backend.PSK", "")
     ],
     "daemon": [
-        replace(WELL, origin="host", unknown=(Unknown(SourcePart.DAEMON, "no daemon answers", hangs=hangs),))
-        for hangs in (False, True)
+        replace(WELL, limits=(7, "")),
+        replace(WELL, limits=(0, "CAP_NET_ADMIN")),
+        *(
+            replace(
+                WELL, origin="host", unknown=(Unknown(SourcePart.DAEMON, "no daemon answers", hangs=hangs),)
+            )
+            for hangs in (False, True)
+        ),
     ],
     "filters": [
         *(

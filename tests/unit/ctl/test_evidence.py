@@ -436,8 +436,8 @@ def test_a_silent_peer_that_the_device_lacks_is_named() -> None:
 @pytest.mark.parametrize(
     ("rules", "cause"),
     [
-        ([PolicyRule(4, 32766, "from all lookup main")], "route"),
-        ([PolicyRule(4, 5000, "from all lookup main")], "route"),
+        ([PolicyRule(4, 32766, "from all lookup main")], "no route"),
+        ([PolicyRule(4, 5000, "from all lookup main")], "no route"),
         ([PolicyRule(4, 32766, "from 192.0.2.0/24 lookup main", ip_network("192.0.2.0/24"))], "no rule"),
         ([], "no rule"),
     ],
