@@ -229,7 +229,9 @@ def test_another_data_plane_takes_over_in_an_instant(lab: Lab) -> None:
         assert min(shares[::2]) < 1 / 6
         assert min(shares[1::2]) < 1 / 6
     # It may be too busy to answer in time.
-    assert wait_for(lambda: pump_of(node), what="its answer").plane == "python"
+    pump = wait_for(lambda: pump_of(node), what="its answer")
+    assert pump is not None
+    assert pump.plane == "python"
 
 
 def test_as_process_1_of_a_container_the_daemon_takes_the_pump_and_its_device_along(lab: Lab) -> None:
