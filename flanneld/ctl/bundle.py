@@ -46,7 +46,8 @@ _PEM = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?-----END [A-Z ]*PRIVATE
 
 def redact(text: str, secrets: Iterable[str] = ()) -> str:
     """Return a text without the given secrets, and without texts that look like secrets."""
-    for secret in sorted(filter(_is_long_enough, secrets), key=len, reverse=True):
+    masked = (each for each in secrets if len(each) >= _SHORTEST and each != MASK)
+    for secret in sorted(masked, key=len, reverse=True):
         text = text.replace(secret, MASK)
     text = _PEM.sub(MASK, text)
     text = _USER_OF_URL.sub(rf"\g<1>{MASK}@", text)
@@ -65,10 +66,6 @@ def secrets_in(text: str) -> set[str]:
         if equals and re.fullmatch(_NAME, name.strip(), re.IGNORECASE):
             found.add(value.strip().strip("\"'"))
     return found
-
-
-def _is_long_enough(secret: str) -> bool:
-    return len(secret) >= _SHORTEST and secret != MASK
 
 
 #: Bytes of one file in the archive; the end of a longer one is kept.

@@ -297,6 +297,19 @@ FAULTS = {
         heal=(PLUGGED, start),
         advice="see whether the peer runs",
     ),
+    "wrong checksums in the packets of one peer": Fault(
+        "tunnel",
+        "no packet comes back through the tunnel to {peer}",
+        (
+            on_peer("ethtool -K eth0 tx off"),
+            WALL,
+            "ip netns exec {switch} nft 'add chain netdev wall c"
+            ' {{ type filter hook ingress device "{peer_port}" priority 0; }}\'',
+            "ip netns exec {switch} nft add rule netdev wall c udp dport 8472 udp checksum set 0xdead",
+        ),
+        heal=(NO_WALL, on_peer("ethtool -K eth0 tx on")),
+        advice="ethtool -K flannel.1 tx-checksum-ip-generic off",
+    ),
     "port dropped on the way to this node, ever since its device was made": Fault(
         "port",
         "nothing ever came in through flannel.1",

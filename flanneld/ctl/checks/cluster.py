@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 Value = TypeVar("Value", bound=Hashable)
 #: Seconds. Every flannel renews a lease of a day an hour before its end, or earlier.
 _SOON = 3000.0
+_DROPPERS = "a firewall or the switch (a VLAN, isolated ports, a MAC address used twice)"
 _GOOD_STATES = ("in the kernel", "pending", "")
 
 
@@ -386,6 +387,8 @@ def tunnel(facts: Facts) -> Iterator[Finding]:
                 if refused
                 else f"{see_first(facts)}run flannelctl doctor there, too; let the network between pass"
                 f" {', '.join(used) or 'the packets of the tunnel'}"
+                + f"; if nstat -az UdpInCsumErrors grows, at its peer: ethtool -K {few(facts.devices[:1])}"
+                " tx-checksum-ip-generic off" * (peer.backend == "vxlan")
             ),
             about=each.peer,
         )
@@ -440,7 +443,7 @@ def _of_gone(gone: Sequence[PathToPeer], peers: Mapping[str, PeerStatus], facts:
         f"no answer from {counted(len(names), 'peer')}{over}{ways}",
         few([peers[name].place if name in peers else name for name in names]) + unanswered,
         "neither ICMP nor TCP comes back: "
-        + (f"a firewall drops all{over}" if over else "the nodes are off, or a firewall drops all packets"),
+        + (f"a firewall drops all{over}" if over else f"the nodes are off, or {_DROPPERS} drops all packets"),
         see_first(facts) + "; ".join(steps),
     )
 
