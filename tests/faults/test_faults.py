@@ -95,7 +95,7 @@ def wait_for_health(world: World, node: Node) -> None:
     try:
         wait_for(lambda: str(world.doctor(node)) == HEALTHY)
     except AssertionError:
-        raise AssertionError(f"still ill:\n{world.last}") from None
+        raise AssertionError(f"still ill:\n{world.last}\n{node.log()}") from None
 
 
 def diagnosis(world: World, fault: Fault) -> Diagnosis | None:
