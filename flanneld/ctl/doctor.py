@@ -458,9 +458,8 @@ def _clock_is_synchronised() -> bool | None:
 
 
 def _left_rules(told: Status) -> Iterator[host.LeftRules]:
-    """Yield stale rules, as far as they are readable; none without a daemon that names its own place."""
+    """Yield stale rules, as far as they are readable; none without a daemon whose own rules are in place."""
     firewall = known(told.firewall)
-    # Rules elsewhere are all that there are while the daemon cannot place its own.
     is_placed = firewall and not firewall.not_in_place
     elsewhere = [place for place in PLACES if firewall and is_placed and place != firewall.place]
     for network, _ in told.ranges:

@@ -83,7 +83,12 @@ _FORWARDING, _RP_FILTER = "net/ipv4/conf/{}/forwarding", "net/ipv4/conf/{}/rp_fi
 
 #: Files of a bridge's port: option of bridge(8), and the values with which it does not pass all packets on.
 #: States are disabled and blocking (linux/if_bridge.h).
-_PORT = {"state": ("state", "04"), "unicast_flood": ("flood", "0"), "learning": ("learning", "0")}
+_PORT = {
+    "state": ("state", "04"),
+    "unicast_flood": ("flood", "0"),
+    "learning": ("learning", "0"),
+    "broadcast_flood": ("bcast_flood", "0"),
+}
 #: struct __fdb_entry (linux/if_bridge.h): MAC address, port, 1 for an address of the bridge itself.
 _FDB_ENTRY = struct.Struct("=6sxB8x")
 

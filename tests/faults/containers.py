@@ -179,6 +179,13 @@ IN_CONTAINERS = {
         "bridge -d link show dev veth1: flood off, learning off",
         ("bridge link set dev veth1 flood off learning off; ip link set veth1 type bridge_slave fdb_flush",),
     ),
+    "port to which the bridge floods no broadcasts": Fault(
+        "bridge port",
+        "veth1, a container's port, has bcast_flood off",
+        ("bridge link set dev veth1 bcast_flood off",),
+        cuts=False,
+        severity=HINT,
+    ),
     "port to which the bridge floods nothing": Fault(
         "bridge port",
         "veth1, a container's port, has flood off",

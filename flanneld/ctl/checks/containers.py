@@ -389,6 +389,8 @@ def bridge_port(facts: Facts) -> Iterator[Finding]:
             else f"bridge -d link show dev {port}: {', '.join(f'{option} off' for option in each.off)}",
             "no packet gets to the container behind it or from it"
             if is_stopped
+            else "ARP requests of other containers on this bridge do not get to the one behind it"
+            if each.off == ("bcast_flood",)
             else "packets to a MAC address whose port the bridge does not know are lost, or go to all ports",
             (command("bridge", "link", "set", "dev", port, *passing) if is_up else set_link(port, "up"),),
             about=port,

@@ -123,22 +123,15 @@ def let_in(program: str, facts: Facts) -> str:
 
 @check("F", "subnet file", "the subnet file is there and says what the lease says")
 def subnet_file(facts: Facts) -> Iterator[Finding]:
-    if not facts.has_subnet_file:
-        if (health := known(facts.status.health)) and health.missing:
-            return  # why the daemon waits is a finding of its own
+    is_there, health = facts.has_subnet_file, known(facts.status.health)
+    if not is_there and health and health.missing:
+        return  # why the daemon waits is a finding of its own
+    if not is_there or (facts.subnet_file and facts.previous.subnets == (None, None)):
         yield Finding(
-            f"there is no {facts.subnet_file}",
-            "the file does not exist",
+            f"{facts.subnet_file} names no subnet" if is_there else f"there is no {facts.subnet_file}",
+            "it has no valid FLANNEL_SUBNET" if is_there else "the file does not exist",
             "no container runtime can start a container on the network",
-            "start the daemon, and see what it waits for",
-        )
-        return
-    if facts.subnet_file and facts.previous.subnets == (None, None):
-        yield Finding(
-            f"{facts.subnet_file} names no subnet",
-            "it has no valid FLANNEL_SUBNET",
-            "no container runtime can start a container on the network",
-            "restart the daemon: it writes the file at its start",
+            f"{'restart' if is_there else 'start'} the daemon: it writes the file at its start",
         )
         return
     leased = set(map(str, facts.status.own_subnets))

@@ -85,18 +85,12 @@ def ask_etcd(told: Status) -> EtcdHealth | None:
 @check("C", "synced", "the peers are known")
 def synced(facts: Facts) -> Iterator[Finding]:
     told = known(facts.status.store)
-    if told and told.cache:
+    cache = told.cache if told else None
+    if cache or facts.status.synced is False:
         yield Finding(
-            "the peers are known from a file only",
-            f"leases are taken from {told.cache}",
+            "the peers are known from a file only" if cache else "the peers are not known yet",
+            f"leases are taken from {cache}" if cache else "no list of leases was read since the start",
             "nodes that joined since are not reached, and gone ones not removed",
-            "see why the store does not answer",
-        )
-    elif facts.status.synced is False:
-        yield Finding(
-            "the peers are not known yet",
-            "no list of leases was read since the start",
-            "new peers are not reached, and gone ones not removed",
             "see why the store does not answer",
         )
 
