@@ -6,8 +6,8 @@ from typing import Any
 
 from flanneld.ctl.checks.kernel import NEW_MAC
 from flanneld.errors import LEASES_END
-from tests.faults.fault import HINT, Fault, on_peer, ready, restart, restarted_with, start
-from tests.faults.world import HOST_GW, HOST_GW_ROUTED, Step, World
+from tests.faults.fault import HINT, Fault, on_peer, ready, restart, restarted_with, start, stop
+from tests.faults.world import DUAL, HOST_GW, HOST_GW_ROUTED, Step, World
 from tests.lab import wait_for
 from tests.netns.test_seeing import answer
 
@@ -153,6 +153,16 @@ FAULTS = {
         cuts=False,
         heal=(gone(OTHER),),
         advice=LEASES_END,
+    ),
+    "node without an IPv6 address": Fault(
+        "public ip",
+        "eth0 had only this IPv6 address",
+        (stop, "ip -6 address flush dev eth0 scope global", restart()),
+        DUAL,
+        heal=("ip address add {node6}/64 dev eth0", stop, start),
+        advice="ip address add ADDRESS/64 dev eth0",
+        peer_sees="refusals",
+        peer_says="announces fe80:",
     ),
     "two leases with one MAC": Fault(
         "contested",

@@ -265,6 +265,13 @@ def public_ip(facts: Facts) -> Iterator[Finding]:
     uplink = known(facts.status.uplink)
     ours = uplink.public_ips if uplink else ()
     seen.update(set(ours) & seen.keys())
+    if local := next((ip for ip in ours if ip.startswith("fe80:")), ""):
+        yield Finding(
+            f"this node announces {local}, which leads nowhere from other nodes",
+            f"{facts.status.uplink_name} had only this IPv6 address",
+            "they refuse the lease, and send nothing to containers of this node",
+            f"ip address add ADDRESS/64 dev {facts.status.uplink_name}, then restart flanneld",
+        )
     for ip, number in seen.items():
         if number > 1:
             owners = [peer.name for peer in facts.peers if ip in peer.public_ips]
