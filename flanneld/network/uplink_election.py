@@ -170,14 +170,9 @@ def keep(uplink: Uplink, facts: HostFacts) -> Uplink | None:
         return None
     held = {fact.address for fact in facts.addresses if fact.index == link.index}
     needed = {ip for family in FAMILIES if (ip := uplink.local(family)) is not None}
-    outdone = (
-        any(not other.is_link_local for other in facts.usable(link, ip.version))
-        for ip in needed
-        if ip.is_link_local
-    )
-    if not needed <= held or any(outdone):
-        return None
-    return replace(uplink, index=link.index, mtu=link.mtu)
+    worst = {ip.version for ip in needed if ip.is_link_local}
+    outdone = any(not ip.is_link_local for family in worst for ip in facts.usable(link, family))
+    return None if outdone or not needed <= held else replace(uplink, index=link.index, mtu=link.mtu)
 
 
 def refuse_link_local(uplink: Uplink, former: Uplink) -> None:
