@@ -270,7 +270,7 @@ def public_ip(facts: Facts) -> Iterator[Finding]:
             f"this node announces {local}, which leads nowhere from other nodes",
             f"{facts.status.uplink_name} had only this IPv6 address",
             "they refuse the lease, and send nothing to containers of this node",
-            f"ip address add ADDRESS/64 dev {facts.status.uplink_name}, then restart flanneld",
+            f"ip address add ADDRESS/64 dev {facts.status.uplink_name}; the daemon follows by itself",
         )
     for ip, number in seen.items():
         if number > 1:
