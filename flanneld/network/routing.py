@@ -31,7 +31,7 @@ from flanneld.network.rtnetlink.netlink import MalformedNetlink, attribute, attr
 RTM_GETRULE = 34
 #: struct fib_rule_hdr: family, lengths of destination and source, tos, table, two reserved, action, flags.
 _HEADER = struct.Struct("=BBBBBBBBI")
-_DST, _SRC, _IIF, _PRIORITY, _MARK, _TABLE, _MASK, _OIF = 1, 2, 3, 6, 10, 15, 16, 17
+_DST, _SRC, _IIF, _PRIORITY, _MARK, _TABLE, _MASK, _OIF, _PROTOCOL = 1, 2, 3, 6, 10, 15, 16, 17, 22
 _ACTIONS = {2: "goto", 6: "blackhole", 7: "unreachable", 8: "prohibit"}
 _INVERT = 2
 #: Priorities of the rules that every host has.
@@ -87,6 +87,7 @@ def decode(data: bytes, offset: int, end: int) -> PolicyRule:
     table = number(found.get(_TABLE)) or table
     mark = number(found.get(_MARK)), number(found.get(_MASK))
     is_inverted = bool(flags & _INVERT)
+    protocol = number(found.get(_PROTOCOL))
     words = [
         *(("not",) if is_inverted else ()),
         *(("from", str(source)) if source else ("from", "all")),
@@ -94,10 +95,11 @@ def decode(data: bytes, offset: int, end: int) -> PolicyRule:
         *(("fwmark", f"{mark[0]:#x}/{mark[1]:#x}") if any(mark) else ()),
         *(("iif", iif) if iif else ()),
         *(("oif", oif) if oif else ()),
+        *(("ipproto", {6: "tcp", 17: "udp"}.get(protocol, str(protocol))) if protocol else ()),
         _ACTIONS.get(action, "lookup"),
         *((_TABLES.get(table, str(table)),) if action == 1 else ()),
     ]
-    narrow, priority, text = bool(oif or tos), number(found.get(_PRIORITY)), " ".join(words)
+    narrow, priority, text = bool(oif or tos or protocol == 6), number(found.get(_PRIORITY)), " ".join(words)
     return PolicyRule(FAMILY[family], priority, text, source, destination, iif, mark, narrow, is_inverted)
 
 

@@ -44,6 +44,13 @@ def second_gone(world: World) -> None:
     world.run("ip neigh flush dev cni0")
 
 
+def gateway_address(world: World) -> None:
+    """Make a second container with the address of the bridge."""
+    second = world.node.container(2).namespace
+    second.run("ip", "address", "flush", "dev", "eth0")
+    second.run("ip", "address", "add", world.words["own_gateway"], "dev", "eth0")
+
+
 IN_CONTAINERS = {
     "rules of a container drop what it sends": unheard(
         (
@@ -129,6 +136,21 @@ IN_CONTAINERS = {
         cuts=None,
         heal=(second_gone,),
         advice="recreate all of them but one",
+    ),
+    "container with the address of the bridge": Fault(
+        "container addresses",
+        "1 container with the address {own_ip} of this host",
+        (gateway_address,),
+        cuts=None,
+        heal=(second_gone,),
+        advice="recreate all of them, with no MAC address fixed",
+    ),
+    "bridge deleted": Fault("bridge address", "there is no cni0", ("ip link del cni0",), DUAL),
+    "default route by a router that is not this host, IPv6": Fault(
+        "container routes",
+        "default via fe80::99 dev eth0",
+        (INSIDE + "ip -6 route add default via fe80::99 dev eth0 metric 512",),
+        DUAL,
     ),
     "no default route": Fault(
         "container routes", "1 container without a route", (INSIDE + "ip route del default",)

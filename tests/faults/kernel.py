@@ -260,6 +260,17 @@ FAULTS = {
         ),
         peer_blind=BEHIND,
     ),
+    "rule by protocol": Fault(
+        "lookups",
+        "from all ipproto udp lookup 100 diverts packets to other nodes",
+        (
+            "ip link add other0 up type bridge; ip route add default dev other0 table 100",
+            "ip rule add ipproto udp lookup 100 priority 100",
+        ),
+        heal=("ip rule del priority 100",),
+        advice="remove it: ip rule del priority 100",
+        after=("ip link del other0",),
+    ),
     "rule for all but a mark": Fault(
         "lookups",
         "not from all fwmark 0x7/0xffffffff lookup 100 diverts packets of its containers",
@@ -400,6 +411,14 @@ FAULTS = {
         UDP,
         heal=("ip route del {base}/25 dev eth0",),
     ),
+    "local route of another program, IPv6": Fault(
+        "unsafe leases",
+        "lo has {subnet6}",
+        ("ip -6 route add local {subnet6} dev lo",),
+        DUAL,
+        heal=("ip route del local {subnet6} dev lo",),
+        advice="if it is not needed, and no address of lo is in it: ip route del local {subnet6} dev lo",
+    ),
     "default route deleted, a peer behind the router": Fault(
         "lookups",
         "{routed} from {node}: the kernel drops it: Network is unreachable",
@@ -484,6 +503,15 @@ FAULTS = {
         cuts=False,
         after=("ip link set eth0 mtu 1500; ip link set cni0 mtu 1450",),
         peer_sees="path",
+    ),
+    "uplink too small for IPv6 inside": Fault(
+        "device",
+        "flannel-v6.1 has the MTU 1430, too large for eth0 with 1280",
+        ("ip link set eth0 mtu 1280",),
+        DUAL,
+        cuts=False,
+        heal=("ip link set eth0 mtu 1500",),
+        advice="ip link set dev eth0 mtu 1350 at least",
     ),
     "uplink smaller than the device allows, while the daemon is stopped": Fault(
         "device",

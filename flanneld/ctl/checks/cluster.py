@@ -35,6 +35,7 @@ Value = TypeVar("Value", bound=Hashable)
 #: Seconds. Every flannel renews a lease of a day an hour before its end, or earlier.
 _SOON = 3000.0
 _DROPPERS = "a firewall or the switch (a VLAN, isolated ports, a MAC address used twice)"
+_LOST_OVER = "a firewall, or a wrong address, route or neighbour at one end, loses all"
 _GOOD_STATES = ("in the kernel", "pending", "")
 
 
@@ -374,6 +375,7 @@ def tunnel(facts: Facts) -> Iterator[Finding]:
         ends = [
             p for p in facts.paths if p.name == "underlay" and p.peer == each.peer and p.carried is not None
         ]
+        devices = [name for name in facts.devices if ("-v6" in name) == (each.target.version == 6)]
         ends.sort(key=lambda end: end.target.version != each.target.version)
         public = next((end.target for end in ends), None)
         refused = public is not None and str(public) in facts.refusing
@@ -387,7 +389,7 @@ def tunnel(facts: Facts) -> Iterator[Finding]:
                 if refused
                 else f"{see_first(facts)}run flannelctl doctor there, too; let the network between pass"
                 f" {', '.join(used) or 'the packets of the tunnel'}"
-                + f"; if nstat -az UdpInCsumErrors grows, at its peer: ethtool -K {few(facts.devices[:1])}"
+                + f"; if nstat -az UdpInCsumErrors grows, at its peer: ethtool -K {few(devices[:1])}"
                 " tx-checksum-ip-generic off" * (peer.backend == "vxlan")
             ),
             about=each.peer,
@@ -412,7 +414,7 @@ def _of_turned_away(facts: Facts) -> Iterator[Finding]:
             f"packets of containers to {counted(len(away), 'peer')} {'' if sure else 'may '}get lost,"
             " and those of nodes do not",
             few([f"{place}, from {away[peer]}" for place, peer in places if peer in away]),
-            "the network passes only addresses of nodes, as clouds do, or the node there does not forward"
+            "the network passes only addresses of nodes, as clouds do, or that node does not pass them on"
             if sure
             else "the node there does not forward, or it forwards and does not report what it cannot deliver",
             "run flannelctl doctor there"
@@ -443,7 +445,7 @@ def _of_gone(gone: Sequence[PathToPeer], peers: Mapping[str, PeerStatus], facts:
         f"no answer from {counted(len(names), 'peer')}{over}{ways}",
         few([peers[name].place if name in peers else name for name in names]) + unanswered,
         "neither ICMP nor TCP comes back: "
-        + (f"a firewall drops all{over}" if over else f"the nodes are off, or {_DROPPERS} drops all packets"),
+        + (f"{_LOST_OVER}{over}" if over else f"the nodes are off, or {_DROPPERS} drops all packets"),
         see_first(facts) + "; ".join(steps),
     )
 

@@ -117,6 +117,9 @@ def read_containers(
                 out, back = view.look_up_route(target), host.look_up_route(address)
                 reached_by = names.get(back.index, "") if back and back.kind == RTN_UNICAST else ""
                 astray = astray_route(view, target) if out and out.index not in ends else ""
+                router = out.gateway if out and target.version == 6 else None
+                if router and router.is_link_local and router not in host_addresses:
+                    astray = f"default via {router} dev {link.name}"
                 is_routed = link.up and out is not None and not astray and is_ours(out, host_addresses)
                 yield Container(
                     str(path),
@@ -214,8 +217,8 @@ def former_subnet(facts: Facts) -> Iterator[Finding]:
             f"other nodes send packets for the containers on {name} to {where}",
             f"{name} has one of our subnet, too, so remove that: ip address del {also[0]} dev {name}"
             if also
-            else f"if this node was at {where} before: ip address flush dev {name}, and recreate its"
-            f" containers; else give {name} other addresses, outside Network",
+            else f"correct -public-ip if it is wrong; if this node was at {where} before: ip address flush"
+            f" dev {name}, and recreate its containers; else give {name} other addresses, outside Network",
             about=peer.subnets[0],
         )
 
@@ -309,17 +312,26 @@ def bridge_address(facts: Facts) -> Iterator[Finding]:
     down = bridges_down(facts)
     if any(each.removal for each in facts.lost):
         return  # a route of a kind that leads nowhere is named
-    lost = [each for each in facts.containers if is_cut_off(facts, each) and each.attached_to not in down]
-    for bridge in dict.fromkeys(each.attached_to for each in lost):
-        mine = [each for each in lost if each.attached_to == bridge]
+    hosts, away = {ip for _, ip in facts.addresses}, (at for at in facts.containers if is_cut_off(facts, at))
+    lost = [each for each in away if each.attached_to not in down and each.address not in hosts]
+    ports = (
+        ()
+        if facts.gateways or facts.link(RUNTIMES_BRIDGES[0])
+        else dict.fromkeys(at.port for at in lost if at.attached_to == at.port)
+    )
+    names = [RUNTIMES_BRIDGES[0] if each.port in ports else each.attached_to for each in lost]
+    for bridge in dict.fromkeys(names):
+        mine = [each for each, name in zip(lost, names, strict=True) if name == bridge]
+        made = (command("ip", "link", "add", bridge, "up", "type", "bridge"),) * bool(ports)
         nets = dict.fromkeys(net for each in mine if (net := _net_of(facts, each)))
         yield Finding(
             f"no interface leads to the containers on {bridge}",
-            f"{mine[0].address} in {mine[0].path}: packets leave by {mine[0].reached_by or 'no interface'}",
+            f"{mine[0].address} in {mine[0].path}: packets leave by {mine[0].reached_by or 'no interface'}"
+            + f"; there is no {bridge}" * bool(ports),
             "no packet of other nodes gets to these containers, and none of this host",
             f"remove the other route, if it is not needed: ip route del {detour}"
             if (detour := mine[0].detour)
-            else connecting(facts, nets, bridge),
+            else (*made, *(set_link(at, "master", bridge) for at in ports), *connecting(facts, nets, bridge)),
             about=bridge,
         )
 
@@ -450,14 +462,15 @@ def container_addresses(facts: Facts) -> Iterator[Finding]:
     for each in facts.containers:
         for what in (f"address {each.address}", each.mac and f"MAC address {each.mac} on {each.attached_to}"):
             holders.setdefault(what, {}).setdefault(each.path, each)
+    hosts = {f"address {address}" for _, address in facts.addresses}
     for what, same in holders.items():
-        if what and len(same) > 1:
+        if what and len(same) > (what not in hosts):
             yield Finding(
-                f"{counted(len(same), 'container')} with the {what}",
+                f"{counted(len(same), 'container')} with the {what}{' of this host' * (what in hosts)}",
                 few([f"{each.address} with {each.mac} in {path}" for path, each in same.items()], "; "),
                 "packets for this address get to either of them",
-                "recreate all of them but one, with no MAC address fixed, and see that the runtime keeps its"
-                " record of addresses in use, for CNI in /var/lib/cni/networks",
+                f"recreate all of them{' but one' * (what not in hosts)}, with no MAC address fixed, and see"
+                " that the runtime keeps its record of addresses in use, for CNI in /var/lib/cni/networks",
                 about=what,
             )
     held = {(each.path, each.address.version) for each in facts.containers}

@@ -20,7 +20,7 @@ from flanneld.findings import Command, Finding, Severity, command, hint, line
 from flanneld.network.host_settings import Topic
 from flanneld.network.iproute2_commands import set_link
 from flanneld.network.rtnetlink.traffic_control import ORDINARY, WITH_FILTERS
-from flanneld.network.survey import SAMPLE
+from flanneld.network.survey import SAMPLE, SMALLEST
 
 if TYPE_CHECKING:
     from flanneld.ctl.checks import Facts
@@ -245,6 +245,7 @@ def device_mtu(facts: Facts) -> Iterator[Finding]:
     link = facts.link(facts.status.uplink_name)
     backend = described(facts.status.backend or "")
     room = backend.overhead
+    least = room.get(6, 0) + SMALLEST[6] if any(net.version == 6 for net in facts.networks) else 0
     for name in facts.devices if link and room else ():
         device = facts.link(name)
         headers = room.get(6 if "-v6" in name else 4)
@@ -254,7 +255,9 @@ def device_mtu(facts: Facts) -> Iterator[Finding]:
                 f"the outer headers take {headers} bytes",
                 "large packets are fragmented or lost between the nodes",
                 (
-                    f"raise the MTU of {link.name}, or "
+                    f"ip link set dev {link.name} mtu {least} at least: IPv6 needs {SMALLEST[6]} bytes inside"
+                    if link.mtu < least
+                    else f"raise the MTU of {link.name}, or "
                     + (
                         "set Backend.MTU in the network config"
                         if takes_mtu(backend)
@@ -291,14 +294,14 @@ def path(facts: Facts) -> Iterator[Finding]:
             f" limits of the cloud; ip -s link show dev {facts.status.uplink_name} counts errors here",
             severity=_severity({each.name for each in losing}),
         )
-    for each in paths:
+    for each in () if any(device_mtu.look(facts)) else paths:
         if each.state == State.PROBLEM and each not in losing:
             yield Finding(
                 f"the {each.name} to {each.target} does not carry {each.required} bytes",
                 f"an ICMP echo of {each.required} bytes in one piece is lost, one of {each.carried} is not",
                 "small packets pass and large ones are lost or taken apart: connections hang",
                 f"{see_first(facts)}flannelctl netcheck {each.target} finds the size: set"
-                f" {each.setting} to it, then {AFTER_NEW_MTU}",
+                f" {each.setting} to it (with IPv6 {SMALLEST[6]} at least), then {AFTER_NEW_MTU}",
                 about=str(each.target),
                 severity=_severity({each.name}),
             )

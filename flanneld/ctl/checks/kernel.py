@@ -12,7 +12,7 @@ from flanneld.compat.glog import counted
 from flanneld.ctl.checks import FEW, check, few
 from flanneld.ctl.checks.containers import RUNTIMES_BRIDGES, bridges_down, connecting, is_cut_off
 from flanneld.ctl.compare import Comparison
-from flanneld.ctl.paths import TO_CONTAINERS
+from flanneld.ctl.paths import FROM_NODES, TO_CONTAINERS, TO_NODES
 from flanneld.diagnostics.status import RefusalStatus, known
 from flanneld.findings import Command, Finding, Remedy, Severity, command, hint, line
 from flanneld.network import iproute2_commands
@@ -328,11 +328,12 @@ def misrouted(facts: Facts) -> Iterator[Finding]:
 
 
 def _is_known(facts: Facts, lost: Lost) -> bool:
-    """Return True if the cause is a finding of its own: a bridge down, a detour to a container, or a
-    route of the daemon missing."""
+    """Return True if the cause is a finding of its own, as a bridge that is down or IPv6 that is off."""
     if lost.packets == TO_CONTAINERS and (
         bridges_down(facts) or (not lost.removal and any(is_cut_off(facts, at) for at in facts.containers))
     ):
+        return True
+    if lost.packets in (TO_NODES, FROM_NODES) and lost.families == {6} and any(facts.of_topic(Topic.IPV6)):
         return True
     target = ip_address(lost.about) if lost.about else None
     lacking = (each.value for each in facts.entries if each.state in ("missing", "different"))

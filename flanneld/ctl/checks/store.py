@@ -331,13 +331,17 @@ def unsafe_leases(facts: Facts) -> Iterator[Finding]:
     former = former_subnets(facts).values()
     for peer in facts.peers:
         if peer.state == "unsafe" and peer not in former:
+            claim = peer.reason.partition("; ")[0]
             yield Finding(
                 f"the lease {peer.name} would harm this host",
-                peer.reason.partition("; ")[0],
+                claim,
                 "the daemon withdrew the routes to its node: containers there are not reached from here",
                 f"see whether the prefix length of {facts.status.uplink_name} is that of the other nodes: ip"
                 f" address show dev {facts.status.uplink_name}; ip address add the right one, then del this"
                 if LINK_BROADCAST in peer.reason
+                else f"if it is not needed, and no address of lo is in it: ip route del local"
+                f" {claim.removeprefix('lo has ')} dev lo; {LEASES_END}"
+                if claim.startswith("lo has ") and "/" in claim
                 else "give this host's own network other addresses, outside Network, or the node another"
                 f" subnet; the daemon follows by itself; {LEASES_END}",
             )

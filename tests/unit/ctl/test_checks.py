@@ -29,7 +29,7 @@ from flanneld.ctl.doctor import CHECKS, DoctorReport, examine
 from flanneld.ctl.drops import MASQUERADES, Drop
 from flanneld.ctl.losses import Claim, Lost
 from flanneld.ctl.output import table_lines
-from flanneld.ctl.paths import DISCOVERY, TO_CONTAINERS, PathToPeer
+from flanneld.ctl.paths import DISCOVERY, TO_CONTAINERS, TO_NODES, PathToPeer
 from flanneld.ctl.source import SourcePart, Unknown
 from flanneld.errors import LEASE_TAKEN
 from flanneld.findings import Command, Remedy, Severity
@@ -165,8 +165,8 @@ def lost(cause: str, about: str, commands: tuple[tuple[str, ...], ...] = ()) -> 
     return replace(WELL, lost=(Lost("packets to other nodes", cause, about, "the route is wrong", commands),))
 
 
-def path(name: str, carried: int | None) -> PathToPeer:
-    target = ip_address("192.0.2.2" if name == "underlay" else "10.5.2.0")
+def path(name: str, carried: int | None, to: str = "") -> PathToPeer:
+    target = ip_address(to or ("192.0.2.2" if name == "underlay" else "10.5.2.0"))
     return PathToPeer(name, target, carried or 1450, carried, "10.5.2.0/24")
 
 
@@ -1124,3 +1124,27 @@ def test_veth_pair_with_two_mtus_is_found_from_either_end_and_one_with_a_small_m
     uneven = ["1 container whose veth pair has a smaller MTU at one end"]
     assert problems(1450, 1400, 1400) == problems(1400, 1450, 1450) == problems(1400, 1400, 1450) == uneven
     assert problems(1400, 1400, 1400) == problems(1450, 1500, 1450) == []
+
+
+def test_silence_over_one_family_is_not_put_on_a_firewall_alone() -> None:
+    """The peer may have lost its address, or know a wrong MAC address of this node."""
+    ways = (path("underlay", 1500), path("underlay", None, "fd00::2"), path("tunnel", None, "fc00:5::"))
+    (found,) = [found for check, found in examine(replace(WELL, paths=ways)) if check.name == "tunnel"]
+    assert "a wrong address, route or neighbour at one end" in found.why
+
+
+@pytest.mark.parametrize(("is_off", "number"), [(1, 0), (0, 1)])
+def test_lost_way_to_a_node_is_no_finding_of_its_own_while_ipv6_is_off(is_off: int, number: int) -> None:
+    way = Lost(TO_NODES, "no route", "fd00::2", "unreachable", families=frozenset({6}))
+    seen = host_settings.HostSettings((6,), "eth0", {"net/ipv6/conf/eth0/disable_ipv6": is_off})
+    found = examine(replace(WELL, lost=(way,), host=host_settings.findings(seen)))
+    assert [check.name for check, _ in found].count("lookups") == number
+
+
+@pytest.mark.parametrize("devices", [["flannel-v6.1", "flannel.1"], ["flannel.1", "flannel-v6.1"]])
+def test_checksums_are_blamed_on_the_device_of_the_silent_family(devices: list[str]) -> None:
+    document = deepcopy(DOCUMENT) | {"devices": devices}
+    document["peers"][0]["backend"] = "vxlan"
+    silent = (path("underlay", 1500), path("tunnel", None))
+    (remedy,) = remedies("tunnel", replace(WELL, status=status_of(document), paths=silent))
+    assert "ethtool -K flannel.1 tx-checksum-ip-generic off" in str(remedy)
