@@ -10,10 +10,12 @@ import hashlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -44,7 +46,15 @@ def pytest_configure() -> None:
     if Coverage.current():
         # A process that is killed records nothing.
         Node.kill = Node.stop  # type: ignore[method-assign]
-        subprocess.Popen.kill = subprocess.Popen.terminate  # type: ignore[method-assign]
+        subprocess.Popen.kill = _end  # type: ignore[assignment, method-assign]
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process by SIGTERM; one that ignores it, as unshare(1) does, by SIGKILL."""
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(10)
+    process.send_signal(signal.SIGKILL)
 
 
 @pytest.hookimpl(trylast=True)
