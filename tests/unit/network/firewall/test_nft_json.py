@@ -9,7 +9,7 @@ import pytest
 
 from flanneld.model import FAMILIES, Family
 from flanneld.network.firewall.fate import ALL_BITS, Rule, Test
-from flanneld.network.firewall.nft_json import ListedRule
+from flanneld.network.firewall.nft_json import ListedRule, read_rules
 from flanneld.network.firewall.nftables import (
     NftablesListing,
     commands,
@@ -51,6 +51,23 @@ def test_a_counter_changes_nothing() -> None:
 def test_go_compares_the_whole_mark() -> None:
     found = rule({"match": {"op": "==", "left": {"meta": {"key": "mark"}}, "right": 16384}}, {"return": None})
     assert found == Rule("RETURN", (Test("mark", ((0x4000, ALL_BITS),)),))
+
+
+MARK_OF_PACKET = {"meta": {"key": "mark"}}
+
+
+@pytest.mark.parametrize(
+    ("value", "new_mark"),
+    [
+        (16384, (0x4000, ALL_BITS)),
+        ({"|": [MARK_OF_PACKET, 1]}, (1, 1)),
+        ({"&": [MARK_OF_PACKET, 1]}, (0, ALL_BITS ^ 1)),
+        ({"meta": {"key": "cpu"}}, None),
+    ],
+)
+def test_new_mark_is_understood_where_it_is_simple(value: Any, new_mark: tuple[int, int] | None) -> None:
+    marking = ListedRule("forward", 1, [{"mangle": {"key": MARK_OF_PACKET, "value": value}}])
+    assert next(iter(read_rules(marking, 4))).new_mark == new_mark
 
 
 def test_flags_may_be_listed_as_an_array() -> None:
