@@ -35,7 +35,7 @@ def same_mac(world: World) -> None:
 
 
 def other_mac(world: World) -> None:
-    world.node.container(2).namespace.run("ip", "link", "set", "dev", "eth0", "address", STRANGE_MAC)
+    world.node.container(2).namespace.run("ip", "link", "set", "dev", "eth0", "address", "02:00:00:00:00:98")
 
 
 def second_gone(world: World) -> None:

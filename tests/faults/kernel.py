@@ -437,9 +437,9 @@ FAULTS = {
         heal=(
             "ip address add {node}/24 dev eth0; ip address del {node}/30 dev eth0",
             "ip route replace default via {gateway}",
-            lambda world: world.node.wait_for_route(world.nodes[2].subnet()),
+            "ip neigh flush dev eth0 nud noarp",
         ),
-        advice="ip address show dev eth0; ip address add the right one, then del this",
+        advice="then del this, and ip neigh flush dev eth0 nud noarp",
     ),
     "blackhole for a node": Fault(
         "lookups",

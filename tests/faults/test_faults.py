@@ -44,8 +44,7 @@ def test_doctor_names_cause_and_remedy_of(
         world.run(*fault.harm)
         wait_for(
             lambda: fault.cuts in (None, world.is_cut()),
-            0.4,
-            f"packets {'lost' if fault.cuts else 'to flow'}",
+            what=f"packets {'lost' if fault.cuts else 'to flow'}",
         )
         # Side by side: a doctor that gets no answers mostly waits.
         with ThreadPoolExecutor(1) as other:

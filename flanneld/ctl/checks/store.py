@@ -328,7 +328,7 @@ def reverse_path(facts: Facts) -> Iterator[Finding]:
 
 @check("J", "unsafe leases", "no lease claims a network or an address of this host")
 def unsafe_leases(facts: Facts) -> Iterator[Finding]:
-    former = former_subnets(facts).values()
+    former, uplink = former_subnets(facts).values(), facts.status.uplink_name
     for peer in facts.peers:
         if peer.state == "unsafe" and peer not in former:
             claim = peer.reason.partition("; ")[0]
@@ -336,8 +336,9 @@ def unsafe_leases(facts: Facts) -> Iterator[Finding]:
                 f"the lease {peer.name} would harm this host",
                 claim,
                 "the daemon withdrew the routes to its node: containers there are not reached from here",
-                f"see whether the prefix length of {facts.status.uplink_name} is that of the other nodes: ip"
-                f" address show dev {facts.status.uplink_name}; ip address add the right one, then del this"
+                f"see whether the prefix length of {uplink} is that of the other nodes: ip address show dev"
+                f" {uplink}; ip address add the right one, then del this, and ip neigh flush dev {uplink} nud"
+                " noarp, as the kernel keeps a broadcast MAC address for that node"
                 if LINK_BROADCAST in peer.reason
                 else f"if it is not needed, and no address of lo is in it: ip route del local"
                 f" {claim.removeprefix('lo has ')} dev lo; {LEASES_END}"
