@@ -7,6 +7,7 @@ from dataclasses import replace
 from tests.faults.fault import BEHIND, HINT, Fault
 from tests.faults.firewall import NO_BRIDGED, bridged
 from tests.faults.world import DUAL, HOST_GW, World
+from tests.lab.namespace import Namespace
 
 INSIDE = "ip netns exec {container} "
 
@@ -19,23 +20,29 @@ def unheard(harm: tuple[str, ...], *heal: str, advice: str = "") -> Fault:
     return Fault("container echoes", LOST, harm, heal=heal, advice=advice)
 
 
+def renumber(container: Namespace, address: str) -> None:
+    container.run("sh", "-c", "ip address flush dev eth0; ip link set eth0 up")
+    container.run("ip", "address", "add", address, "dev", "eth0")
+
+
 def same_address(world: World) -> None:
     """Make a second container with the address of the first."""
     second, first = world.node.container(2).namespace, world.node.container().address
-    second.run("ip", "address", "flush", "dev", "eth0")
-    second.run("ip", "address", "add", f"{first}/24", "dev", "eth0")
+    second.run(
+        "sh", "-c", f"ip address flush dev eth0; ip link set eth0 up; ip address add {first}/24 dev eth0"
+    )
     second.run("ping", "-c", "1", "-W", "0.3", "-I", "eth0", world.words["own_ip"], check=False)
 
 
 def same_mac(world: World) -> None:
-    """Make a second container with the MAC address of the first."""
-    second = world.node.container(2).namespace
+    """Make a third container with the MAC address of the first: other faults renumber the second."""
+    second = world.node.container(3).namespace
     (link,) = world.node.container().namespace.json("ip", "-j", "link", "show", "dev", "eth0")
     second.run("ip", "link", "set", "dev", "eth0", "address", link["address"])
 
 
 def other_mac(world: World) -> None:
-    world.node.container(2).namespace.run("ip", "link", "set", "dev", "eth0", "address", "02:00:00:00:00:98")
+    world.node.container(3).namespace.run("ip", "link", "set", "dev", "eth0", "address", "02:00:00:00:00:98")
 
 
 def second_gone(world: World) -> None:
@@ -46,9 +53,7 @@ def second_gone(world: World) -> None:
 
 def gateway_address(world: World) -> None:
     """Make a second container with the address of the bridge."""
-    second = world.node.container(2).namespace
-    second.run("ip", "address", "flush", "dev", "eth0")
-    second.run("ip", "address", "add", world.words["own_gateway"], "dev", "eth0")
+    renumber(world.node.container(2).namespace, world.words["own_gateway"])
 
 
 IN_CONTAINERS = {

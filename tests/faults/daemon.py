@@ -52,13 +52,13 @@ def start_elsewhere(world: World) -> None:
         f"FLANNELD_{name}": str(world.node.directory / name.lower()) for name in ("STATE_DIR", "SECRET_DIR")
     }
     own = [f"--etcd-endpoints={world.lab.etcd.endpoint}", f"--subnet-file={world.node.subnet_file}"]
-    inside = world.node.container(2).namespace
+    inside = world.node.container(4).namespace
     world.elsewhere = Daemon(inside, [*own_command(), *own], world.node.directory / "elsewhere.log", files)
     world.wait_for_answer()
 
 
 def return_home(world: World) -> None:
-    inside = world.node.container(2)
+    inside = world.node.container(4)
     assert world.elsewhere is not None
     world.elsewhere.end(signal.SIGTERM, 20)
     for subnet, attributes in world.lab.etcd.leases().items():

@@ -418,6 +418,7 @@ FAULTS = {
         DUAL,
         heal=("ip route del local {subnet6} dev lo",),
         advice="if it is not needed, and no address of lo is in it: ip route del local {subnet6} dev lo",
+        is_long=True,  # the daemon learns of it by its audit
     ),
     "default route deleted, a peer behind the router": Fault(
         "lookups",
