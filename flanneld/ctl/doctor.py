@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
 import shlex
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from msgspec import UNSET, Struct
 from msgspec.structs import replace
 
 from flanneld.backends.registry import described
+from flanneld.backends.udp.control import may_configure
 from flanneld.compat.glog import counted
 from flanneld.ctl import compare, drops, losses, nodes
 from flanneld.ctl.checks import (
@@ -302,8 +302,7 @@ def gather(source: DataSource) -> Facts:
 
 def _limits(pid: int) -> tuple[int, str]:
     """Return the daemon's process if it is in another network namespace, else 0; and what it lacks."""
-    caps = re.search(r"CapEff:\s*(\w+)", files.text(Path(f"/proc/{pid}/status")))
-    lacks = "CAP_NET_ADMIN" if caps and not int(caps[1], 16) >> 12 & 1 else ""
+    lacks = "CAP_NET_ADMIN" if pid and not may_configure(pid) else ""
     with suppress(OSError):
         if not Path(f"/proc/{pid}/ns/net").samefile("/proc/thread-self/ns/net"):
             return pid, lacks

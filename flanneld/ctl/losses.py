@@ -364,7 +364,7 @@ def unresolved(nodes: Iterable[IPAddress]) -> Iterator[tuple[str, str]]:
 
 
 class Claim(Struct, frozen=True, gc=False):
-    """An address of ours or of a silent node, and the MAC addresses of the hosts that have it.
+    """An address of this node or of a silent one, and the MAC addresses of the hosts that have it.
 
     Of ours in IPv6 the kernel knows that another host has it, and no MAC. ``length`` is of the prefix.
     """
@@ -413,6 +413,24 @@ def astray_route(view: HostView, target: IPAddress) -> str:
     if found is None or found.destination is None:
         return ""
     return f"{found.destination} dev {view.name_of(found.hops[0][0])}"
+
+
+def led_away(
+    view: HostView,
+    way: LookupResult,
+    target: IPAddress,
+    ends: Collection[int],
+    host_addresses: Collection[IPAddress],
+) -> str:
+    """Return the route inside a container that leads its packets for other nodes away from this host, if any.
+
+    ``ends`` are its ends of veth pairs. A router of IPv6 is known by its link-local address; of IPv4 one with
+    such an address may be answered for by this host.
+    """
+    router = way.gateway
+    if router and router.version == 6 and router.is_link_local and router not in host_addresses:
+        return f"default via {router} dev {view.name_of(way.index)}"
+    return "" if way.index in ends else astray_route(view, target)
 
 
 def overriding_rule(view: HostView, family: Family) -> PolicyRule | None:

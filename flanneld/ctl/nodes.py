@@ -29,7 +29,7 @@ from flanneld.diagnostics.status import (
     store_kind,
     understood,
 )
-from flanneld.errors import FlannelError
+from flanneld.errors import FlannelError, NoAnswer
 from flanneld.findings import Severity
 from flanneld.model import IPAddress
 from flanneld.network import survey
@@ -142,7 +142,7 @@ def stored_config(source: DataSource) -> Config | Unknown | None:
         with closing(open_store(wanted, {})) as store:
             return store.network_config()
     except (FlannelError, OSError) as error:
-        is_silent = "does not answer" in str(error)
+        is_silent = isinstance(error, NoAnswer)
         return Unknown(SourcePart.STORE, f"the store does not tell: {error}") if is_silent else None
     finally:
         logging.getLogger().setLevel(level)

@@ -9,7 +9,6 @@ import errno
 import logging
 import os
 import socket
-import struct
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from enum import StrEnum
@@ -36,6 +35,7 @@ from flanneld.diagnostics.status import (
 from flanneld.errors import Fatal, FlannelError
 from flanneld.options import Options
 from flanneld.runtime import clock, logs, waits
+from flanneld.runtime.process import peer_of
 from flanneld.subnet import subnet_file
 
 #: Seconds after which a silent daemon counts as not running.
@@ -137,7 +137,7 @@ def ask(path: Path, within: float) -> tuple[bytes, int]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(within)
         _connect(connection, path, within)
-        peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)  # struct ucred, pid first
+        pid, _ = peer_of(connection)
         while True:
             left = deadline - clock.now()
             if left <= 0:
@@ -145,7 +145,7 @@ def ask(path: Path, within: float) -> tuple[bytes, int]:
             connection.settimeout(min(left, within))
             piece = connection.recv(1 << 16)
             if not piece:
-                return bytes(said), struct.unpack_from("i", peer)[0]
+                return bytes(said), pid
             said += piece
 
 

@@ -178,7 +178,7 @@ def keep(uplink: Uplink, facts: HostFacts) -> Uplink | None:
 def refuse_link_local(uplink: Uplink, former: Uplink) -> None:
     """Raise ``NoInterface`` for a link-local address in place of one that is not.
 
-    The other comes back, as when a service of the host configures the interface anew, or DAD ends. Peers
+    The other comes back, as when a service of the host configures the interface again, or DAD ends. Peers
     refuse a link-local one.
     """
     for family in FAMILIES:

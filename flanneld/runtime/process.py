@@ -381,6 +381,10 @@ def _holder(name: str) -> Holder | None:
             asker.connect(f"\0{name}")
         except OSError:
             return None
-        credentials = asker.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-    pid, uid, _ = _UCRED.unpack(credentials)
-    return Holder(_claim_of(name), pid, uid)
+        return Holder(_claim_of(name), *peer_of(asker))
+
+
+def peer_of(connection: socket.socket) -> tuple[int, int]:
+    """Return the pid of the process that listens, 0 if it is in another PID namespace, and its user."""
+    pid, uid, _ = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    return pid, uid

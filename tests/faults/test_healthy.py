@@ -96,9 +96,13 @@ def test_doctor_finds_nothing_in_a_healthy_network_idle_or_busy(
 
 
 def findings(world: World) -> list[str]:
-    """Return what doctors find, also at a second look: a busy host may not answer the first one in time."""
-    ill = [node for node in world.nodes if str(world.doctor(node)) != "status 0"]
-    return [str(said) for node in ill if str(said := world.doctor(node)) != "status 0"]
+    """Return what doctors find. Those who miss answers look twice: a busy host may not give them in time."""
+    first = [(node, world.doctor(node)) for node in world.nodes]
+    said = [
+        world.doctor(node) if {each["check"] for each in seen.findings} == {"tunnel"} else seen
+        for node, seen in first
+    ]
+    return [str(each) for each in said if str(each) != "status 0"]
 
 
 @pytest.mark.parametrize("kind", [KINDS[name].marked(KINDS[name], name) for name in FILTERED])

@@ -147,11 +147,11 @@ def other_end(connection: socket.socket) -> tuple[int, bool]:
     """
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
     pid, uid, _ = _UCRED.unpack(raw)
-    may = pid != 0 and _may_configure(os.getpid()) <= _may_configure(pid)
+    may = pid != 0 and may_configure(os.getpid()) <= may_configure(pid)
     return pid, may and uid in (0, os.geteuid())
 
 
-def _may_configure(pid: int) -> bool:
+def may_configure(pid: int) -> bool:
     """Return True if a process has CAP_NET_ADMIN. Uses capget(2), because /proc may hide processes."""
     sets = ctypes.create_string_buffer(_SETS.size)
     failed = ctypes.CDLL(None).capget(_HEADER.pack(_CAPABILITY_VERSION, pid), sets)

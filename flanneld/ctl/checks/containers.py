@@ -14,7 +14,16 @@ from msgspec.structs import replace
 
 from flanneld.compat.glog import counted
 from flanneld.ctl.checks import FEW, check, few
-from flanneld.ctl.losses import astray_route, is_ours, learnt, number, off_options, overriding_rule, permanent
+from flanneld.ctl.losses import (
+    astray_route,
+    is_ours,
+    learnt,
+    led_away,
+    number,
+    off_options,
+    overriding_rule,
+    permanent,
+)
 from flanneld.ctl.paths import BRIEFLY, chosen_of, container_of
 from flanneld.diagnostics.status import PeerStatus, Status, known
 from flanneld.findings import Command, Finding, Severity, command
@@ -98,9 +107,9 @@ def container_devices(
 def read_containers(
     told: Status, host_links: Collection[SeenLink], host_addresses: Collection[IPAddress]
 ) -> list[Container]:
-    """Return the containers in named namespaces; none without the permission to enter those.
+    """Return the containers in named namespaces; none without the permission to enter them.
 
-    A host may have other namespaces with such addresses: only an end of a veth pair of ours counts.
+    A host may have other namespaces with such addresses: only an end of a veth pair of this host counts.
     """
     networks = [network for network, _ in told.ranges]
     targets = _targets(told)
@@ -116,10 +125,7 @@ def read_containers(
                 address, target = seen.address, targets[seen.address.version]
                 out, back = view.look_up_route(target), host.look_up_route(address)
                 reached_by = names.get(back.index, "") if back and back.kind == RTN_UNICAST else ""
-                astray = astray_route(view, target) if out and out.index not in ends else ""
-                router = out.gateway if out and target.version == 6 else None
-                if router and router.is_link_local and router not in host_addresses:
-                    astray = f"default via {router} dev {link.name}"
+                astray = led_away(view, out, target, ends, host_addresses) if out else ""
                 is_routed = link.up and out is not None and not astray and is_ours(out, host_addresses)
                 yield Container(
                     str(path),
@@ -464,12 +470,13 @@ def container_addresses(facts: Facts) -> Iterator[Finding]:
             holders.setdefault(what, {}).setdefault(each.path, each)
     hosts = {f"address {address}" for _, address in facts.addresses}
     for what, same in holders.items():
-        if what and len(same) > (what not in hosts):
+        is_hosts = what in hosts
+        if what and (is_hosts or len(same) > 1):
             yield Finding(
-                f"{counted(len(same), 'container')} with the {what}{' of this host' * (what in hosts)}",
+                f"{counted(len(same), 'container')} with the {what}{' of this host' if is_hosts else ''}",
                 few([f"{each.address} with {each.mac} in {path}" for path, each in same.items()], "; "),
                 "packets for this address get to either of them",
-                f"recreate all of them{' but one' * (what not in hosts)}, with no MAC address fixed, and see"
+                f"recreate all of them{'' if is_hosts else ' but one'}, with no MAC address fixed, and see"
                 " that the runtime keeps its record of addresses in use, for CNI in /var/lib/cni/networks",
                 about=what,
             )
