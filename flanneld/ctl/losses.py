@@ -420,15 +420,15 @@ def led_away(
     way: LookupResult,
     target: IPAddress,
     ends: Collection[int],
-    host_addresses: Collection[IPAddress],
+    own: Collection[IPAddress],
 ) -> str:
     """Return the route inside a container that leads its packets for other nodes away from this host, if any.
 
-    ``ends`` are its ends of veth pairs. A router of IPv6 is known by its link-local address; of IPv4 one with
-    such an address may be answered for by this host.
+    ``ends`` are its ends of veth pairs, ``own`` this host's addresses. A router of IPv6 is known by its
+    link-local address; for one of IPv4 with such an address this host may answer by proxy ARP.
     """
     router = way.gateway
-    if router and router.version == 6 and router.is_link_local and router not in host_addresses:
+    if router and router.version == 6 and router.is_link_local and router not in own:
         return f"default via {router} dev {view.name_of(way.index)}"
     return "" if way.index in ends else astray_route(view, target)
 

@@ -140,7 +140,7 @@ def trace(
 
 
 def _seen_source(target: IPAddress, told: Status, way: RouteTaken, rules_of: MasqueradeOf) -> Iterator[Hop]:
-    """Yield the source that the target sees of a container's packets, and the rule of ours that decides."""
+    """Yield the source that the target sees of a container's packets, and our rule that decides."""
     own = next((net for net in told.own_subnets if net.version == target.version), None)
     firewall = known(told.firewall)
     if own is None or not way.device:

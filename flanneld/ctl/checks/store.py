@@ -265,8 +265,8 @@ def public_ip(facts: Facts) -> Iterator[Finding]:
     uplink = known(facts.status.uplink)
     ours = uplink.public_ips if uplink else ()
     seen.update(set(ours) & seen.keys())
-    is_alone = any(":" in ip and not ip.startswith("fe80:") for ip in seen)
-    if is_alone and (local := next((ip for ip in ours if ip.startswith("fe80:")), "")):
+    is_global_elsewhere = any(":" in ip and not ip.startswith("fe80:") for ip in seen)
+    if is_global_elsewhere and (local := next((ip for ip in ours if ip.startswith("fe80:")), "")):
         yield Finding(
             f"this node announces {local}, which leads nowhere from other nodes",
             f"{facts.status.uplink_name} had only this IPv6 address",
