@@ -1148,3 +1148,12 @@ def test_checksums_are_blamed_on_the_device_of_the_silent_family(devices: list[s
     silent = (path("underlay", 1500), path("tunnel", None))
     (remedy,) = remedies("tunnel", replace(WELL, status=status_of(document), paths=silent))
     assert "ethtool -K flannel.1 tx-checksum-ip-generic off" in str(remedy)
+
+
+@pytest.mark.parametrize(("peers_ip", "number"), [("fd00::2", 1), ("fe80::2", 0)])
+def test_link_local_public_ip_is_a_problem_only_beside_others(peers_ip: str, number: int) -> None:
+    def announce(document: dict[str, Any]) -> None:
+        document["uplink"]["public_ips"].append("fe80::1")
+        document["peers"][0]["public_ips"].append(peers_ip)
+
+    assert [check.name for check, _ in examine(told(announce))].count("public ip") == number
