@@ -363,6 +363,7 @@ class Fleet:
         kept = {name: each for name, each in self._networks.items() if not each.is_removed} | ending
         new = {name: self._network(name) for name in sorted(wanted - kept.keys())}
         self._networks = kept | new
+        process.share_interpreter(len(self._networks))
         for name, network in new.items():
             self._supervisor.start(f"network {name}", network.run, network.stop, may_end=True)
         if self._first is None and wanted:
@@ -442,8 +443,7 @@ class Fleet:
     ) -> Loop:
         """Return the loop of a network's task. The controllers take turns, since none of them blocks.
 
-        At a start their threads would compete for the interpreter: 26 s of CPU time instead of 5 s for fifty
-        networks.
+        At a start their threads would compete for the interpreter, and fifty need up to twice the CPU time.
         """
 
         def step_in_turn(now: float) -> float:

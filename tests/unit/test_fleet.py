@@ -161,6 +161,18 @@ def test_networks_that_come_up_at_once_are_reported_in_order_and_ready_once(
     assert manager.heard.count("READY") == 1
 
 
+def test_threads_of_many_networks_keep_the_interpreter_for_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Network, "run", lambda _: None)
+    intervals: list[float] = []
+    monkeypatch.setattr("sys.setswitchinterval", intervals.append)
+    for count in (1, 50):
+        options = Options(networks=tuple(f"net{number}" for number in range(count)), subnet_dir=str(tmp_path))
+        Fleet(options, {}, Supervisor(), Notifier(), None, str).start()
+    assert intervals == pytest.approx([0.0004, 0.02])
+
+
 @pytest.mark.parametrize(
     ("one", "other", "expected"),
     [
