@@ -258,6 +258,7 @@ def test_the_answer_to_garbage_is_an_error_object(command: str, stdin: bytes, co
         # Without a delegate nothing is written, also where a default path is meant.
         done = node.run(command, stdin, CNI_CONTAINERID=container, CNI_PATH=directory)
     assert done.returncode == (0 if not done.stdout else 1)
-    assert done.stderr == b""
+    # A container whose ADD left no record can be deleted; it is told what is not undone.
+    assert not done.stderr or (command == "DEL" and done.stderr.startswith(b"flannel: nothing is undone"))
     if done.stdout:
         assert json.loads(done.stdout)["code"] in {1, 3, 4, 5, 6, 7, 11, 999}

@@ -151,22 +151,21 @@ class Watch:
             self.wrong += self.in_the_clear(host)
 
     def _at_effect(self, host: SimulatedHost, when: str, *, may_die: bool) -> None:
-        self.wrong += (f"{host.name} {when}: {line}" for line in self._now_wrong())
+        self.wrong += (f"{host.name} {when}: {line}" for line in self._now_wrong(host))
         if self._encrypts:
             self.wrong += (f"{host.name} {when}: {line}" for line in self.in_the_clear(host))
         if may_die and self._deaths and self._choices.pick((False, True)):
             self._deaths -= 1
             raise Crash(when)
 
-    def _now_wrong(self) -> Iterator[str]:
+    def _now_wrong(self, acting: SimulatedHost) -> Iterator[str]:
         hosts = self._cluster.hosts
         for one, other in permutations(self._healthy, 2):
             net = hosts[other].subnet_env[0]
             if net and self._cluster.send(hosts[one], net[9]) is not hosts[other]:
                 yield f"a packet of {hosts[one].name} to {hosts[other].name} is lost"
-        for host in hosts.values():
-            if host.kernel.foreign() != host.foreign:
-                yield f"foreign objects of {host.name} are {host.kernel.foreign()}, were {host.foreign}"
+        if acting.kernel.foreign() != acting.foreign:
+            yield f"foreign objects are {acting.kernel.foreign()}, were {acting.foreign}"
 
     def in_the_clear(self, host: SimulatedHost) -> Iterator[str]:
         """Yield the subnets to which packets leave a host unencrypted, though they must not."""
