@@ -109,6 +109,7 @@ FAULTS = {
         advice="let the network between pass UDP 51820",
         peer_sees="filters",
         peer_says="UDP 51820 from its peers",
+        is_long=True,
     ),
     "peer's device gone": Fault(
         "handshakes",
@@ -145,6 +146,7 @@ FAULTS = {
         cuts=None,
         heal=(start,),
         advice=START,
+        is_long=True,
     ),
     "peer removed from the device while the daemon is stopped": Fault(
         "missing",
@@ -161,6 +163,7 @@ FAULTS = {
         WIREGUARD,
         heal=(start,),
         advice=START,
+        is_long=True,
     ),
     "MTU of the device while the daemon is stopped, wireguard": Fault(
         "devices",
@@ -195,6 +198,7 @@ FAULTS = {
         cuts=False,
         heal=(configured(), start),
         advice="make one with `wg genpsk`",
+        is_long=True,
     ),
     "key file without a key": Fault(
         "start",
@@ -214,6 +218,7 @@ FAULTS = {
         cuts=False,
         heal=("rmdir {directory}/wgkey",),
         advice="let flanneld read this file",
+        is_long=True,
     ),
     "route past the encryption": Fault(
         "bypass",
@@ -256,6 +261,7 @@ FAULTS = {
         advice="IP protocol 50",
         peer_sees="filters",
         peer_says="IP protocol 50 from its peers",
+        is_long=True,
     ),
     "policies flushed while the daemon is stopped": Fault(
         "missing",
@@ -264,6 +270,7 @@ FAULTS = {
         IPSEC,
         heal=(start,),
         advice=START,
+        is_long=True,
     ),
     "device deleted while the daemon is stopped, ipsec": Fault(
         "devices",

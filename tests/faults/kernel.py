@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from tests.faults.fault import (
@@ -191,8 +192,10 @@ FAULTS = {
     "filter of tc that drops what comes in": filtered("eth0", "ingress", ONLY_UDP),
     "filter of tc on the device": filtered("flannel.1", "ingress", ALL),
     "policer of what leaves": policed("eth0", "egress", "u32 match ip protocol 17 0xff"),
-    "policer of what comes in": policed("eth0", "ingress", "u32 match ip protocol 17 0xff", "ingress"),
-    "policer of all on the device": policed("flannel.1", "ingress", "matchall"),
+    "policer of what comes in": replace(
+        policed("eth0", "ingress", "u32 match ip protocol 17 0xff", "ingress"), is_long=True
+    ),
+    "policer of all on the device": replace(policed("flannel.1", "ingress", "matchall"), is_long=True),
     "forwarding off for the device": Fault(
         "lookups",
         "flannel.1 does not forward",

@@ -31,8 +31,8 @@ class Watched(Protocol):
 
 #: Processes whose failure ends each wait that has begun before.
 WATCHED: WeakSet[Watched] = WeakSet()
-FIRST_PAUSE = 0.002
-LONGEST_PAUSE = 0.05
+#: Seconds between two looks, but never less than a look's CPU time: what is waited for needs the CPU, too.
+FIRST_PAUSE, LONGEST_PAUSE = 0.002, 0.1
 
 
 def wait_for(condition: Callable[[], T], deadline: float = 20, what: str = "the condition") -> T:
@@ -47,12 +47,19 @@ def wait_for(condition: Callable[[], T], deadline: float = 20, what: str = "the 
     relied_on = [each for each in WATCHED if each.status() is None]
     while True:
         failures = [failure for each in relied_on if (failure := each.failure())]  # before its last effects
+        cost = -_cpu()
         value = condition()
+        cost += _cpu()
         if value:
             return value
         if failures:
             raise AssertionError("\n".join([f"{what} cannot come, last value: {value!r}", *failures]))
         if time.monotonic() >= end:
             raise AssertionError(f"waited {deadline:g} s in vain for {what}; last value: {value!r}")
-        time.sleep(pause)
+        time.sleep(max(pause, cost))
         pause = min(pause * 1.5, LONGEST_PAUSE)
+
+
+def _cpu() -> float:
+    """Return the CPU time in seconds of this process and its children that have ended."""
+    return sum(os.times()[:4])

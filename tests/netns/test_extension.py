@@ -151,8 +151,10 @@ def test_commands_of_the_wireguard_sample_connect_nodes_also_after_a_restart(
 
 
 def sample(name: str) -> Any:
-    needs = [pytest.mark.needs_kernel("wireguard")] if name.startswith("wireguard") else []
-    return pytest.param(SAMPLES[name], id=name, marks=needs)
+    marks = [pytest.mark.needs_kernel("wireguard")] if name.startswith("wireguard") else []
+    if name == "wireguard, no remove":
+        marks.append(pytest.mark.long)  # as vxlan's, but in the machine
+    return pytest.param(SAMPLES[name], id=name, marks=marks)
 
 
 @pytest.mark.parametrize("backend", [sample(name) for name in SAMPLES])

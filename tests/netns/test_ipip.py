@@ -328,7 +328,9 @@ def test_direct_routing_turned_off_and_on_leaves_no_route_of_the_other_kind(rout
 # ---- the others -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("other", ["vxlan", "host-gw", "udp"])
+@pytest.mark.parametrize(
+    "other", ["vxlan", *(pytest.param(other, marks=pytest.mark.long) for other in ("host-gw", "udp"))]
+)
 def test_the_other_backends_work_on_this_kernel_too(lab: Lab, other: str) -> None:
     nodes = lab.cluster({"Type": other})
     connect(nodes)

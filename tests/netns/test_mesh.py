@@ -265,7 +265,7 @@ def test_restart_of_the_daemon_keeps_sessions_of_nodes_behind_nats(small: Networ
     assert (after.endpoint, after.last_handshake) == (before.endpoint, before.last_handshake)
 
 
-@pytest.mark.parametrize("address", ["192.168.1.9", "192.168.1.2"])
+@pytest.mark.parametrize("address", ["192.168.1.9", pytest.param("192.168.1.2", marks=pytest.mark.long)])
 def test_node_that_moved_behind_another_nat_is_met_by_peers_whose_nats_let_only_answers_in(
     address: str,
 ) -> None:

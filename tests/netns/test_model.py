@@ -33,6 +33,8 @@ def _marked(setting: Setting) -> Any:
     """What this host's kernel lacks takes place in a virtual machine."""
     features = {"ipip": "ipip", "wireguard": "wireguard", "ipsec": "esp"}
     marks = [pytest.mark.needs_kernel(features[setting.type])] if setting.type in features else []
+    if setting.name == "ipip-direct":
+        marks.append(pytest.mark.long)  # takes long in there, and is much like vxlan-direct
     return pytest.param(setting, marks=marks, id=setting.name)
 
 

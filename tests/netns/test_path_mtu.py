@@ -25,7 +25,7 @@ def carried(node: Node, *words: str) -> dict[str, tuple[int, int | None]]:
     ("backend", "inner"),
     [
         ("vxlan", 1450),
-        pytest.param("wireguard", 1420, marks=pytest.mark.needs_kernel("wireguard")),
+        pytest.param("wireguard", 1420, marks=[pytest.mark.needs_kernel("wireguard"), pytest.mark.long]),
     ],
 )
 def test_a_path_that_carries_less_is_noticed(lab: Lab, backend: str, inner: int) -> None:
@@ -86,7 +86,9 @@ def device_mtu(node: Node, device: str) -> int:
     [
         ("vxlan", "flannel.1", 1450, 1350),
         ("udp", "flannel0", 1472, 1372),
-        pytest.param("ipip", "flannel.ipip", 1480, 1380, marks=pytest.mark.needs_kernel("ipip")),
+        pytest.param(
+            "ipip", "flannel.ipip", 1480, 1380, marks=[pytest.mark.needs_kernel("ipip"), pytest.mark.long]
+        ),
         # Packets are padded to a multiple of 16, and IPv4's header is 20 bytes shorter than IPv6's.
         pytest.param("wireguard", "flannel-wg", 1420, 1328, marks=pytest.mark.needs_kernel("wireguard")),
     ],

@@ -169,7 +169,9 @@ def test_damage_is_repaired(network: Lab, damage: str) -> None:
 # ---- families and modes ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["separate", "auto", "ipv4", "ipv6"])
+@pytest.mark.parametrize(
+    "mode", ["separate", *(pytest.param(mode, marks=pytest.mark.long) for mode in ("auto", "ipv4", "ipv6"))]
+)
 def test_both_families_work_in_each_mode(lab: Lab, mode: str) -> None:
     node, peer = cluster(lab, backend={**WIREGUARD, "Mode": mode}, **DUAL_STACK)
     separate = mode == "separate"
@@ -202,7 +204,9 @@ class Underlay:
         return len(self._sniffer.listen(seconds))
 
 
-@pytest.mark.parametrize("flags", [(), ("--ip-masq",)], ids=["", "masquerading"])
+@pytest.mark.parametrize(
+    "flags", [pytest.param((), marks=pytest.mark.long), ("--ip-masq",)], ids=["", "masquerading"]
+)
 def test_nothing_leaves_in_the_clear(lab: Lab, tmp_path: Path, flags: tuple[str, ...]) -> None:
     node, peer = cluster(lab, 2, *flags)
     with Underlay(node, peer, tmp_path) as underlay:
@@ -228,7 +232,7 @@ def test_nothing_leaves_in_the_clear(lab: Lab, tmp_path: Path, flags: tuple[str,
         assert underlay.plain() == seen
 
 
-@pytest.mark.parametrize("former", ["vxlan", "host-gw"])
+@pytest.mark.parametrize("former", ["vxlan", pytest.param("host-gw", marks=pytest.mark.long)])
 def test_switch_from_many_peers_in_the_clear_leaves_none_of_their_routes(
     lab: Lab, tmp_path: Path, former: str
 ) -> None:
