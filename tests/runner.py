@@ -159,7 +159,7 @@ def plan(
         lanes.append([kernel])
         # One for the clock alone, which belongs to no host.
         for number in range(1, min(MACHINES, len(lacking)) + 1):
-            command = (*inside, *only, *more, *NAMESPACES)
+            command = (*inside, "--number", str(number), *only, *more, *NAMESPACES)
             lanes.append([Step(f"tests in machine {number}", command, after=kernel)])
     why = "takes from minutes to hours; add --long, or --long="
     lanes[1] += [

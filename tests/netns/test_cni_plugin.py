@@ -15,7 +15,7 @@ from tests.lab.namespace import batch
 from tests.netns.cni_runtime import Runtime
 from tests.netns.pair import DUAL_STACK
 
-PODS = 25  # on each of two nodes
+PODS = 12  # on each of two nodes
 AT_ONCE = 4
 PATIENCE = 30  # seconds
 
@@ -32,7 +32,7 @@ def everywhere(work: Iterable[Any]) -> None:
         pass
 
 
-def test_fifty_pods_on_two_nodes_come_and_go_and_leave_nothing(lab: Lab) -> None:
+def test_two_dozen_pods_on_two_nodes_come_and_go_and_leave_nothing(lab: Lab) -> None:
     numbers = range(1, PODS + 1)
     one, other = (Runtime(node, cniVersion="0.4.0") for node in lab.cluster({"Type": "vxlan"}))
     with ThreadPoolExecutor(AT_ONCE) as pool:

@@ -1,6 +1,7 @@
 """Runs a command as root in a virtual machine whose kernel has what this host's lacks.
 
-    python -m tests.vm.machine [--limit SECONDS] [--without FEATURE] [--shared FOLDER] COMMAND [ARGUMENT]...
+    python -m tests.vm.machine [--limit SECONDS] [--without FEATURE] [--shared FOLDER] [--number N]
+        COMMAND [ARGUMENT]...
 
 The command has the caller's folder and environment, one CPU, a loopback interface and no other network. It
 sees the host's files, and what it writes is forgotten, except in /run/shared, which is the shared folder. The
@@ -57,11 +58,17 @@ def lacks(feature: str) -> bool:
     return status == 1
 
 
-def run(command: Sequence[str], *, limit: float = 3600, without: str = "", shared: str = "") -> int:
-    """Run a command to its end, at most ``limit`` seconds. Raises ``MachineError``."""
+def run(
+    command: Sequence[str], *, limit: float = 3600, without: str = "", shared: str = "", number: int = 0
+) -> int:
+    """Run a command to its end, at most ``limit`` seconds. Raises ``MachineError``.
+
+    Machines of other numbers have other CPUs of the host, as far as there are some.
+    """
     built = subprocess.run([HERE / "build"], stdout=subprocess.PIPE, text=True, check=False)
     if built.returncode != 0:
         raise MachineError("the test kernel could not be built")
+    stay_on_a_processor(number)
     with tempfile.TemporaryDirectory(prefix="flanneld-vm-") as name:
         exchange = Path(name)
         (exchange / "command").write_text(_script(command))
@@ -77,6 +84,16 @@ def run(command: Sequence[str], *, limit: float = 3600, without: str = "", share
             [f"{name}={value}" for name, value in options.items() if value],
         )
         return _status(exchange)
+
+
+def stay_on_a_processor(number: int) -> None:
+    """Keep this process and its children on one CPU.
+
+    The machine's kernel and its processes, which are traced, wait for each other at each system call. If they
+    have to wake each other on another CPU, that takes twice the time and twice the CPU time.
+    """
+    processors = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {processors[number % len(processors)]})
 
 
 def _script(command: Sequence[str]) -> str:
@@ -175,13 +192,20 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=3600, metavar="SECONDS")
     parser.add_argument("--without", choices=FEATURES, default="", metavar="FEATURE")
     parser.add_argument("--shared", default="", metavar="FOLDER")
+    parser.add_argument("--number", type=int, default=0, metavar="N")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND")
     chosen = parser.parse_args()
     if not chosen.command or not shutil.which(chosen.command[0]):
         parser.error("name a command")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        return run(chosen.command, limit=chosen.limit, without=chosen.without, shared=chosen.shared)
+        return run(
+            chosen.command,
+            limit=chosen.limit,
+            without=chosen.without,
+            shared=chosen.shared,
+            number=chosen.number,
+        )
     except KeyboardInterrupt:
         return 130
     except MachineError as error:
