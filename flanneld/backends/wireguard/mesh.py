@@ -34,11 +34,12 @@ NAME = "mesh"
 MOST = 8
 #: Seconds between keepalive packets of a node behind NAT, as WireGuard's documentation has it.
 NAT_KEEPALIVE = 25
-#: Seconds between two questions to peers, until the next if no peer answered, and after a move: peers read
-#: their devices every 5 s, and know our endpoint of before until then.
-_ASK, _ASK_SOON, _ASK_MOVED = 60.0, 2.0, 6.0
-#: Peers that are asked: two show whether a NAT shows us to each in the same way.
-_ASKED = 2
+#: Seconds between two questions to peers, until the next if none answered, and after a move or a new answer:
+#: peers read their devices every 5 s, and until then know the endpoint of before or of our lease.
+_ASK, _ASK_SOON, _ASK_AGAIN = 60.0, 2.0, 6.0
+#: Peers that are asked: two show whether a NAT shows us to each in the same way. After a move more, and
+#: ever more while none answers, for most NATs let nothing in from where we are now.
+_ASKED, _ASKED_MOVED = 2, 8
 #: Seconds within which a peer answers.
 _WITHIN = 1.0
 #: Seconds for all lookups of names of one reading.
@@ -188,8 +189,8 @@ def nat_of(answers: Collection[Endpoint], local: Collection[IPAddress]) -> Nat:
     return Nat.NONE
 
 
-def to_ask(sessions: Iterable[TunnelSession]) -> list[IPAddress]:
-    """Return the tunnel addresses of two peers at different endpoints; those at public addresses first."""
+def to_ask(sessions: Iterable[TunnelSession], number: int) -> list[IPAddress]:
+    """Return the tunnel addresses of peers at different endpoints; those at public addresses first."""
     found: dict[IPAddress, IPAddress] = {}
     for each in sessions:
         endpoint = parse(each.endpoint)
@@ -198,7 +199,7 @@ def to_ask(sessions: Iterable[TunnelSession]) -> list[IPAddress]:
     outer = list(found)
     shuffle(outer)
     outer.sort(key=lambda address: address.is_private)
-    return [found[each] for each in outer[:_ASKED]]
+    return [found[each] for each in outer[:number]]
 
 
 class MeshTask:
@@ -233,7 +234,7 @@ class MeshTask:
         self._once = Once()
         self._here = uplink(), clock.suspended()
         self._seen: tuple[Endpoint, ...] = ()
-        self._ask_at = 0.0
+        self._to_ask, self._ask_at = _ASKED, 0.0
         self._announced = ""
         self._announce_at = self._repeat_at = 0.0
         self._read_at, self._pause = 0.0, _READ
@@ -265,23 +266,27 @@ class MeshTask:
         log.info("This node has moved, or was suspended: asking peers where they see it")
         self._here = here
         self._mesh.greets = True
-        self._ask_at, self._announce_at = now + _ASK_MOVED, now
+        self._to_ask, self._ask_at, self._announce_at = _ASKED_MOVED, now + _ASK_AGAIN, now
         self._seen = ()
 
     def _reflect(self, local: Collection[IPAddress]) -> None:
         """Ask peers at which endpoints they see us, and set the kind of NAT."""
-        asked = to_ask(self._sessions())
+        asked = to_ask(self._sessions(), self._to_ask)
         answers = self._ask(asked) if asked else ()
-        self._ask_at = clock.now() + (_ASK if answers else _ASK_SOON)
         nat = nat_of(answers, local)
         if nat is Nat.UNKNOWN:
+            self._to_ask = 2 * len(asked) or _ASKED
+            self._ask_at = clock.now() + _ASK_SOON
             return
+        self._to_ask = _ASKED
+        # Where the NAT is symmetric, only the peer that was asked reaches us there.
+        shown = {each for each in answers if each[0] not in local and nat is not Nat.SYMMETRIC}
+        seen = tuple(sorted(shown, key=text_of))
+        is_certain = (nat, seen) == (self._mesh.nat, self._seen)
+        self._ask_at = clock.now() + (_ASK if is_certain else _ASK_AGAIN)
         if nat is not self._mesh.nat:
             log.info("NAT between this node and its peers: %s", nat.value)
-        self._mesh.nat = nat
-        self._seen = tuple(sorted({each for each in answers if each[0] not in local}, key=text_of))
-        if nat is Nat.SYMMETRIC:
-            self._seen = ()  # only the peer that was asked reaches us there
+        self._mesh.nat, self._seen = nat, seen
 
     def _announce(self, endpoints: str, now: float) -> None:
         is_news = endpoints != self._announced and now >= self._announce_at

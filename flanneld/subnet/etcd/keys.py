@@ -203,6 +203,21 @@ _REMEDIES = {
 }
 
 
+#: The v2 API lists no key that begins so (etcd, server/etcdserver/api/v2store/node.go, IsHidden). A name then
+#: begins with a character that URL-safe base64 lacks.
+_HIDDEN, _SHOWN = "_", "~"
+
+
+def key_of(name: str, api: str) -> str:
+    """Return a name in URL-safe base64 as a key that this API lists."""
+    return name.replace(_HIDDEN, _SHOWN, 1) if api == "v2" and name.startswith(_HIDDEN) else name
+
+
+def name_in(key: str) -> str:
+    """Return the name at the end of such a key's path."""
+    return posixpath.basename(key).replace(_SHOWN, _HIDDEN)
+
+
 def remedy_for(text: str) -> str:
     """Return the remedy for an error of etcd with this text."""
     return next((remedy for words, remedy in _REMEDIES.items() if words in text), "see the log of etcd")

@@ -45,6 +45,8 @@ from flanneld.subnet.etcd.keys import (
     Position,
     StoredKey,
     config_key,
+    key_of,
+    name_in,
     read_config,
     watch_keys,
 )
@@ -123,8 +125,7 @@ class EtcdStore:
         self._chosen: LeaseKey | None = None
         #: The subnet we wrote last without an answer. A stale read may not show that write yet.
         self._unsure: LeaseKey = (None, None)
-        #: Values sent for our lease, including those whose answer was lost. A lease with one of them is ours,
-        #: for example after a restore of etcd from a backup.
+        #: Values sent for our lease, also if no answer came. A lease with one is ours, as after a restore.
         self._sent: set[str] = set()
         self.local = NO_FACTS
 
@@ -132,7 +133,6 @@ class EtcdStore:
         root = client.root(self._prefix)
         self.api = client.api
         self.config_key = config_key(client, self._prefix)
-        # In v2 a renewal by Go creates the key again.
         self._reader = LeaseReader(posixpath.join(root, "subnets"), is_ordered=client.api != "v2")
         self._endpoints = posixpath.join(root, "endpoints")
         self._requests = client
@@ -233,7 +233,7 @@ class EtcdStore:
         raise Retryable(f"the lease {lease} changes all the time", "give each node its own -public-ip")
 
     def publish_endpoints(self, name: str, text: str) -> None:
-        path = posixpath.join(self._endpoints, name)
+        path = posixpath.join(self._endpoints, key_of(name, self.api))
         try:
             node = self._requests.fetch(path).node
         except NotFound:
@@ -246,7 +246,7 @@ class EtcdStore:
             found = self._requests.fetch(self._endpoints, recursive=True).children
         except NotFound:
             return {}
-        return {posixpath.basename(each.key): each.value for each in found}
+        return {name_in(each.key): each.value for each in found}
 
     def watch(self, deliver: Deliver, alive: Callable[[], None]) -> None:
         def beat() -> None:

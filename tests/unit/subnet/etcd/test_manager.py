@@ -113,11 +113,12 @@ def test_endpoints_have_keys_of_their_own_with_the_life_of_a_lease(store: EtcdPr
     assert manager.endpoints() == {}
     manager.publish_endpoints("a-b_c=", "192.168.1.5:51820")
     manager.publish_endpoints("a-b_c=", "203.0.113.9:40000,192.168.1.5:51820")
-    manager.publish_endpoints("d=", "[2001:db8::1]:51820")
+    manager.publish_endpoints("_d=", "[2001:db8::1]:51820")  # the v2 API hides such keys
+    manager.publish_endpoints("_d=", "[2001:db8::2]:51820")
     other = store.manager()
     assert other.endpoints() == {
         "a-b_c=": "203.0.113.9:40000,192.168.1.5:51820",
-        "d=": "[2001:db8::1]:51820",
+        "_d=": "[2001:db8::2]:51820",
     }
     assert has_full_term(store.keys.get(f"{store.prefix}/endpoints/a-b_c=") or {})
     assert list(other.read_leases()) == []
