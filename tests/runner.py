@@ -26,7 +26,7 @@ PYTHON = ".venv/bin/python"
 PYTEST = (PYTHON, "-m", "pytest")
 CORES = os.cpu_count() or 1
 #: Tests wait for three quarters of their time, those of what decides never; others want their share.
-WORKERS, WORKERS_BESIDE_OTHERS = 4 * CORES, 2 * CORES + 1
+WORKERS, WORKERS_BESIDE_OTHERS = 4 * CORES, 3 * CORES
 MACHINES = 2  # with one CPU each
 UNIT = ("tests/unit", "tests/fuzz", "tests/browser", "docs")
 NAMESPACES = ("tests/netns", "tests/interop", "tests/faults")

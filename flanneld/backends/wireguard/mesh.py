@@ -37,8 +37,8 @@ NAT_KEEPALIVE = 25
 #: Seconds between two questions to peers, until the next if none answered, and after a move or a new answer:
 #: peers read their devices every 5 s, and until then know the endpoint of before or of our lease.
 _ASK, _ASK_SOON, _ASK_AGAIN = 60.0, 2.0, 6.0
-#: Peers that are asked: two show whether a NAT shows us to each in the same way. After a move more, and
-#: ever more while none answers, for most NATs let nothing in from where we are now.
+#: Peers that are asked: two show whether a NAT shows us to each in the same way. After a move more, until one
+#: answers: most NATs let nothing in from where we are now.
 _ASKED, _ASKED_MOVED = 2, 8
 #: Seconds within which a peer answers.
 _WITHIN = 1.0
@@ -234,7 +234,7 @@ class MeshTask:
         self._once = Once()
         self._here = uplink(), clock.suspended()
         self._seen: tuple[Endpoint, ...] = ()
-        self._to_ask, self._ask_at = _ASKED, 0.0
+        self._questions, self._ask_at = _ASKED, 0.0
         self._announced = ""
         self._announce_at = self._repeat_at = 0.0
         self._read_at, self._pause = 0.0, _READ
@@ -266,19 +266,18 @@ class MeshTask:
         log.info("This node has moved, or was suspended: asking peers where they see it")
         self._here = here
         self._mesh.greets = True
-        self._to_ask, self._ask_at, self._announce_at = _ASKED_MOVED, now + _ASK_AGAIN, now
+        self._questions, self._ask_at, self._announce_at = _ASKED_MOVED, now + _ASK_AGAIN, now
         self._seen = ()
 
     def _reflect(self, local: Collection[IPAddress]) -> None:
         """Ask peers at which endpoints they see us, and set the kind of NAT."""
-        asked = to_ask(self._sessions(), self._to_ask)
+        asked = to_ask(self._sessions(), self._questions)
         answers = self._ask(asked) if asked else ()
         nat = nat_of(answers, local)
         if nat is Nat.UNKNOWN:
-            self._to_ask = 2 * len(asked) or _ASKED
             self._ask_at = clock.now() + _ASK_SOON
             return
-        self._to_ask = _ASKED
+        self._questions = _ASKED
         # Where the NAT is symmetric, only the peer that was asked reaches us there.
         shown = {each for each in answers if each[0] not in local and nat is not Nat.SYMMETRIC}
         seen = tuple(sorted(shown, key=text_of))
