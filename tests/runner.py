@@ -140,7 +140,7 @@ def plan(
         command = (*spread(CORES, more), *deciding, "tests/unit", "docs")
         lanes[0].append(Step("unit tests of what decides", command))
         return lanes
-    lanes[0].append(Step("new clusters", (*SEARCH, "--seconds=30"), optional=True))
+    lanes[0].append(Step("new clusters", (*SEARCH, "--seconds=15"), optional=True))
     here = (*spread(WORKERS_BESIDE_OTHERS if lacking else WORKERS, more), *needs("without", lacking))
     # Else each process of the tests, also in a machine, would compile them all for itself.
     folders = (*UNIT, *NAMESPACES)

@@ -200,7 +200,7 @@ def wait_for_routes(node: Node, least: int, most: int) -> None:
     wait_for(lambda: least <= len(overlay_routes(node)) <= most, what=f"{least} to {most} routes")
 
 
-@both_apis
+@pytest.mark.parametrize("api", ["v2", pytest.param("v3", marks=pytest.mark.long)])
 def test_removals_as_fast_as_etcd_takes_them_are_followed_one_by_one(lab: Lab) -> None:
     (node,) = lab.cluster({"Type": "host-gw"}, nodes=1, SubnetMin="10.5.100.0", SubnetLen=28)
     subnets = [f"10.5.{number // 16}.{16 * (number % 16)}/28" for number in range(MANY)]
