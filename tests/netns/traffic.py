@@ -17,14 +17,16 @@ PORT = 9999
 ETH_P_ALL = 0x0003
 ETH_P_IP, ETH_P_IPV6 = 0x0800, 0x86DD
 
-#: Each packet from a port of its own: the kernel decides on each anew whether to masquerade it.
+#: Each packet from a port of its own: the kernel decides on each anew whether to masquerade it, but not if it
+#: remembers another one from there (nf_conntrack_udp_timeout, 30 s).
 SENDER = """
-import socket, sys, time
+import itertools, socket, sys, time
 target, port, pause = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
 family = socket.AF_INET6 if ":" in target else socket.AF_INET
-while True:
+for own in itertools.cycle(range(1024, 65536)):
     with socket.socket(family, socket.SOCK_DGRAM) as flow:
         try:
+            flow.bind(("", own))
             flow.sendto(b"x", (target, port))
         except OSError:
             pass
