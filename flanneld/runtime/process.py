@@ -39,8 +39,8 @@ _WANTED = 4096
 #: Seconds until a running thread yields. An event passes two threads to the kernel, so Python's 5 ms are too
 #: long.
 _SWITCH_INTERVAL = 0.0001
-#: The same for each of several networks. All threads that wait for the interpreter wake after each interval;
-#: for that a busy host has no CPU time: the start of fifty networks took 38 s and more of it, now 4.5 s.
+#: The same for each of several networks. All threads that wait for the interpreter wake after each interval,
+#: which takes CPU time from the one that runs: docs/adr/0012-several-networks.md has figures.
 _SWITCH_INTERVAL_OF_NETWORK = 0.0004
 
 
@@ -78,7 +78,7 @@ def tune_interpreter() -> None:
 
 
 def share_interpreter(networks: int) -> None:
-    """Set the thread switch interval for a process that serves so many networks."""
+    """Set the thread switch interval of this process by the number of its networks."""
     sys.setswitchinterval(max(_SWITCH_INTERVAL, networks * _SWITCH_INTERVAL_OF_NETWORK))
 
 

@@ -15,7 +15,6 @@ from tests.lab.namespace import batch
 from tests.netns.cni_runtime import Runtime
 from tests.netns.pair import DUAL_STACK
 
-PODS = 12  # on each of two nodes
 AT_ONCE = 4
 PATIENCE = 30  # seconds
 
@@ -32,8 +31,9 @@ def everywhere(work: Iterable[Any]) -> None:
         pass
 
 
-def test_two_dozen_pods_on_two_nodes_come_and_go_and_leave_nothing(lab: Lab) -> None:
-    numbers = range(1, PODS + 1)
+@pytest.mark.parametrize("count", [12, pytest.param(25, marks=pytest.mark.long)])
+def test_many_pods_on_two_nodes_come_and_go_and_leave_nothing(lab: Lab, count: int) -> None:
+    numbers = range(1, count + 1)
     one, other = (Runtime(node, cniVersion="0.4.0") for node in lab.cluster({"Type": "vxlan"}))
     with ThreadPoolExecutor(AT_ONCE) as pool:
         pods, peers = ([*pool.map(runtime.add, numbers)] for runtime in (one, other))
@@ -42,11 +42,11 @@ def test_two_dozen_pods_on_two_nodes_come_and_go_and_leave_nothing(lab: Lab) -> 
         )
         for runtime in (one, other):
             everywhere(pool.map(runtime.check, numbers))
-            assert len(ports(runtime.node)) == len(runtime.records()) == len(runtime.reserved()) == PODS
+            assert len(ports(runtime.node)) == len(runtime.records()) == len(runtime.reserved()) == count
             everywhere(pool.map(runtime.delete, numbers))
     for runtime in (one, other):
         assert (ports(runtime.node), runtime.records(), runtime.reserved()) == ([], [], [])
-    assert len({pod.address for pod in pods + peers}) == 2 * PODS
+    assert len({pod.address for pod in pods + peers}) == 2 * count
 
 
 def test_a_pod_is_made_as_subnet_env_and_the_configuration_say(lab: Lab) -> None:

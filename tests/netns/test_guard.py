@@ -91,11 +91,12 @@ def test_everything_passes_until_all_leases_are_known(lab: Lab) -> None:
     assert admitted(first) == {second.address}
 
 
-def test_churn_of_leases_costs_a_healthy_peer_no_packet(lab: Lab) -> None:
+@pytest.mark.parametrize("crowd", [800, pytest.param(2002, marks=pytest.mark.long)])
+def test_churn_of_leases_costs_a_healthy_peer_no_packet(lab: Lab, crowd: int) -> None:
     first, second = cluster(lab, SubnetLen=28)
     here, there = first.container(), second.container()
     here.wait_for_reply(there)
-    subnets = [f"10.5.{number // 16}.{number % 16 * 16}/28" for number in range(16, 816)]
+    subnets = [f"10.5.{number // 16}.{number % 16 * 16}/28" for number in range(16, 16 + crowd)]
     free = [subnet for subnet in subnets if subnet not in (first.subnet(), second.subnet())]
     leases = [(subnet, f"192.0.{2 + n // 250}.{1 + n % 250}") for n, subnet in enumerate(free)]
     with here.ping(there) as ping:

@@ -24,6 +24,7 @@ exec "$@"
 @pytest.mark.parametrize(
     ("act", "line", "workers"),
     [
+        ("pass", "", 0),
         ("pass", "", 2),
         ("subprocess.call(['ip', 'link', 'add', 'left', 'type', 'bridge'])", "+ link ifname=left", 2),
         ("subprocess.call(['ip', 'rule', 'add', 'to', '10.7.0.0/16'])", "+ IPv4 rule priority=32765", 0),

@@ -452,6 +452,17 @@ def tools(lab: Lab, node: Node) -> None:
     wait_for(lambda: not charon_of(node), what="charon to end")
 
 
+@pytest.mark.long  # charon needs minutes to say so
+def test_wrong_keys_are_named(lab: Lab) -> None:
+    node, peer = cluster(lab, backend={**IPSEC, "UDPEncap": True})
+    lab.etcd.put_config({"Network": NETWORK, "Backend": {**IPSEC, "UDPEncap": True, "PSK": PSK[::-1]}})
+    peer.stop()
+    start(peer)
+    peer.wait_ready()
+    node.wait_for_log(f"IKE with {peer.address} for {peer.subnet()} fails", SOON)
+    wait_for(lambda: "give all nodes one PSK" in flannelctl(node, "doctor").stdout, SOON, "the advice")
+
+
 def test_another_backend_sweeps_the_policies(lab: Lab) -> None:
     node, peer = cluster(lab, backend={**IPSEC, "UDPEncap": True})
     assert node.env()["FLANNEL_MTU"] == "1415"

@@ -270,7 +270,7 @@ class MeshTask:
         self._seen = ()
 
     def _reflect(self, local: Collection[IPAddress]) -> None:
-        """Ask peers at which endpoints they see us, and set the kind of NAT."""
+        """Set the kind of NAT, and where peers see this node, by their answers."""
         asked = to_ask(self._sessions(), self._questions)
         answers = self._ask(asked) if asked else ()
         nat = nat_of(answers, local)

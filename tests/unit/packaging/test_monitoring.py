@@ -152,7 +152,7 @@ def test_each_alert_fires_for_its_fault_alone_and_none_in_a_healthy_cluster(tmp_
         yaml.safe_dump(
             {
                 "rule_files": [str(MONITORING / "flannel.rules.yaml")],
-                "evaluation_interval": "10m",  # every minute takes a minute of CPU
+                "evaluation_interval": "5m",  # every minute takes a minute of CPU
                 "tests": cases,
             }
         )
