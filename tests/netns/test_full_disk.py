@@ -155,7 +155,7 @@ def tells_of_leases_again(disk: SmallDisk) -> bool:
     """Return True if the log has a line about one lease, or about those of a second, after what was lost."""
     text = (disk.seen / "log").read_text()
     lost = LOST.search(text)
-    return lost is not None and "] Lease" in text[lost.end() :]
+    return lost is not None and re.search(r"\] (Subnet added|Leases): ", text[lost.end() :]) is not None
 
 
 def test_a_log_that_takes_no_more_costs_nothing_else(lab: Lab) -> None:
