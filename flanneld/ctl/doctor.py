@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from flanneld.backends.registry import described
 from flanneld.backends.udp.control import may_configure
 from flanneld.compat.glog import counted
-from flanneld.ctl import compare, drops, losses, nodes
+from flanneld.ctl import compare, drops, inside, losses, nodes
 from flanneld.ctl.checks import (
     THEMES,
     Check,
@@ -246,7 +246,7 @@ def gather(source: DataSource) -> Facts:
     ours = [link for link in found.links if is_flannels(link)]
     addresses = tuple(host_addresses())
     devices = known(told.devices) or [link.name for link in ours]
-    ways = containers.container_devices(told, addresses, devices)
+    ways = inside.container_devices(told, addresses, devices)
     names = {link.index: link.name for link in found.links}
     ways_out = {told.uplink_name, *devices, *ways.values()}
     queues = {index: name for index, name in names.items() if name in ways_out}
@@ -283,9 +283,7 @@ def gather(source: DataSource) -> Facts:
         etcd=store.ask_etcd(told),
         stored=None if isinstance(stored, Unknown) else stored,
         clock_is_synchronised=_clock_is_synchronised(),
-        containers=tuple(
-            containers.read_containers(told, found.links, {address for _, address in addresses})
-        ),
+        containers=tuple(inside.read_containers(told, found.links, {address for _, address in addresses})),
         pinned=tuple(
             losses.permanent(HostView(), filter(None, map(found.link, {told.uplink_name, *ways.values()})))
         ),
@@ -322,7 +320,7 @@ def _with_probes(facts: Facts, queues: Mapping[int, str]) -> Facts:
     silent = (each.target for each in paths if each.name == "underlay" and not each.carried)
     is_threaded = any(map(encryption.is_threaded, facts.devices))
     is_silent = any(each.carried is None for each in paths)
-    unheard = {(at.path, at.address): at for at in ([] if is_silent else containers.unheard(facts))}
+    unheard = {(at.path, at.address): at for at in ([] if is_silent else inside.unheard(facts))}
     return replace(
         facts,
         status=told,

@@ -6,7 +6,6 @@ Routes are looked up as the kernel does for such packets.
 from __future__ import annotations
 
 import errno
-import struct
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -41,15 +40,13 @@ from flanneld.network.firewall.foreign import BaseChain
 from flanneld.network.host import HostView
 from flanneld.network.host_settings import FORWARDING, sysctl
 from flanneld.network.iproute2_commands import set_link
-from flanneld.network.routing import MAIN_RULE, RTN_LOCAL, LookupResult, PolicyRule
+from flanneld.network.routing import MAIN_RULE, RTN_LOCAL, PolicyRule
 from flanneld.network.rtnetlink.links import SeenLink
 from flanneld.network.rtnetlink.messages import (
     IFA_F_DADFAILED,
     RTM_GETNEIGH,
-    RTN_UNICAST,
     decode_neighbor,
     decode_unresolved,
-    mac_text,
     neighbors_request,
 )
 from flanneld.runtime import files
@@ -79,18 +76,6 @@ _NEVER, _ARP_IGNORE = 8, "net/ipv4/conf/{}/arp_ignore"
 #: Hooks whose marks a route lookup sees.
 _BEFORE_ROUTING = frozenset({"prerouting", "output"})
 _FORWARDING, _RP_FILTER = "net/ipv4/conf/{}/forwarding", "net/ipv4/conf/{}/rp_filter"
-
-
-#: Files of a bridge's port: option of bridge(8), and the values with which it does not pass all packets on.
-#: States are disabled and blocking (linux/if_bridge.h).
-_PORT = {
-    "state": ("state", "04"),
-    "unicast_flood": ("flood", "0"),
-    "learning": ("learning", "0"),
-    "broadcast_flood": ("bcast_flood", "0"),
-}
-#: struct __fdb_entry (linux/if_bridge.h): MAC address, port, 1 for an address of the bridge itself.
-_FDB_ENTRY = struct.Struct("=6sxB8x")
 
 
 class Lost(Struct, frozen=True, gc=False):
@@ -398,60 +383,6 @@ def claims(
             is_ours = seen.address in ours or any(seen.address in net for net in own)
             if is_ours and seen.flags & IFA_F_DADFAILED:
                 yield Claim(seen.address, length=seen.length)
-
-
-def is_ours(way: LookupResult, host_addresses: Collection[IPAddress]) -> bool:
-    """Return True for a route by no gateway, by one of this host, or by one that is not looked at."""
-    gateway = way.gateway
-    is_known = gateway is None or gateway.is_link_local or gateway in host_addresses
-    return is_known and way.kind == RTN_UNICAST
-
-
-def astray_route(view: HostView, target: IPAddress) -> str:
-    """Return the route to an address by another interface than ours; empty for a default route or none."""
-    found = view.matching_route(target)
-    if found is None or found.destination is None:
-        return ""
-    return f"{found.destination} dev {view.name_of(found.hops[0][0])}"
-
-
-def led_away(
-    view: HostView,
-    way: LookupResult,
-    target: IPAddress,
-    ends: Collection[int],
-    own: Collection[IPAddress],
-) -> str:
-    """Return the route inside a container that leads its packets for other nodes away from this host, if any.
-
-    ``ends`` are its ends of veth pairs, ``own`` this host's addresses. A router of IPv6 is known by its
-    link-local address; for one of IPv4 with such an address this host may answer by proxy ARP.
-    """
-    router = way.gateway
-    if router and router.version == 6 and router.is_link_local and router not in own:
-        return f"default via {router} dev {view.name_of(way.index)}"
-    return "" if way.index in ends else astray_route(view, target)
-
-
-def overriding_rule(view: HostView, family: Family) -> PolicyRule | None:
-    rules = (rule for rule in view.rules(family) if not rule.is_default)
-    return next(rules, None) if view.default_routes(family) else None
-
-
-def off_options(port: str) -> tuple[str, ...]:
-    """Return what a bridge does not do for its port."""
-    where = Path(f"/sys/class/net/{port}/brport")
-    values = ((option, files.text(where / name).strip(), bad) for name, (option, bad) in _PORT.items())
-    return tuple(option for option, value, bad in values if value and value in bad)
-
-
-def learnt(bridge: str) -> set[str]:
-    """Return the MAC addresses whose port a bridge knows."""
-    try:
-        table = Path(f"/sys/class/net/{bridge}/brforward").read_bytes()
-    except OSError:
-        return set()
-    return {mac_text(mac) for mac, is_own in _FDB_ENTRY.iter_unpack(table) if not is_own}
 
 
 def permanent(view: HostView, devices: Iterable[SeenLink]) -> Iterator[Neighbor]:

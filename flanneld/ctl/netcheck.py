@@ -12,9 +12,9 @@ from typing import Any
 from msgspec import Struct, field
 from msgspec.structs import asdict, replace
 
-from flanneld.ctl.checks.containers import container_devices
 from flanneld.ctl.compare import wanted_route
 from flanneld.ctl.drops import bases_of, drops_towards
+from flanneld.ctl.inside import container_devices
 from flanneld.ctl.losses import host_addresses, lost_packets
 from flanneld.ctl.nodes import answer_remedy, our_addresses, port_of, target_of, told, vxlan_of
 from flanneld.ctl.output import State, TextTable, in_lines

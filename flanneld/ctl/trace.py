@@ -30,7 +30,7 @@ from flanneld.network.firewall.iptables_text import rule_text
 from flanneld.state.resources import FdbEntry, Neighbor, Resource, Route
 
 if TYPE_CHECKING:
-    from flanneld.ctl.checks.containers import Container
+    from flanneld.ctl.inside import Container
 
 WayTo = Callable[[IPAddress], RouteTaken]
 #: Our masquerading rules for a family's packets; None if they cannot be read.
@@ -51,7 +51,7 @@ def examine(target: IPAddress, told: Status, sender: IPAddress | None) -> list[H
 
     Raises ``FlannelError`` without such a container, ``OSError`` if the kernel does not tell.
     """
-    from flanneld.ctl.checks.containers import container_devices, read_containers
+    from flanneld.ctl.inside import container_devices, read_containers
 
     found = read(told)
     addresses = tuple(host_addresses())

@@ -18,12 +18,12 @@ from flanneld.subnet.subnet_file import Previous
 
 if TYPE_CHECKING:
     from flanneld.config import Config
-    from flanneld.ctl.checks.containers import Container
     from flanneld.ctl.checks.encryption import CharonState
     from flanneld.ctl.checks.host import CniFile, LeftRules
     from flanneld.ctl.checks.store import EtcdHealth
     from flanneld.ctl.compare import Comparison, ShadowingRoute
     from flanneld.ctl.drops import Drop
+    from flanneld.ctl.inside import Container
     from flanneld.ctl.losses import Claim, Lost
     from flanneld.ctl.paths import PathToPeer
     from flanneld.ctl.source import Unknown

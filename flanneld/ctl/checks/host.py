@@ -24,7 +24,7 @@ from flanneld.network.survey import SAMPLE, SMALLEST
 
 if TYPE_CHECKING:
     from flanneld.ctl.checks import Facts
-    from flanneld.ctl.checks.containers import Container
+    from flanneld.ctl.inside import Container
 
 #: First kernel with correct checksums for VXLAN packets after NAT (fixed by ea64d8d6c675).
 _GOOD_CHECKSUMS = (5, 7)

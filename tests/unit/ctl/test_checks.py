@@ -19,7 +19,6 @@ from msgspec.structs import replace
 import flanneld
 from flanneld.config import parse
 from flanneld.ctl.checks import THEMES, Facts, LackingFeature, cluster
-from flanneld.ctl.checks.containers import Container
 from flanneld.ctl.checks.encryption import CharonState, standing
 from flanneld.ctl.checks.host import CniFile, LeftRules
 from flanneld.ctl.checks.kernel import NEW_MAC
@@ -27,6 +26,7 @@ from flanneld.ctl.checks.store import EtcdHealth, ask_etcd
 from flanneld.ctl.compare import Comparison, Difference, Outside, ShadowingRoute
 from flanneld.ctl.doctor import CHECKS, DoctorReport, examine
 from flanneld.ctl.drops import MASQUERADES, Drop
+from flanneld.ctl.inside import Container
 from flanneld.ctl.losses import Claim, Lost
 from flanneld.ctl.output import table_lines
 from flanneld.ctl.paths import DISCOVERY, TO_CONTAINERS, TO_NODES, PathToPeer
