@@ -269,8 +269,9 @@ class KubeStore:
 
     @property
     def problem(self) -> Retryable | None:
-        """The current failure of the watch, or of the start; or None."""
-        return self._watch.problem if self._watch else self._unanswered
+        """The current failure of the watch, or of the start, or a missing Node object of ours; or None."""
+        failure = self._watch.problem if self._watch else self._unanswered
+        return failure or (self._member.missing if self._member else None)
 
     def reread(self) -> None:
         self._watches.reread()
@@ -367,6 +368,13 @@ class _Member:
             self.own = None
             return []
         return self._follow(self._table.drop(node.name))
+
+    @property
+    def missing(self) -> Retryable | None:
+        """The reason why other nodes do not know of this one; None if its Node object is there."""
+        if self.own is not None:
+            return None
+        return Retryable(f"the Node object {self.name} is gone", "restart its kubelet, which registers it")
 
     def _follow(self, events: list[Event]) -> list[Event]:
         """Have the cache written soon if a node is gone: a start without API server would bring it back."""

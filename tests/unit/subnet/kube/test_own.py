@@ -43,9 +43,12 @@ def test_annotations_that_somebody_removed_are_reported(cluster: Cluster) -> Non
 def test_our_node_deleted_and_made_anew_is_reported_as_unwritten(cluster: Cluster) -> None:
     manager = cluster.join()
     wait_for(lambda: cluster.own_events)
+    assert manager.problem is None
     cluster.control.delete_node("n1")
+    assert str(wait_for(lambda: manager.problem)).startswith("the Node object n1 is gone; ")
     cluster.put_node("n1", "10.5.1.0/24")
     wait_for(lambda: cluster.own_events[-1] == Added(Lease(LeaseAttrs(), SUBNET)))
+    assert manager.problem is None
     manager.renew(Lease(ATTRS, SUBNET))
     wait_for(lambda: cluster.own_events[-1] == Added(Lease(ATTRS, SUBNET)))
 
