@@ -71,10 +71,9 @@ _EXTENSIONS = frozenset(
     }
     | {"set", "state", "tcp", "udp"}
 )
-#: Options about packets that a bridge passes on, and about fragments: no first packet that is routed.
-_OF_OTHER_PACKETS = frozenset(
-    {"-f", "--physdev-is-bridged", "--physdev-is-in", "--physdev-is-out", "--physdev-in", "--physdev-out"}
-)
+#: Options about packets that a bridge passes on, and about fragments: no first packet that is routed. One may
+#: have come in by a port of a bridge.
+_OF_OTHER_PACKETS = frozenset({"-f", "--physdev-is-bridged", "--physdev-is-out", "--physdev-out"})
 
 #: Dimensions and elements of each set of ipset(8), such as "ip,port" and "192.0.2.1,udp:8472".
 IpSets = Mapping[str, tuple[str, list[str]]]

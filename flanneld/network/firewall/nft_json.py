@@ -180,8 +180,10 @@ def read_rules(rule: ListedRule, family: Family, sets: Sets = _NO_SETS) -> Itera
                 return
             case "mangle", {"key": {"meta": {"key": "mark"}}, "value": value}:
                 yield replace(_rule(rule, tests, {MARK: None}, rest), new_mark=_new_mark(value))
-            case "mangle", {"key": {"payload": {"field": "ttl" | "hoplimit"}}, "value": 0 | 1}:
-                yield _rule(rule, tests, {"drop": None}, rest)  # by the next router, which is the peer
+            case "mangle", {"key": {"payload": {"field": str(field)}}, "value": value} if (
+                end := _end_by_rewriting(field, value)
+            ):
+                yield _rule(rule, tests, {end: None}, rest)
                 return
             case "set", {"stmt": _}:  # a limit of its own for each element
                 tests.append(UNKNOWN)
@@ -229,6 +231,13 @@ def _rule(listed: ListedRule, tests: list[Test], verdict: Mapping[str, Any], res
     to = UNKNOWN_VERDICT if target in TARGETS else target or VERDICTS.get(name, ACCEPT)
     extra, text = " ".join(rest), str(listed.handle)
     return Rule(to, tuple(tests), listed.comment, random, extra, name == "goto", text=text)
+
+
+def _end_by_rewriting(field: str, value: Any) -> str:
+    """Return what becomes of a packet with a new value in a field of its header; empty if it gets there."""
+    if field in ("ttl", "hoplimit"):
+        return "drop" if value in (0, 1) else ""  # by the next router, which is the peer
+    return "dnat" if field in ("saddr", "daddr", "sport", "dport") else ""
 
 
 def _new_mark(value: Any) -> tuple[int, int] | None:

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from flanneld.model import Family
 from flanneld.network.firewall.fate import (
     ACCEPT,
+    DNAT,
     DROP,
     RETURN,
     UNKNOWN,
@@ -66,6 +67,7 @@ def iptables(*rules: str, packet: Packet = PACKET) -> Fate:
         ("-p udp -j MARK --set-xmark 0x1/0x1", False),
         ("-j TTL --ttl-set 1", True),
         ("-j TTL --ttl-set 64", False),
+        ("-m physdev --physdev-out veth1 -j DROP", False),
         ("-m mark --mark 0x1 -j DROP", False),
         ("", False),
     ],
@@ -321,6 +323,28 @@ def test_rule_of_nftables_drops_what_it_matches_for_sure(
     found = nft(expressions)
     assert (found == Fate(DROP, "0")) == is_dropped
     assert (found.act == DROP) == is_dropped
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "act"),
+    [
+        (("ip", "daddr"), "203.0.113.1", DNAT),
+        (("ip", "saddr"), "203.0.113.1", DNAT),
+        (("udp", "dport"), 9999, DNAT),
+        (("ip", "ttl"), 1, DROP),
+        (("ip", "ttl"), 64, ""),
+        (("ip", "dscp"), 46, ""),
+    ],
+)
+def test_packet_with_another_receiver_or_no_hop_left_does_not_get_there(
+    field: tuple[str, str], value: str | int, act: str
+) -> None:
+    assert nft([{"mangle": {"key": payload(*field), "value": value}}]).act == act
+
+
+def test_port_of_a_bridge_by_which_a_routed_packet_came_is_not_known() -> None:
+    drop = "-A INPUT -m physdev --physdev-in veth1 -j DROP"
+    assert iptables(drop) == Fate(doubt=drop, may_drop=True)
 
 
 def test_rules_of_firewalld_reject_what_no_zone_lets_in() -> None:
