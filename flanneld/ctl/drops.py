@@ -46,6 +46,8 @@ _XFRM_DROPS = Path("/proc/net/xfrm_stat")
 #: By the end of a packet that goes on, what a rule does to it. A masqueraded one gets there.
 MASQUERADES = "masquerades"
 _VERBS = {DNAT: "redirects", MASQUERADE: MASQUERADES}
+#: Beginnings of the names of chains by which kube-router, Calico and Weave enforce NetworkPolicies.
+_POLICIES = ("KUBE-POD-FW-", "KUBE-NWPLCY-", "cali-", "WEAVE-NPC")
 #: Networks named by rules for which a peer is looked up, at most.
 _MENTIONED = 64
 
@@ -134,6 +136,15 @@ def read_bases(told: Status) -> list[BaseChain]:
         with suppress(OSError):  # only root can read them
             found += read_chains(is_ipsec="ipsec" in told.backends)
     return found
+
+
+def has_policies(bases: Iterable[BaseChain]) -> bool:
+    """Return True if some chains enforce NetworkPolicies."""
+    return any("network-polic" in str(base) or any(map(_is_policys, base.chains)) for base in bases)
+
+
+def _is_policys(chain: str) -> bool:
+    return chain.startswith(_POLICIES)
 
 
 def _drops(

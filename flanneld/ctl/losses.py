@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from functools import cache
 from ipaddress import ip_network
@@ -27,6 +28,7 @@ from flanneld.ctl.paths import (
     Flow,
     ParsedPeer,
     PathToPeer,
+    between_nodes,
     chosen_of,
     container_of,
     flows,
@@ -40,7 +42,16 @@ from flanneld.network.firewall.foreign import BaseChain
 from flanneld.network.host import HostView
 from flanneld.network.host_settings import FORWARDING, sysctl
 from flanneld.network.iproute2_commands import set_link
-from flanneld.network.routing import MAIN_RULE, RTN_LOCAL, PolicyRule
+from flanneld.network.routing import (
+    ICMP,
+    ICMPV6,
+    IP_PROTOCOLS,
+    MAIN_RULE,
+    RTN_LOCAL,
+    UDP,
+    PolicyRule,
+    RoutedPacket,
+)
 from flanneld.network.rtnetlink.links import SeenLink
 from flanneld.network.rtnetlink.messages import (
     IFA_F_DADFAILED,
@@ -114,10 +125,23 @@ class Question(Struct, frozen=True, gc=False):
     is_right: Callable[[RouteTaken], bool]
     #: Mark that this host's packet filters give it.
     mark: int = 0
+    #: IP protocol and destination port, by number.
+    protocol: int = 0
+    port: int = 0
 
     def __str__(self) -> str:
-        mark = f" mark {self.mark:#x}" if self.mark else ""
-        return f"{self.target} from {self.source}" + (f" iif {self.iif}" if self.iif else "") + mark
+        conditions = {
+            "iif": self.iif,
+            "mark": f"{self.mark:#x}" if self.mark else "",
+            "ipproto": IP_PROTOCOLS.get(self.protocol),
+            "dport": self.port,
+        }
+        return " ".join(
+            (
+                f"{self.target} from {self.source}",
+                *(f"{name} {value}" for name, value in conditions.items() if value),
+            )
+        )
 
 
 def lost_packets(
@@ -131,9 +155,13 @@ def lost_packets(
     host = _Host(HostView(), names)
     chosen = chosen_of(told) if chosen is None else chosen
     asked = list(questions(told, chosen, container_devices))
-    if any(any(rule.mark) for each in asked for rule in host.rules(each.target.version)):
+    rules = [rule for family in {each.target.version for each in asked} for rule in host.rules(family)]
+    if any(any(rule.mark) for rule in rules):
         marks = _marks(flows(told, chosen, container_devices), bases())
         asked = [replace(each, mark=marks.get((each.source, each.target, each.iif), 0)) for each in asked]
+        asked += _tunnelled(asked, told)
+    kinds = {rule.protocol or UDP for rule in rules if rule.protocol or any(rule.ports)}
+    asked = _of_kinds(asked, kinds & IP_PROTOCOLS.keys(), told)
     wrong = ((each, way) for each in asked if (way := host.ask(each)) is not None)
     lost = by_cause(asked, ((each, host.explain(each, way, told)) for each, way in wrong))
     return [*lost, *_mute(HostView(), {told.uplink_name, container_devices.get(4, "")})]
@@ -146,6 +174,32 @@ def _marks(
     packets = ((each.packet, each.hooks & _BEFORE_ROUTING) for each in found)
     marked = ((packet, foreign.marked(bases, packet, hooks)) for packet, hooks in packets)
     return {(packet.source, packet.destination, packet.iif): mark for packet, mark in marked if mark}
+
+
+def _tunnelled(asked: Sequence[Question], told: Status) -> list[Question]:
+    """Return VXLAN's packets for the nodes with the marks of the containers' packets inside (pure).
+
+    The kernel looks them up with these (drivers/net/vxlan/vxlan_core.c).
+    """
+    marks = {each.mark for each in asked if each.packets == FROM_CONTAINERS and each.mark}
+    outer = [each for each in asked if each.packets == TO_NODES and "vxlan" in told.backends]
+    return [replace(each, mark=mark) for mark in sorted(marks) for each in outer]
+
+
+def _of_kinds(asked: Iterable[Question], protocols: AbstractSet[int], told: Status) -> list[Question]:
+    """Return the questions for each of these IP protocols, as far as such packets are sent (pure).
+
+    Between nodes they are those of the tunnel, to its port.
+    """
+    tunnel = next(iter(between_nodes(told)), None)
+    port = tunnel.port if tunnel and tunnel.protocol == "udp" else 0
+    found = []
+    for each in asked:
+        is_inside, icmp = each.packets in (FROM_CONTAINERS, TO_CONTAINERS), (ICMP, ICMPV6)
+        found.append(replace(each, protocol=UDP, port=port) if protocols and port and not is_inside else each)
+        sent = protocols - {icmp[each.target.version == 4]} if is_inside else ()
+        found += [replace(each, protocol=protocol) for protocol in sorted(sent)]
+    return found
 
 
 def _mute(view: HostView, names: Iterable[str]) -> Iterator[Lost]:
@@ -175,7 +229,10 @@ def by_cause(asked: Iterable[Question], lost: Iterable[tuple[Question, Lost]]) -
     for question, each in lost:
         key, family = (each.cause, each.about), frozenset({question.target.version})
         alike = found.get(key, replace(each, number=0, families=family))
-        found[key] = replace(alike, number=alike.number + 1, families=alike.families | family)
+        commands = alike.commands if each.commands else ()  # those of one kind of packet do not spare another
+        found[key] = replace(
+            alike, number=alike.number + 1, families=alike.families | family, commands=commands
+        )
     total = Counter(each.packets for each in asked)
     return [replace(each, asked=total[each.packets]) for each in found.values()]
 
@@ -233,7 +290,7 @@ class _Host:
         if question.iif and question.iif not in self._indexes:
             return None  # a missing device is a finding of its own
         try:
-            way = self._way(question.target, question.source, question.iif, question.mark)
+            way = self._way(question)
         except OSError as failure:
             if failure.errno == errno.EHOSTUNREACH and question.iif and does_not_forward(question.target):
                 return None  # so is forwarding that is off
@@ -271,27 +328,18 @@ class _Host:
         if isinstance(wrong, RouteTaken) and question.packets == TO_NODES and wrong.device:
             return Lost(question.packets, "uplink", wrong.device, evidence)
         about = str(question.target) if question.packets != TO_CONTAINERS else ""
-        removal = self._dead_end(question.target, told) if isinstance(wrong, OSError) else ""
+        removal = dead_end(self._view, question.target) if isinstance(wrong, OSError) else ""
+        if removal in (str(each) for each in resources(told.local) if isinstance(each, Blackhole)):
+            removal = ""  # the daemon's own
         is_lacking = isinstance(wrong, OSError) and wrong.errno == errno.ENETUNREACH and not removal
         cause = "no route" if is_lacking and question.packets == TO_NODES else "route"
         return Lost(question.packets, cause, about, evidence, removal=removal)
 
-    def _dead_end(self, target: IPAddress, told: Status) -> str:
-        """Return the most specific route to an address if it leads nowhere, and is not the daemon's own."""
-        around = [
-            (network, kind)
-            for destination, _, kind in self._view.destinations(target.version)
-            if target in (network := ip_network(destination))
-        ]
-        destination, kind = max(around, key=lambda each: each[0].prefixlen, default=(None, 0))
-        found = f"{NOWHERE[kind]} {destination}" if kind in NOWHERE else ""
-        own = (str(each) for each in resources(told.local) if isinstance(each, Blackhole))
-        return "" if found in own else found
-
-    def _way(
-        self, target: IPAddress, source: IPAddress | None = None, iif: str = "", mark: int = 0
-    ) -> RouteTaken:
-        found = self._view.lookup(target, source, self._indexes[iif] if iif else 0, mark)
+    def _way(self, asked: Question) -> RouteTaken:
+        iif = self._indexes.get(asked.iif, 0)
+        found = self._view.lookup(
+            RoutedPacket(asked.target, asked.source, iif, asked.mark, asked.protocol, asked.port)
+        )
         is_here = found.kind == RTN_LOCAL
         return RouteTaken(self._names.get(found.index, ""), found.gateway, is_here=is_here)
 
@@ -303,7 +351,7 @@ class _Host:
         if max(values) != _STRICT:
             return ""
         try:
-            back = self._way(question.source)
+            back = self._way(replace(question, target=question.source, source=None, iif=""))
         except OSError:
             return "rp_filter is strict, and there is no route back to the sender"
         return "" if back.device == question.iif else f"rp_filter is strict, and the route back is {back}"
@@ -319,12 +367,30 @@ class _Host:
             if not rule.is_default
             and not rule.text.endswith(_TO_MAIN)  # that is where flannel's routes are
             and (
-                rule.may_match(question.target, question.source, question.iif or "lo", question.mark)
+                rule.may_match(
+                    question.target,
+                    question.source,
+                    question.iif or "lo",
+                    question.mark,
+                    question.protocol,
+                    question.port,
+                )
                 # The reverse path filter asks for the way back.
                 or (question.source and rule.may_match(question.source, question.target, "lo"))
             )
         )
         return next(matching, None)
+
+
+def dead_end(view: HostView, target: IPAddress) -> str:
+    """Return the most specific route to an address if it leads nowhere, as ip-route(8) deletes it."""
+    around = [
+        (network, kind)
+        for destination, _, kind in view.destinations(target.version)
+        if target in (network := ip_network(destination))
+    ]
+    destination, kind = max(around, key=lambda each: each[0].prefixlen, default=(None, 0))
+    return f"{NOWHERE[kind]} {destination}" if kind in NOWHERE else ""
 
 
 def _before(rule: PolicyRule, question: Question, told: Status) -> Iterator[Command]:

@@ -153,7 +153,7 @@ class HostView:
     def look_up_route(self, target: IPAddress) -> routing.LookupResult | None:
         """Return the route the kernel would use for a packet, None if it has none."""
         try:
-            return self.lookup(target)
+            return self.lookup(routing.RoutedPacket(target))
         except OSError as failure:
             log.log(V(4), "No route to %s: %s", target, failure)
             return None
@@ -166,16 +166,13 @@ class HostView:
             log.log(V(4), "No route to %s: %s", target, failure)
             return None
 
-    def lookup(
-        self, target: IPAddress, source: IPAddress | None = None, arrives_by: int = 0, mark: int = 0
-    ) -> routing.LookupResult:
-        """Return the route for a packet; for a forwarded one ``arrives_by`` is the index of its interface.
+    def lookup(self, packet: routing.RoutedPacket) -> routing.LookupResult:
+        """Return the route for a packet.
 
         Raises ``OSError`` if the kernel would drop it: EXDEV by the reverse path filter, EHOSTUNREACH if the
         interface does not forward, otherwise by a route of that kind or for want of one.
         """
-        request = routing.lookup_request(target, source, arrives_by, mark)
-        return routing.decode_lookup(*self._socket.ask(rtnl.RTM_GETROUTE, request))
+        return routing.decode_lookup(*self._socket.ask(rtnl.RTM_GETROUTE, routing.lookup_request(packet)))
 
     def default_routes(self, family: Family) -> list[int]:
         """Return the interfaces of the main table's default routes, in the kernel's order."""

@@ -32,6 +32,9 @@ RTM_GETRULE = 34
 #: struct fib_rule_hdr: family, lengths of destination and source, tos, table, two reserved, action, flags.
 _HEADER = struct.Struct("=BBBBBBBBI")
 _DST, _SRC, _IIF, _PRIORITY, _MARK, _TABLE, _MASK, _OIF, _PROTOCOL = 1, 2, 3, 6, 10, 15, 16, 17, 22
+_SPORTS, _DPORTS = 23, 24
+#: struct fib_rule_port_range: first and last port.
+_PORT_RANGE = struct.Struct("=HH")
 _ACTIONS = {2: "goto", 6: "blackhole", 7: "unreachable", 8: "prohibit"}
 _INVERT = 2
 #: Priorities of the rules that every host has.
@@ -51,6 +54,9 @@ class PolicyRule(Struct, frozen=True, gc=False):
     iif: str = ""
     #: Mark and mask of packets that it is about.
     mark: tuple[int, int] = (0, 0)
+    #: Number of their IP protocol, and the first and last of their destination's ports; 0 for any.
+    protocol: int = 0
+    ports: tuple[int, int] = (0, 0)
     #: It has a condition that is not looked at here; it is about the packets that do not fulfil them all.
     is_narrow: bool = False
     is_inverted: bool = False
@@ -59,14 +65,23 @@ class PolicyRule(Struct, frozen=True, gc=False):
     def is_default(self) -> bool:
         return self.priority in _DEFAULT
 
-    def may_match(self, target: IPAddress, source: IPAddress | None, iif: str, mark: int = 0) -> bool:
+    def may_match(
+        self,
+        target: IPAddress,
+        source: IPAddress | None,
+        iif: str,
+        mark: int = 0,
+        protocol: int = 0,
+        port: int = 0,
+    ) -> bool:
         """Return True if the rule is about a packet, as far as its conditions are looked at here."""
         sides = ((self.destination, target), (self.source, source))
         if self.family != target.version:
             return False
         value, mask = self.mark
         is_inside = all(net is None or (ip is not None and ip in net) for net, ip in sides)
-        fulfils = is_inside and self.iif in ("", iif) and mark & mask == value
+        is_its_kind = self.protocol in (0, protocol) and self.ports[0] <= port <= (self.ports[1] or port)
+        fulfils = is_inside and self.iif in ("", iif) and mark & mask == value and is_its_kind
         return not fulfils if self.is_inverted else fulfils and not self.is_narrow
 
 
@@ -88,6 +103,7 @@ def decode(data: bytes, offset: int, end: int) -> PolicyRule:
     mark = number(found.get(_MARK)), number(found.get(_MASK))
     is_inverted = bool(flags & _INVERT)
     protocol = number(found.get(_PROTOCOL))
+    sports, dports = (_ports(found.get(each, bytes(4))) for each in (_SPORTS, _DPORTS))
     words = [
         *(("not",) if is_inverted else ()),
         *(("from", str(source)) if source else ("from", "all")),
@@ -95,15 +111,43 @@ def decode(data: bytes, offset: int, end: int) -> PolicyRule:
         *(("fwmark", f"{mark[0]:#x}/{mark[1]:#x}") if any(mark) else ()),
         *(("iif", iif) if iif else ()),
         *(("oif", oif) if oif else ()),
-        *(("ipproto", {6: "tcp", 17: "udp"}.get(protocol, str(protocol))) if protocol else ()),
+        *(("ipproto", IP_PROTOCOLS.get(protocol, str(protocol))) if protocol else ()),
+        *(
+            word
+            for name, (first, last) in (("sport", sports), ("dport", dports))
+            if last
+            for word in (name, str(first) if first == last else f"{first}-{last}")
+        ),
         _ACTIONS.get(action, "lookup"),
         *((_TABLES.get(table, str(table)),) if action == 1 else ()),
     ]
-    narrow, priority, text = bool(oif or tos or protocol == 6), number(found.get(_PRIORITY)), " ".join(words)
-    return PolicyRule(FAMILY[family], priority, text, source, destination, iif, mark, narrow, is_inverted)
+    narrow, priority, text = bool(oif or tos or sports[1]), number(found.get(_PRIORITY)), " ".join(words)
+    return PolicyRule(
+        FAMILY[family],
+        priority,
+        text,
+        source,
+        destination,
+        iif,
+        mark,
+        protocol,
+        dports,
+        is_narrow=narrow,
+        is_inverted=is_inverted,
+    )
 
 
+def _ports(data: bytes) -> tuple[int, int]:
+    first, last = unpack(_PORT_RANGE, data, 0, len(data))
+    return first, last
+
+
+#: Numbers of IP protocols with which a route may be looked up, each with its name.
+ICMP, TCP, UDP, ICMPV6 = 1, 6, 17, 58
+IP_PROTOCOLS = {ICMP: "icmp", TCP: "tcp", UDP: "udp", ICMPV6: "ipv6-icmp"}
 _RTA_DST, _RTA_SRC, _RTA_IIF, _RTA_PREFSRC, _RTA_MULTIPATH, _RTA_MARK, _RTA_VIA = 1, 2, 3, 7, 9, 16, 18
+#: Of Linux 4.17; an older one has no rules about them either.
+_RTA_IP_PROTO, _RTA_DPORT = 27, 29
 RT_TABLE_LOCAL = 255
 RTN_LOCAL, RTN_BROADCAST, RTN_ANYCAST = 2, 3, 4
 #: Flags: of a request for the route itself (Linux 4.13), and of an answer with one packet's way.
@@ -121,19 +165,38 @@ def interface_ending(index: int) -> bytes:
     return u32(RTA_OIF, index)
 
 
-def lookup_request(target: IPAddress, source: IPAddress | None = None, iif: int = 0, mark: int = 0) -> bytes:
+class RoutedPacket(Struct, frozen=True, gc=False):
+    """What a route is looked up for. One that this host passes on arrives by ``iif``, an interface's index.
+
+    ``mark`` is the packet filter's, ``protocol`` and ``port`` are IP's; 0 is none of each.
+    """
+
+    target: IPAddress
+    source: IPAddress | None = None
+    iif: int = 0
+    mark: int = 0
+    protocol: int = 0
+    port: int = 0
+
+
+def lookup_request(packet: RoutedPacket) -> bytes:
     """Return the request for a route lookup.
 
     With the interface by which it arrives, the kernel looks the packet up as one to be passed on.
     """
-    raw = target.packed
+    raw, source = packet.target.packed, packet.source
     length = 8 * len(raw) if source else 0
-    request = RTMSG.pack(AF[target.version], 8 * len(raw), length, 0, 0, 0, 0, 0, 0) + DST[len(raw)] + raw
-    if source:
-        request += attribute(_RTA_SRC, source.packed)
-    if mark:
-        request += u32(_RTA_MARK, mark)
-    return request + u32(_RTA_IIF, iif) if iif else request
+    numbers = ((_RTA_MARK, packet.mark), (_RTA_IIF, packet.iif))
+    return b"".join(
+        (
+            RTMSG.pack(AF[packet.target.version], 8 * len(raw), length, 0, 0, 0, 0, 0, 0),
+            DST[len(raw)] + raw,
+            attribute(_RTA_SRC, source.packed) if source else b"",
+            *(u32(kind, value) for kind, value in numbers if value),
+            attribute(_RTA_IP_PROTO, bytes([packet.protocol])) if packet.protocol else b"",
+            attribute(_RTA_DPORT, packet.port.to_bytes(2, "big")) if packet.port else b"",
+        )
+    )
 
 
 def match_request(target: IPAddress) -> bytes:

@@ -345,7 +345,8 @@ def _is_known(facts: Facts, lost: Lost) -> bool:
 def _way_out(lost: Lost, facts: Facts) -> str:
     if lost.cause == "rule":
         removal = f"ip rule del priority {lost.about.partition(':')[0]}"
-        return f"give the rule conditions that spare the nodes' addresses, or remove it: {removal}"
+        spared = "the network and the nodes' addresses"
+        return f"give the rule conditions that spare {spared}, or remove it: {removal}"
     if lost.cause == "no route":
         add = f"ip {'-6 ' * (':' in lost.about)}route add default via ROUTER dev {facts.status.uplink_name}"
         return f"no route leads there; give this host one: {add}"

@@ -17,7 +17,7 @@ from flanneld.ctl.checks import encryption
 from flanneld.ctl.checks.encryption import sessions_of, with_associations
 from flanneld.ctl.compare import ActualState, RouteTaken
 from flanneld.ctl.doctor import lacking_features
-from flanneld.ctl.drops import dropped
+from flanneld.ctl.drops import dropped, has_policies
 from flanneld.ctl.losses import Lost, Question, _before, _Host, by_cause, questions
 from flanneld.ctl.paths import chosen_of, sample
 from flanneld.diagnostics.status import PeerStatus, Status, known
@@ -26,7 +26,7 @@ from flanneld.network import interfaces, survey
 from flanneld.network.firewall.fate import DROP, MASQUERADE, Packet, Rule, Test
 from flanneld.network.firewall.foreign import BaseChain
 from flanneld.network.genetlink import SeenDevice, SeenPeer
-from flanneld.network.routing import LookupResult, PolicyRule
+from flanneld.network.routing import ICMP, ICMPV6, TCP, UDP, LookupResult, PolicyRule
 from flanneld.network.rtnetlink.links import SeenLink
 from flanneld.network.rtnetlink.messages import IFA_F_DADFAILED, RTN_UNICAST, SeenAddress
 from flanneld.network.survey import Reply
@@ -196,6 +196,54 @@ def test_cause_in_both_families_is_one_loss_of_both() -> None:
     assert (found.number, found.asked, found.families) == (2, 3, frozenset(FAMILIES))
 
 
+def test_command_that_spares_some_of_the_lost_packets_is_no_remedy() -> None:
+    asked = [
+        Question(packets, ip_address("10.5.2.2"), None, "", lambda _: False)
+        for packets in (paths.FROM_CONTAINERS, paths.TO_NODES)
+    ]
+    lost = [
+        Lost(paths.FROM_CONTAINERS, "rule", "50", "dropped", (("true",),)),
+        Lost(paths.TO_NODES, "rule", "50", ""),
+    ]
+    (found,) = by_cause(asked, zip(asked, lost, strict=True))
+    assert found.commands == ()
+
+
+def test_marks_of_containers_packets_stay_on_those_of_vxlan_around_them() -> None:
+    there, node = ip_address("10.6.0.2"), ip_address("192.0.2.1")
+    inner = Question(paths.FROM_CONTAINERS, there, None, "cni0", lambda _: True, mark=5)
+    outer = Question(paths.TO_NODES, node, None, "", lambda _: True)
+    (found,) = losses._tunnelled([inner, outer], status_of(document(1)))
+    assert (found.packets, found.target, found.mark) == (paths.TO_NODES, node, 5)
+    assert losses._tunnelled([inner, outer], status_of({"network": {"backend": "host-gw"}})) == []
+
+
+@pytest.mark.parametrize(
+    ("protocols", "between_nodes", "between_containers"),
+    [
+        (set(), [(0, 0)], [(0, 0)]),
+        ({UDP}, [(UDP, 8472)], [(0, 0), (UDP, 0)]),
+        ({ICMP, ICMPV6}, [(UDP, 8472)], [(0, 0), (ICMP, 0)]),
+    ],
+)
+def test_routes_are_asked_for_the_protocols_of_policy_rules(
+    protocols: set[int], between_nodes: list[tuple[int, int]], between_containers: list[tuple[int, int]]
+) -> None:
+    told = status_of(document(1))
+    for packets, kinds in ((paths.TO_NODES, between_nodes), (paths.TO_CONTAINERS, between_containers)):
+        one = Question(packets, ip_address("192.0.2.2"), None, "", lambda _: True)
+        assert [(each.protocol, each.port) for each in losses._of_kinds([one], protocols, told)] == kinds
+
+
+def test_chains_of_network_policies_are_known_by_their_names() -> None:
+    def base(name: str, *chains: str) -> BaseChain:
+        return BaseChain("native", 4, name, "c", "forward", False, dict.fromkeys(chains, ()))
+
+    assert not has_policies([base("ip filter", "FORWARD", "DOCKER-USER")])
+    assert has_policies([base("ip filter", "FORWARD", "KUBE-POD-FW-4QXA")])
+    assert has_policies([base("inet kube-network-policies", "postrouting")])
+
+
 def test_flows_are_those_between_nodes_and_between_containers() -> None:
     small = status_of(document(1))
     found = {
@@ -228,10 +276,17 @@ def test_flows_are_those_between_nodes_and_between_containers() -> None:
         (PolicyRule(4, 100, "not oif", iif="cni0", is_narrow=True, is_inverted=True), False),
         (PolicyRule(6, 100, "not from", source=ip_network("fd00::/8"), is_inverted=True), False),
         (PolicyRule(6, 100, "from all"), False),
+        (PolicyRule(4, 100, "ipproto", protocol=UDP), True),
+        (PolicyRule(4, 100, "ipproto", protocol=TCP), False),
+        (PolicyRule(4, 100, "not ipproto", protocol=TCP, is_inverted=True), True),
+        (PolicyRule(4, 100, "dport", ports=(8472, 8472)), True),
+        (PolicyRule(4, 100, "dport", ports=(1, 8471)), False),
+        (PolicyRule(4, 100, "dport", ports=(8473, 9000)), False),
     ],
 )
-def test_policy_rule_matches_by_addresses_and_interface(rule: PolicyRule, matches: bool) -> None:
-    assert rule.may_match(ip_address("10.6.0.2"), ip_address("10.5.1.2"), "cni0", 0x401) == matches
+def test_policy_rule_matches_by_addresses_interface_and_kind(rule: PolicyRule, matches: bool) -> None:
+    packet = ip_address("10.6.0.2"), ip_address("10.5.1.2"), "cni0", 0x401, UDP, 8472
+    assert rule.may_match(*packet) == matches
     assert not rule.is_default
 
 

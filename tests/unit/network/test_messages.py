@@ -391,9 +391,20 @@ def test_the_entry_for_unknown_destinations_is_passed_over() -> None:
 
 @pytest.mark.parametrize(("target", "family", "length"), [("192.168.0.2", 2, 32), ("fd77::2", 10, 128)])
 def test_a_way_is_asked_for_by_full_address(target: str, family: int, length: int) -> None:
-    body = routing.lookup_request(ip_address(target))
+    body = routing.lookup_request(routing.RoutedPacket(ip_address(target)))
     fields = read_by_pyroute2(rtmsg, HEADER.pack(HEADER.size + len(body), 26, 1, 0, 0) + body)
     assert (fields["family"], fields["dst_len"], fields["RTA_DST"]) == (family, length, target)
+
+
+def test_a_way_is_asked_for_with_all_that_is_known_of_a_packet() -> None:
+    packet = routing.RoutedPacket(ip_address("10.1.6.2"), ip_address("10.1.5.2"), INDEX, 0x400, 17, 8472)
+    body = routing.lookup_request(packet)
+    fields = read_by_pyroute2(rtmsg, HEADER.pack(HEADER.size + len(body), 26, 1, 0, 0) + body)
+    names = ("src_len", "dst_len", "RTA_SRC", "RTA_IIF", "RTA_MARK")
+    assert [fields[name] for name in names] == [32, 32, "10.1.5.2", INDEX, 0x400]
+    # linux/rtnetlink.h, RTA_IP_PROTO and RTA_DPORT, the latter in network order; pyroute2 does not know them.
+    found = attributes(body, rtnl.RTMSG.size, len(body))
+    assert (found[27], found[29]) == (b"\x11", (8472).to_bytes(2, "big"))
 
 
 def test_a_way_through_a_gateway_of_the_other_family_has_a_gateway() -> None:

@@ -14,7 +14,11 @@ from flanneld.network.host import HostView
 from flanneld.network.routing import RTM_GETRULE, PolicyRule, decode
 from flanneld.network.rtnetlink.netlink import MalformedNetlink, NetlinkSocket, attribute, u32
 
-TO, FROM, IIF, PRIORITY, MARK, TABLE, MASK, OIF = 1, 2, 3, 6, 10, 15, 16, 17
+TO, FROM, IIF, PRIORITY, MARK, TABLE, MASK, OIF, PROTOCOL = 1, 2, 3, 6, 10, 15, 16, 17, 22
+SPORTS, DPORTS = 23, 24
+#: struct fib_rule_port_range, and an IP protocol, as attributes.
+VXLAN, EPHEMERAL = struct.pack("=HH", 8472, 8472), struct.pack("=HH", 49152, 65535)
+OF_UDP = attribute(PROTOCOL, b"\x11")
 LOOKUP, GOTO, BLACKHOLE, UNREACHABLE, PROHIBIT = 1, 2, 6, 7, 8
 INVERT = 2
 AF_INET, AF_INET6 = 2, 10
@@ -44,10 +48,25 @@ def dumped(*attributes: bytes, family: int = AF_INET, lengths: tuple[int, int] =
         (dumped(attribute(OIF, b"eth1\0")), "from all oif eth1 lookup main"),
         (dumped(attribute(FROM, bytes([10, 5, 1, 0])), lengths=(0, 24)), "from 10.5.1.0/24 lookup main"),
         (dumped(attribute(TO, bytes([10, 5, 0, 0])), lengths=(16, 0)), "from all to 10.5.0.0/16 lookup main"),
+        (
+            dumped(OF_UDP, attribute(DPORTS, VXLAN), action=PROHIBIT),
+            "from all ipproto udp dport 8472 prohibit",
+        ),
+        (
+            dumped(attribute(PROTOCOL, b"\x84"), attribute(SPORTS, EPHEMERAL)),
+            "from all ipproto 132 sport 49152-65535 lookup main",
+        ),
     ],
 )
 def test_rule_is_written_as_ip_rule_takes_it(found: PolicyRule, text: str) -> None:
     assert found.text == text
+
+
+def test_protocol_and_ports_of_a_rule_are_read() -> None:
+    rule = dumped(OF_UDP, attribute(DPORTS, EPHEMERAL))
+    assert (rule.protocol, rule.ports) == (17, (49152, 65535))
+    with pytest.raises(MalformedNetlink):
+        dumped(attribute(DPORTS, b"\0\1"))
 
 
 def test_conditions_of_a_rule_are_read() -> None:
@@ -66,6 +85,8 @@ def test_conditions_of_a_rule_are_read() -> None:
         (dumped(u32(MARK, 1)), False),
         (dumped(attribute(OIF, b"eth1\0")), True),
         (dumped(tos=8), True),
+        (dumped(OF_UDP, attribute(DPORTS, VXLAN)), False),
+        (dumped(attribute(SPORTS, VXLAN)), True),
         (dumped(flags=1), False),
     ],
 )
