@@ -294,6 +294,7 @@ def gather(source: DataSource) -> Facts:
     return replace(
         facts,
         filtered=tuple(drops.read_drops(told, ways, bases, held)),
+        has_policies=drops.has_policies(bases),
         lost=tuple(losses.lost_packets(told, names, ways, lambda: bases)),
     )
 
@@ -320,13 +321,13 @@ def _with_probes(facts: Facts, queues: Mapping[int, str]) -> Facts:
     silent = (each.target for each in paths if each.name == "underlay" and not each.carried)
     is_threaded = any(map(encryption.is_threaded, facts.devices))
     is_silent = any(each.carried is None for each in paths)
-    unheard = {(at.path, at.address): at for at in ([] if is_silent else inside.unheard(facts))}
+    facts = replace(facts, paths=paths)
+    answered = {(at.path, at.address): at for at in ([] if is_silent else inside.answered(facts))}
     return replace(
         facts,
         status=told,
         now=now,
-        paths=paths,
-        containers=tuple(unheard.get((each.path, each.address), each) for each in facts.containers),
+        containers=tuple(answered.get((each.path, each.address), each) for each in facts.containers),
         queued=queued,
         tc_filters=tuple(traffic_control.filters(queued, queues)),
         standing=tuple(encryption.standing(former, told)) if is_threaded else (),

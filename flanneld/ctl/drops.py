@@ -44,8 +44,8 @@ Bases = Callable[[], Sequence[BaseChain]]
 #: Counters of what the kernel drops by policies of XFRM.
 _XFRM_DROPS = Path("/proc/net/xfrm_stat")
 #: By the end of a packet that goes on, what a rule does to it. A masqueraded one gets there.
-MASQUERADES = "masquerades"
-_VERBS = {DNAT: "redirects", MASQUERADE: MASQUERADES}
+MASQUERADES, REDIRECTS = "masquerades", "redirects"
+_VERBS = {DNAT: REDIRECTS, MASQUERADE: MASQUERADES}
 #: Beginnings of the names of chains by which kube-router, Calico and Weave enforce NetworkPolicies.
 _POLICIES = ("KUBE-POD-FW-", "KUBE-NWPLCY-", "cali-", "WEAVE-NPC")
 #: Networks named by rules for which a peer is looked up, at most.

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 from msgspec.structs import replace
 
-from flanneld.ctl.losses import number, permanent
-from flanneld.ctl.paths import BRIEFLY, chosen_of, container_of
+from flanneld.ctl.losses import dead_end, number, permanent
+from flanneld.ctl.paths import BRIEFLY, TAKEN, PathToPeer, addresses_behind, chosen_of, container_of
 from flanneld.diagnostics.status import Status, known
-from flanneld.model import Family, IPAddress
+from flanneld.model import FAMILIES, Family, IPAddress
 from flanneld.network import survey
 from flanneld.network.host import HostView, entered, named_namespaces, number_of
-from flanneld.network.routing import LookupResult, PolicyRule
+from flanneld.network.routing import LookupResult, PolicyRule, RoutedPacket
 from flanneld.network.rtnetlink.links import SeenLink
 from flanneld.network.rtnetlink.messages import RTN_UNICAST, mac_text
 from flanneld.runtime import files
@@ -29,10 +29,12 @@ if TYPE_CHECKING:
 
 #: Namespaces looked at, at most: a node has 110 pods, if Kubernetes is not told otherwise.
 _MANY = 256
-#: Containers that send an echo, and silent ones after which no more do: each takes 0.9 s.
+#: Containers that send echoes, and those that lack answers after which no more do: each takes up to 3 s.
 _ASKED, _SILENT = 8, 2
-#: Setting of IPv4's hops, as this thread's namespace has it; more lead out of any cluster.
-_TTL, _HOPS = Path("/proc/sys/net/ipv4/ip_default_ttl"), 8
+#: Other nodes for which the containers' routes are looked up, and that they send echoes to.
+_PEERS = 3
+#: Hops to the kernel of a peer without an address in the network: this host takes one.
+_HOPS = 2
 #: Files of a bridge's port: option of bridge(8), and the values with which it does not pass all packets on.
 #: States are disabled and blocking (linux/if_bridge.h).
 _PORT = {
@@ -79,10 +81,20 @@ class Container(Struct, frozen=True, gc=False):
     astray: str = ""
     #: First policy rule inside that is none of the kernel's, if there is a default route that it overrides.
     rule: PolicyRule | None = None
-    #: Hops of its packets of IPv4, 0 if that is not known.
+    #: Hops that its packets may take, 0 if that is not known.
     hops: int = 0
     #: True unless its gateway on this host answers neither ICMP nor TCP from inside.
     is_heard: bool = True
+    #: What of its echoes to another node gets no answer, while this host gets all of its own.
+    unanswered: str = ""
+
+    @property
+    def hops_setting(self) -> str:
+        return _hops_setting(self.address.version, self.device)
+
+
+def _hops_setting(family: Family, device: str) -> str:
+    return "net/ipv4/ip_default_ttl" if family == 4 else f"net/ipv6/conf/{device}/hop_limit"
 
 
 def container_devices(
@@ -116,13 +128,20 @@ def read_containers(
         for link in (each for each in view.links() if each.index in ends):
             end, pinned = ends[link.index], tuple(permanent(view, [link]))
             off, bridge = off_options(end.name), names.get(end.master, end.name)
-            found = (each for family in targets for each in view.addresses(family, link.index))
+            found = (
+                each for family in FAMILIES if targets[family] for each in view.addresses(family, link.index)
+            )
             for seen in (each for each in found if any(each.address in net for net in networks)):
-                address, target = seen.address, targets[seen.address.version]
-                out, back = view.look_up_route(target), host.look_up_route(address)
+                address, back = seen.address, host.look_up_route(seen.address)
                 reached_by = names.get(back.index, "") if back and back.kind == RTN_UNICAST else ""
-                astray = led_away(view, out, target, ends, host_addresses) if out else ""
-                is_routed = link.up and out is not None and not astray and is_ours(out, host_addresses)
+                outs = [(_way(view, target, address), target) for target in targets[address.version]]
+                ways = [(way, led_away(view, way, target, ends, host_addresses)) for way, target in outs]
+                astray = next((each for _, each in ways if each), "")
+                is_led = all(
+                    way and way.index in ends and is_ours(way, host_addresses) and not away
+                    for way, away in ways
+                )
+                is_routed = link.up and is_led
                 yield Container(
                     str(path),
                     link.name,
@@ -142,7 +161,7 @@ def read_containers(
                     length=seen.length,
                     astray=astray,
                     rule=None if is_routed else overriding_rule(view, address.version),
-                    hops=number(_TTL) if address.version == 4 else 0,
+                    hops=number(Path("/proc/sys", _hops_setting(address.version, link.name))),
                 )
 
     found: list[Container] = []
@@ -150,7 +169,7 @@ def read_containers(
     for link in host_links:
         if link.make.make == "veth" and link.namespace >= 0:
             ends.setdefault(link.namespace, {})[link.link] = link
-    for path in islice(named_namespaces() if networks and targets and ends else (), _MANY):
+    for path in islice(named_namespaces() if networks and any(targets.values()) and ends else (), _MANY):
         with suppress(OSError):
             mine = ends.get(number_of(host, path))
             if mine:
@@ -159,30 +178,76 @@ def read_containers(
     return found
 
 
-def unheard(facts: Facts) -> Iterator[Container]:
-    """Yield those of a few containers that get no answer from this host, with ``is_heard`` set.
+def answered(facts: Facts) -> Iterator[Container]:
+    """Yield those of a few containers that lack answers of this host, or of another node that answers it.
 
     A host may refuse packets of its containers, and still passes them on: then it reports one without hops.
     """
     ways, targets = {(name, at.version): at for name, at in facts.gateways}, _targets(facts.status)
+    tunnels = [each for each in facts.paths if each.name == "tunnel"]
+    behind = list(addresses_behind(facts.status, facts.paths))
     left = _SILENT
     for each in facts.containers[:_ASKED]:
         family = each.address.version
-        gateway, target = ways.get((each.attached_to, family)), targets.get(family)
-        if left and gateway and target:
-            with suppress(OSError), entered(Path(each.path)):
-                if not (
-                    survey.echoes([gateway], BRIEFLY, 1)[gateway].arrived
-                    or survey.reached([gateway], BRIEFLY)
-                    or survey.passing([target], 1, BRIEFLY, 1)
-                ):
-                    left -= 1
-                    yield replace(each, is_heard=False)
+        gateway = ways.get((each.attached_to, family))
+        if left and gateway and targets[family]:
+            if not _is_heard(each, gateway, targets[family][0]):
+                left -= 1
+                yield replace(each, is_heard=False)
+            elif each.is_routed and (lost := _unanswered(each, tunnels, behind)):
+                left -= 1
+                yield replace(each, unanswered=lost)
 
 
-def _targets(told: Status) -> dict[Family, IPAddress]:
-    """Return an address of another node's container for each family."""
-    return {net.version: container_of(net) for peer in chosen_of(told) for net in peer.subnets}
+def _is_heard(at: Container, gateway: IPAddress, target: IPAddress) -> bool:
+    with suppress(OSError), entered(Path(at.path)):
+        return (
+            survey.echoes([gateway], BRIEFLY, 1)[gateway].arrived
+            or bool(survey.reached([gateway], BRIEFLY))
+            or bool(survey.passing([target], 1, BRIEFLY, 1))
+        )
+    return True
+
+
+def _unanswered(at: Container, tunnels: Iterable[PathToPeer], behind: Iterable[IPAddress]) -> str:
+    """Return what of a container's echoes to a node gets no answer, if this host gets all of its own.
+
+    They go to the ends of the ``tunnels``, or without one as far as the nodes with addresses ``behind`` them.
+    """
+    family = at.address.version
+    through = [each for each in tunnels if each.target.version == family][:_PEERS]
+    with suppress(OSError):
+        for each in through:
+            size = min(each.required, at.mtu)
+            with entered(Path(at.path)):
+                lost = survey.unanswered(each.target, size)
+            if lost and not survey.unanswered(each.target, size):
+                with entered(Path(at.path)):  # a limit of the node's answers is over by now
+                    lost = survey.unanswered(each.target, size)
+                number = f"{lost} of {survey.SAMPLE} echoes" if lost > 1 else f"echoes of {size} bytes"
+                if lost:
+                    return f"{number} to {each.target}"
+        asked = {*[target for target in behind if target.version == family and not through][:_PEERS]}
+        with entered(Path(at.path)):
+            asked -= survey.passing(asked, _HOPS, BRIEFLY, errors=TAKEN)
+        for target in survey.passing(asked, _HOPS - 1, BRIEFLY, errors=TAKEN):
+            return f"packets for {target} as far as its node"
+    return ""
+
+
+def _way(view: HostView, target: IPAddress, source: IPAddress) -> LookupResult | None:
+    """Return the route of a packet with this source, None if there is none."""
+    with suppress(OSError):
+        return view.lookup(RoutedPacket(target, source))
+    return None
+
+
+def _targets(told: Status) -> dict[Family, list[IPAddress]]:
+    """Return addresses of a few other nodes' containers for each family."""
+    found: dict[Family, list[IPAddress]] = {family: [] for family in FAMILIES}
+    for net in (net for peer in chosen_of(told)[:_PEERS] for net in peer.subnets):
+        found[net.version].append(container_of(net))
+    return found
 
 
 def is_ours(way: LookupResult, host_addresses: Collection[IPAddress]) -> bool:
@@ -202,7 +267,7 @@ def astray_route(view: HostView, target: IPAddress) -> str:
 
 def led_away(
     view: HostView,
-    way: LookupResult,
+    way: LookupResult | None,
     target: IPAddress,
     ends: Collection[int],
     own: Collection[IPAddress],
@@ -212,10 +277,12 @@ def led_away(
     ``ends`` are its ends of veth pairs, ``own`` this host's addresses. A router of IPv6 is known by its
     link-local address; for one of IPv4 with such an address this host may answer by proxy ARP.
     """
+    if way is None:
+        return dead_end(view, target)
     router = way.gateway
     if router and router.version == 6 and router.is_link_local and router not in own:
         return f"default via {router} dev {view.name_of(way.index)}"
-    return "" if way.index in ends else astray_route(view, target)
+    return "" if way.index in ends and is_ours(way, own) else astray_route(view, target)
 
 
 def overriding_rule(view: HostView, family: Family) -> PolicyRule | None:

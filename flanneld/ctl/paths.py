@@ -384,7 +384,7 @@ BRIEFLY, _BY_PROXIES = 0.3, 1.0
 #: Hops to the kernel of a peer: with udp the proxies of both nodes take one each. 0 is any number.
 _HOPS, _HOPS_UDP, _ANY_HOPS = 1, 3, 0
 #: Reports of a peer about a packet for a container: no hop is left, or an idle peer has no route to it.
-_TAKEN = (errno.ETIME, errno.EHOSTUNREACH, errno.ENETUNREACH)
+TAKEN = (errno.ETIME, errno.EHOSTUNREACH, errno.ENETUNREACH)
 
 
 def passing(told: Status, paths: Collection[PathToPeer]) -> Iterator[tuple[str, int]]:
@@ -417,6 +417,12 @@ def _behind(told: Status, names: Collection[str]) -> Iterator[tuple[IPAddress, s
                 yield target, peer.subnets[0], route.device
 
 
+def addresses_behind(told: Status, paths: Iterable[PathToPeer]) -> Iterator[IPAddress]:
+    """Yield a container's address of each peer that answers and is reached without a tunnel."""
+    there = {each.peer for each in paths if each.name == "underlay" and each.carried is not None}
+    return (target for target, _, device in _behind(told, there) if device == told.uplink_name)
+
+
 def turned_away(
     told: Status, paths: Collection[PathToPeer], own: Mapping[Family, IPAddress]
 ) -> Iterator[tuple[str, IPAddress, bool]]:
@@ -433,7 +439,7 @@ def turned_away(
         if device == told.uplink_name and target.version in own and (peer, target.version) in nodes
     }
     with suppress(OSError):
-        lost = asked.keys() - survey.passing(asked, _HOPS, BRIEFLY, sources=own, errors=_TAKEN)
+        lost = asked.keys() - survey.passing(asked, _HOPS, BRIEFLY, sources=own, errors=TAKEN)
         heard = survey.passing({asked[each][1] for each in lost}, _ANY_HOPS, BRIEFLY, sources=own)
         for target in lost:
             peer, node = asked[target]

@@ -466,6 +466,19 @@ def lost_of_sample(targets: Iterable[IPAddress]) -> Counter[IPAddress]:
     )
 
 
+def unanswered(target: IPAddress, largest: int) -> int:
+    """Return how many of ``SAMPLE`` packets get no answer: small ones, and one of the ``largest`` size.
+
+    A single one may be lost by chance, and is sent once more. Raises ``OSError``.
+    """
+    small = min(SMALLEST[target.version], largest - 1)
+    asked = {Echo(target, size) for size in (largest, *range(small, small - SAMPLE + 1, -1))}
+    lost = asked - _answered(asked, _WITHIN)
+    if len(lost) == 1:
+        lost -= _answered(lost, _WITHIN)
+    return len(lost)
+
+
 def path_mtus(questions: Sequence[tuple[IPAddress, int]]) -> list[int | None]:
     """Return for each target the path MTU, at most the wanted size; None if it does not answer.
 

@@ -21,6 +21,7 @@ class Fault:
 
     Without ``heal`` the printed fix heals. Commands in ``heal`` must be in the printed advice; functions do
     what the words of ``advice`` say. ``after`` cleans up what is no part of the fault.
+    Before that packets flow again, unless ``needs_more`` tells what else that takes.
 
     ``cuts`` tells that packets between containers are lost meanwhile; None if chance decides. If they are,
     the doctor of the second node must see that, too: its check ``peer_sees``, or "tunnel", names the broken
@@ -40,6 +41,7 @@ class Fault:
     heal: tuple[Step, ...] = ()
     advice: str = ""
     after: tuple[Step, ...] = ()
+    needs_more: str = ""
     peer_sees: str = ""
     peer_says: str = ""
     peer_blind: str = ""

@@ -243,6 +243,7 @@ FAULTS = {
         (f"iptables-nft -t nat -I PREROUTING {TAKES_PORT}",),
         VXLAN_V3,  # connections keep their translation: no other fault there has rules of nat
         after=flushed("nat", "PREROUTING"),
+        needs_more="a connection keeps its translation until it is idle",
     ),
     "another program redirects TCP of containers": Fault(
         "filters",

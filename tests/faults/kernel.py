@@ -24,6 +24,7 @@ from tests.lab.namespace import Namespace, batch, remove
 
 #: A route that would take answers to the peer elsewhere. The tunnel's own packets are bound to the uplink.
 SECOND = ("ip link add other0 up type bridge; ip route add {peer} dev other0",)
+ROUTE_TOO = "the check uplink choice names the route to the other interface"
 NO_SECOND = ("sysctl -w net.ipv4.conf.eth0.rp_filter=0; ip link del other0",)
 
 
@@ -213,12 +214,14 @@ FAULTS = {
         "the reverse path filter of eth0 drops packets from other nodes",
         (*SECOND, "sysctl -w net.ipv4.conf.eth0.rp_filter=1"),
         after=NO_SECOND,
+        needs_more=ROUTE_TOO,
     ),
     "strict reverse path filter for all, answers leave by another interface": Fault(
         "lookups",
         "the reverse path filter of eth0",
         (*SECOND, "sysctl -w net.ipv4.conf.all.rp_filter=1"),
         after=("sysctl -w net.ipv4.conf.all.rp_filter=0", *NO_SECOND),
+        needs_more=ROUTE_TOO,
     ),
     "strict reverse path filter, default route elsewhere": Fault(
         "reverse path",
@@ -257,10 +260,9 @@ FAULTS = {
             "ip link add other0 up type bridge; ip route add default dev other0 table 100",
             "ip rule add fwmark 7 lookup 100 priority 100",
         ),
-        after=(
-            "ip rule del priority 100; ip rule del priority 99; ip link del other0",
-            "iptables-nft -t mangle -F PREROUTING",
-        ),
+        heal=("ip rule del priority 100",),
+        advice="spare the network and the nodes' addresses, or remove it: ip rule del priority 100",
+        after=("ip link del other0; iptables-nft -t mangle -F PREROUTING",),
         peer_blind=BEHIND,
     ),
     "rule by protocol": Fault(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.faults import cluster, containers, daemon, encryption, firewall, kernel, store
+from tests.faults import cluster, containers, daemon, encryption, firewall, forwarding, kernel, store
 from tests.faults.fault import Fault
 
 THEMES = {
@@ -10,7 +10,7 @@ THEMES = {
     "store": store.FAULTS,
     "kernel": kernel.FAULTS,
     "packet filter": firewall.FAULTS,
-    "containers": containers.FAULTS,
+    "containers": {**containers.FAULTS, **forwarding.FAULTS},
     "cluster": cluster.FAULTS,
     "encryption": encryption.FAULTS,
 }

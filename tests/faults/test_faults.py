@@ -57,6 +57,8 @@ def test_doctor_names_cause_and_remedy_of(
             assert fault.advice in str(found)
             return
         heal(world, fault, found)
+        if not fault.needs_more:
+            world.wait_for_packets()
         world.run(*fault.after)
         world.wait_for_packets()
         for node in (world.node, world.peer):

@@ -117,6 +117,8 @@ class Facts(Struct, frozen=True, gc=False):
     paths: tuple[PathToPeer, ...] = ()
     #: Rules and policies that drop or change packets of the network.
     filtered: tuple[Drop, ...] = ()
+    #: True if this host's packet filters enforce NetworkPolicies, which may isolate a container.
+    has_policies: bool = False
     #: Packets that the kernel drops or misroutes.
     lost: tuple[Lost, ...] = ()
     containers: tuple[Container, ...] = ()
@@ -154,8 +156,10 @@ class Facts(Struct, frozen=True, gc=False):
 
     @property
     def is_lossy(self) -> bool:
-        """True if packets of a path were lost, all or some."""
-        return any(path.is_losing or path.carried != path.required for path in self.paths)
+        """True if packets of a path or of a container were lost, all or some."""
+        return any(path.is_losing or path.carried != path.required for path in self.paths) or any(
+            each.unanswered or not each.is_heard for each in self.containers
+        )
 
     @property
     def networks(self) -> list[IPNetwork]:
@@ -212,3 +216,21 @@ def few(items: Sequence[object], separator: str = ", ") -> str:
     """Return the first items as text, and how many more there are."""
     shown = separator.join(map(str, items[:FEW]))
     return f"{shown}{separator}and {len(items) - FEW} more" if len(items) > FEW else shown
+
+
+def see_first(facts: Facts) -> str:
+    """Return what to look at before the network between the nodes is blamed."""
+    doubtful = dict.fromkeys(each.rule or f"policy of {each.chain}" for each in facts.filtered if each.doubt)
+    rules = f"this rule drops them: {few(list(doubtful), '; ')}" if doubtful else ""
+    link, name = facts.link(facts.status.uplink_name), facts.status.uplink_name
+    xdp = (
+        f"the XDP program of {name} does: ip link set dev {name} {link.xdp} off" if link and link.xdp else ""
+    )
+    uplink = known(facts.status.uplink)
+    announced = (
+        f"{public}, to which other nodes send, leads to this host, which has {local}"
+        for local, public in (zip(uplink.addresses, uplink.public_ips, strict=False) if uplink else ())
+        if local != public
+    )
+    found = " or ".join(filter(None, (rules, xdp, *announced)))
+    return f"see first whether {found}; else " if found else ""

@@ -11,8 +11,7 @@ from msgspec import Struct
 
 from flanneld.backends.registry import described
 from flanneld.compat.glog import counted
-from flanneld.ctl.checks import FEW, Check, check, few
-from flanneld.ctl.checks.host import see_first
+from flanneld.ctl.checks import FEW, Check, check, few, see_first
 from flanneld.ctl.checks.kernel import NEW_MAC
 from flanneld.ctl.checks.store import shown, taken_lease, unlike_stored
 from flanneld.ctl.drops import MASQUERADES

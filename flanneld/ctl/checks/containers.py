@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from flanneld.compat.glog import counted
-from flanneld.ctl.checks import FEW, check, few
+from flanneld.ctl.checks import FEW, check, few, see_first
 from flanneld.diagnostics.status import PeerStatus
 from flanneld.findings import Command, Finding, Severity, command
 from flanneld.model import IPNetwork
@@ -96,7 +96,7 @@ def container_routes(facts: Facts) -> Iterator[Finding]:
             f"{counted(len(short), 'container')} whose packets may take {counted(short[0].hops, 'hop')} only",
             few([f"{at.address} in {at.path}" for at in short]),
             "this host and the node of the other container pass packets on, and drop one with no hop left",
-            tuple((*entering(at.path), *sysctl(("net/ipv4/ip_default_ttl", 64))) for at in short),
+            tuple((*entering(at.path), *sysctl((at.hops_setting, 64))) for at in short),
         )
     wide = [
         (each, net)
@@ -268,18 +268,31 @@ def _net_of(facts: Facts, container: Container) -> IPNetwork | None:
     return next((net for net in facts.status.own_subnets if address in net), None)
 
 
-@check("G", "container echoes", "each container gets answers from this host")
+@check("G", "container echoes", "each container gets answers from this host and from other nodes")
 def container_echoes(facts: Facts) -> Iterator[Finding]:
-    for each in (each for each in facts.containers if not each.is_heard):
+    for each in (each for each in facts.containers if not each.is_heard or each.unanswered):
         inside, port = shlex.join(entering(each.path)), each.port
-        yield Finding(
-            f"packets between {each.address} and this host get lost",
-            f"from {each.path} {each.attached_to} answers neither ICMP nor TCP",
-            "no packet of other nodes gets to this container and back, if its own rules do not mean that",
-            f"see its own rules: {inside} nft list ruleset; {inside} iptables-save; and those between:"
-            f" nft list ruleset; tc -s filter show dev {port} ingress; bridge fdb show br {each.attached_to}",
-            about=str(each.address),
-        )
+        own_rules = f"see its own rules: {inside} nft list ruleset; {inside} iptables-save"
+        if not each.is_heard:
+            yield Finding(
+                f"packets between {each.address} and this host get lost",
+                f"from {each.path} {each.attached_to} answers neither ICMP nor TCP",
+                "no packet of other nodes gets to this container and back, if its own rules do not mean that",
+                f"{own_rules}; and what is between: nft list ruleset; tc -s qdisc show dev {port};"
+                f" tc -s filter show dev {port} ingress; bridge -d link show dev {port};"
+                f" bridge fdb show br {each.attached_to}",
+                about=str(each.address),
+            )
+        else:
+            yield Finding(
+                f"packets between {each.address} and other nodes get lost",
+                f"from {each.path} no answer comes to {each.unanswered}; to those of this host all come",
+                "this host does not pass all packets on, or the container's own rules drop them",
+                f"{see_first(facts)}see the rules for packets that are passed on, with what they count:"
+                f" nft list ruleset; iptables-save -c. Then {own_rules}",
+                about=str(each.address),
+                severity=Severity.HINT if facts.has_policies else Severity.PROBLEM,
+            )
 
 
 @check("G", "container addresses", "each container has an address of its own in our subnet")

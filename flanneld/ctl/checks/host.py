@@ -10,9 +10,9 @@ from msgspec import Struct
 
 from flanneld.backends.registry import described
 from flanneld.compat.glog import counted
-from flanneld.ctl.checks import check, few
+from flanneld.ctl.checks import check, few, see_first
 from flanneld.ctl.checks.containers import former_subnets
-from flanneld.ctl.drops import MASQUERADES
+from flanneld.ctl.drops import MASQUERADES, REDIRECTS
 from flanneld.ctl.output import State
 from flanneld.ctl.paths import AFTER_NEW_MTU, DISCOVERY, between_nodes, listed, takes_mtu
 from flanneld.diagnostics.status import known
@@ -267,18 +267,6 @@ def device_mtu(facts: Facts) -> Iterator[Finding]:
             )
 
 
-def see_first(facts: Facts) -> str:
-    """Return what to look at before the network between the nodes is blamed."""
-    doubtful = dict.fromkeys(each.rule or f"policy of {each.chain}" for each in facts.filtered if each.doubt)
-    rules = f"this rule drops them: {few(list(doubtful), '; ')}" if doubtful else ""
-    link, name = facts.link(facts.status.uplink_name), facts.status.uplink_name
-    xdp = (
-        f"the XDP program of {name} does: ip link set dev {name} {link.xdp} off" if link and link.xdp else ""
-    )
-    found = " or ".join(filter(None, (rules, xdp)))
-    return f"see first whether {found}; else " if found else ""
-
-
 @check("K", "path", "the paths to peers carry the largest packets, and lose none")
 def path(facts: Facts) -> Iterator[Finding]:
     # A queue that drops packets is the cause then.
@@ -409,6 +397,8 @@ def filters(facts: Facts) -> Iterator[Finding]:
         if ((each.doubt and not each.drops_the_rest) or each.flow == DISCOVERY) and not facts.is_lossy:
             continue  # a rule that cannot be evaluated accepts the packets, or no peer is a neighbour
         is_policy = each.rule.startswith(_NETWORK_POLICY)
+        # Answers come to the address that masquerading takes from this host, and to no other that is not.
+        arrives = each.verb == MASQUERADES and not (facts.is_lossy and "snat" in each.rule.lower())
         evidence = each.rule or "no rule accepts them, and the chain's policy is to drop"
         which = f": {each.doubt}" if each.doubt != each.rule else ""
         doubt = f"; whether this rule is about them cannot be told{which}" if each.doubt else ""
@@ -417,6 +407,8 @@ def filters(facts: Facts) -> Iterator[Finding]:
             f"{evidence}{doubt}",
             "containers there see an address of this node as the sender, and so do policies and logs"
             if each.verb == MASQUERADES
+            else "they get to another receiver, those of a connection until it is idle; conntrack -D ends it"
+            if each.verb == REDIRECTS
             else "no packet of a container gets to or from other nodes that way",
             f"have that program spare the network, as this does: {line(each.commands)}"
             if each.verb == MASQUERADES
@@ -426,7 +418,7 @@ def filters(facts: Facts) -> Iterator[Finding]:
             if each.needs_decision
             else each.commands,
             about=each.chain,
-            severity=Severity.HINT if doubt or is_policy or each.verb == MASQUERADES else Severity.PROBLEM,
+            severity=Severity.HINT if doubt or is_policy or arrives else Severity.PROBLEM,
         )
 
 

@@ -329,24 +329,40 @@ def reverse_path(facts: Facts) -> Iterator[Finding]:
 
 @check("J", "unsafe leases", "no lease claims a network or an address of this host")
 def unsafe_leases(facts: Facts) -> Iterator[Finding]:
-    former, uplink = former_subnets(facts).values(), facts.status.uplink_name
+    former = former_subnets(facts).values()
     for peer in facts.peers:
         if peer.state == "unsafe" and peer not in former:
-            claim = peer.reason.partition("; ")[0]
             yield Finding(
                 f"the lease {peer.name} would harm this host",
-                claim,
+                peer.reason.partition("; ")[0],
                 "the daemon withdrew the routes to its node: containers there are not reached from here",
-                f"see whether the prefix length of {uplink} is that of the other nodes: ip address show dev"
-                f" {uplink}; ip address add the right one, then del this, and ip neigh flush dev {uplink} nud"
-                " noarp, as the kernel keeps a broadcast MAC address for that node"
-                if LINK_BROADCAST in peer.reason
-                else f"if it is not needed, and no address of lo is in it: ip route del local"
-                f" {claim.removeprefix('lo has ')} dev lo; {LEASES_END}"
-                if claim.startswith("lo has ") and "/" in claim
-                else "give this host's own network other addresses, outside Network, or the node another"
-                f" subnet; the daemon follows by itself; {LEASES_END}",
+                _spared(facts, peer.reason),
             )
+
+
+def _spared(facts: Facts, reason: str) -> str:
+    """Return what to do about a lease that is unsafe for this ``reason``."""
+    claim, uplink = reason.partition("; ")[0], facts.status.uplink_name
+    if LINK_BROADCAST in reason:
+        return (
+            f"see whether the prefix length of {uplink} is that of the other nodes: ip address show dev"
+            f" {uplink}; ip address add the right one, then del this, and ip neigh flush dev {uplink} nud"
+            " noarp, as the kernel keeps a broadcast MAC address for that node"
+        )
+    if claim.startswith("lo has ") and "/" in claim:
+        removal = f"ip route del local {claim.removeprefix('lo has ')} dev lo"
+        return f"if it is not needed, and no address of lo is in it: {removal}; {LEASES_END}"
+    held = next(((ip, name) for name, ip in facts.addresses if f"announces {ip}," in claim), None)
+    if held is not None:
+        ip, name = held
+        return (
+            f"if this address belongs to that node: ip address del {ip} dev {name}; else correct -public-ip"
+            f" there; {LEASES_END}"
+        )
+    return (
+        "give this host's own network other addresses, outside Network, or the node another subnet;"
+        f" the daemon follows by itself; {LEASES_END}"
+    )
 
 
 # ---- L: the daemon itself -----------------------------------------------------------------------

@@ -29,7 +29,7 @@ from flanneld.ctl.drops import MASQUERADES, Drop
 from flanneld.ctl.inside import Container
 from flanneld.ctl.losses import Claim, Lost
 from flanneld.ctl.output import table_lines
-from flanneld.ctl.paths import DISCOVERY, TO_CONTAINERS, TO_NODES, PathToPeer
+from flanneld.ctl.paths import DISCOVERY, FROM_CONTAINERS, TO_CONTAINERS, TO_NODES, PathToPeer
 from flanneld.ctl.source import SourcePart, Unknown
 from flanneld.errors import LEASE_TAKEN
 from flanneld.findings import Command, Remedy, Severity
@@ -437,7 +437,7 @@ CASES: dict[str, list[Facts]] = {
         container(is_routed=False, astray="10.5.0.0/16 dev eth1"),
         container(is_routed=False, rule=PolicyRule(4, 5, "from all lookup 77")),
     ],
-    "container echoes": [container(is_heard=False)],
+    "container echoes": [container(is_heard=False), container(unanswered="10 of 10 echoes to 10.5.2.0")],
     "container addresses": [
         container(address=ip_address("10.5.7.2")),
         replace(WELL, containers=(CONTAINER, replace(CONTAINER, path="/run/netns/b"))),
@@ -573,6 +573,34 @@ def test_peer_whose_charon_is_missing_gets_the_advice_to_look_for_it() -> None:
     (found,) = [finding for check, finding in examine(quiet) if check.name == "tunnel"]
     assert isinstance(found.remedy, str)
     assert "flanneld and charon run there" in found.remedy
+
+
+def test_container_that_a_network_policy_may_isolate_is_a_hint() -> None:
+    for has_policies, severity in ((False, Severity.PROBLEM), (True, Severity.HINT)):
+        facts = replace(container(unanswered="all"), has_policies=has_policies)
+        assert [finding.severity for _, finding in examine(facts)] == [severity]
+
+
+@pytest.mark.parametrize(
+    ("rule", "unanswered", "severity"),
+    [
+        ("-A POSTROUTING -j MASQUERADE", "all", Severity.HINT),
+        ("-A POSTROUTING -j SNAT --to-source 203.0.113.7", "all", Severity.PROBLEM),
+        ("-A POSTROUTING -j SNAT --to-source 192.0.2.1", "", Severity.HINT),
+    ],
+)
+def test_sender_that_no_answer_reaches_is_a_problem(rule: str, unanswered: str, severity: Severity) -> None:
+    drop = Drop("POSTROUTING", FROM_CONTAINERS, rule, ACCEPT, verb=MASQUERADES)
+    facts = replace(container(unanswered=unanswered), filtered=(drop,))
+    (found,) = [finding for check, finding in examine(facts) if check.name == "filters"]
+    assert found.severity == severity
+
+
+def test_address_of_another_node_is_taken_from_this_host() -> None:
+    claimed = peer(state="unsafe", reason="it announces 192.0.2.2, an address of this host; give it another")
+    facts = replace(claimed, addresses=(*WELL.addresses, ("lo", ip_address("192.0.2.2"))))
+    (found,) = [finding for check, finding in examine(facts) if check.name == "unsafe leases"]
+    assert "ip address del 192.0.2.2 dev lo; else correct -public-ip there" in found.remedy
 
 
 def test_verdict_names_the_cause_of_a_daemon_that_ended() -> None:

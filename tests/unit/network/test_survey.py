@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import socket
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from ipaddress import IPv4Address, ip_address
 from pathlib import Path
@@ -26,6 +26,7 @@ from flanneld.network.survey import (
     queries,
     refused,
     survey,
+    unanswered,
 )
 from flanneld.runtime.clock import replaced
 from tests.clock import Clock
@@ -172,3 +173,28 @@ def test_only_packets_lost_before_an_answered_one_are_lost_at_random(monkeypatch
 
     monkeypatch.setattr(module, "_answered", answered)
     assert lost_of_sample((limited, lossy, silent)) == {lossy: SAMPLE // 2}
+
+
+@pytest.mark.parametrize(
+    ("lost", "found"),
+    [
+        ([], 0),
+        ([{1400}], 0),
+        ([{1400}, {1400}], 1),
+        ([{575}, set()], 0),
+        ([{575, 570}], 2),
+        ([{*range(567, 577), 1400}], SAMPLE),
+    ],
+    ids=["none", "one by chance", "the large one", "a small one by chance", "two", "all"],
+)
+def test_single_packet_without_an_answer_is_sent_once_more(
+    lost: list[set[int]], found: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries = iter([*lost, set[int]()])
+
+    def answered(asked: Collection[Echo], _: float) -> set[Echo]:
+        gone = next(tries)
+        return {each for each in asked if each.size not in gone}
+
+    monkeypatch.setattr(module, "_answered", answered)
+    assert unanswered(ip_address("192.0.2.1"), 1400) == found

@@ -1,0 +1,151 @@
+"""Faults in what a node does with packets that it passes on, and what its containers do with their own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.faults.containers import INSIDE
+from tests.faults.fault import BEHIND, Fault
+from tests.faults.firewall import FROM_CONTAINERS, NO_WALL, TO_PEERS, WALL, chain
+from tests.faults.world import DUAL, HOST_GW, World
+
+BETWEEN = "packets between {container_ip} and other nodes get lost"
+SEE_FIRST = "see first whether this rule drops them: "
+NO_FORWARD = ("iptables-nft -F FORWARD",)
+#: Chain before routing whose rules change packets' headers.
+RAW = (WALL, "nft 'add chain inet wall c {{ type filter hook prerouting priority -300; }}'")
+
+
+def dropping(rule: str, *more: str) -> Fault:
+    """Return the fault of a rule of nftables that drops forwarded packets, as it cannot be told which."""
+    return Fault(
+        "container echoes",
+        BETWEEN,
+        (*chain("forward", "accept", rule), *more),
+        heal=NO_WALL,
+        advice=f"{SEE_FIRST}{rule}",
+        peer_blind=BEHIND,
+    )
+
+
+def dropping_by(match: str) -> Fault:
+    """Return the fault of a rule of iptables that drops forwarded packets by an extension's match."""
+    rule = f"FORWARD -m {match} -j DROP"
+    return replace(
+        dropping(""), harm=(f"iptables-nft -I {rule}",), heal=NO_FORWARD, advice=f"{SEE_FIRST}-A {rule}"
+    )
+
+
+def container_mac(world: World) -> None:
+    """Drop packets by the MAC address of the container."""
+    (link,) = world.node.container().namespace.json("ip", "-j", "link", "show", "dev", "eth0")
+    world.run(f"iptables-nft -I FORWARD -m mac --mac-source {link['address']} -j DROP")
+
+
+FAULTS = {
+    "rule that drops forwarded packets at random": replace(dropping("numgen inc mod 2 0 drop"), cuts=None),
+    "rule that drops large forwarded packets": replace(
+        dropping("meta length > 1000 drop"), cuts=False, peer_blind="", is_long=True
+    ),
+    "limit of forwarded packets": replace(
+        dropping("limit rate over 1/minute burst 1 packets drop"), cuts=None, is_long=True
+    ),
+    "rule by the port of a bridge": dropping_by("physdev --physdev-in veth1"),
+    "rule by hops": replace(dropping_by("ttl --ttl-lt 64"), is_long=True),
+    "rule by a container's MAC address": replace(
+        dropping_by("mac"),
+        harm=(container_mac,),
+        advice=f"{SEE_FIRST}-A FORWARD -m mac --mac-source ",
+        is_long=True,
+    ),
+    "rule that drops forwarded packets, host-gw": replace(
+        dropping("numgen inc mod 1 0 drop"), kind=HOST_GW, is_long=True
+    ),
+    "rule that writes another receiver": Fault(
+        "filters",
+        FROM_CONTAINERS,
+        (*RAW, "nft 'add rule inet wall c iifname cni0 ip daddr {subnet} ip daddr set 203.0.113.1'"),
+        after=NO_WALL,
+        peer_blind=BEHIND,
+    ),
+    "rule that writes another port": Fault(
+        "filters",
+        f"redirects {TO_PEERS}",
+        chain("output", "accept", "udp dport 8472 udp dport set 9999"),
+        after=NO_WALL,
+        is_long=True,
+    ),
+    "senders translated to an address of nobody": Fault(
+        "filters",
+        "-A POSTROUTING -s {own} -j SNAT --to-source 203.0.113.7",
+        ("iptables-nft -t nat -I POSTROUTING -s {own} -j SNAT --to-source 203.0.113.7",),
+        heal=("iptables-nft -t nat -D POSTROUTING -s {own} -j SNAT --to-source 203.0.113.7",),
+        advice="iptables-nft -t nat -I POSTROUTING -s 10.5.0.0/16 -d 10.5.0.0/16 -j RETURN",
+        peer_blind=BEHIND,
+    ),
+    "rule by the tunnel's port": Fault(
+        "lookups",
+        "from all ipproto udp dport 8472 prohibit diverts packets to other nodes",
+        ("ip rule add ipproto udp dport 8472 prohibit priority 80",),
+        heal=("ip rule del priority 80",),
+        advice="ip rule del priority 80",
+    ),
+    "rule by ICMP": Fault(
+        "lookups",
+        "from all iif cni0 ipproto icmp prohibit diverts packets of its containers",
+        ("ip rule add iif cni0 ipproto icmp prohibit priority 55",),
+        after=("ip rule del priority 54; ip rule del priority 55",),
+        peer_blind=BEHIND,
+        is_long=True,
+    ),
+    "rules of a container drop what it sends to another node": Fault(
+        "container echoes",
+        BETWEEN,
+        (
+            INSIDE + "nft add table inet own",
+            INSIDE + "nft 'add chain inet own c {{ type filter hook output priority 0; }}'",
+            INSIDE + "nft add rule inet own c ip daddr {subnet} drop",
+        ),
+        heal=(INSIDE + "nft delete table inet own",),
+        advice="see its own rules: nsenter --net=/run/netns/{container} nft list ruleset",
+        peer_blind=BEHIND,
+    ),
+    "route of a container by another container": Fault(
+        "container routes",
+        "{container_ip} in /run/netns/{container}: 10.5.0.0/16 dev eth0",
+        (INSIDE + "ip route add 10.5.0.0/16 via {own_nobody}",),
+        peer_blind=BEHIND,
+    ),
+    "route to nowhere in a container": Fault(
+        "container routes",
+        "{container_ip} in /run/netns/{container}: unreachable {subnet}",
+        (INSIDE + "ip route add unreachable {subnet}",),
+        peer_blind=BEHIND,
+    ),
+    "policy rule of a container for its own address": Fault(
+        "container routes",
+        "{container_ip} in /run/netns/{container}",
+        (
+            INSIDE + "ip route add default dev lo table 99",
+            INSIDE + "ip rule add from {container_ip} lookup 99 priority 20",
+        ),
+        heal=(INSIDE + "ip rule del priority 20",),
+        advice="nsenter --net=/run/netns/{container} ip rule del priority 20",
+        after=(INSIDE + "ip route flush table 99",),
+        peer_blind=BEHIND,
+    ),
+    "IPv6 packets of a container with one hop": Fault(
+        "container routes",
+        "{container_ip6} in /run/netns/{container}",
+        (INSIDE + "sysctl -w net.ipv6.conf.eth0.hop_limit=1",),
+        DUAL,
+        peer_blind=BEHIND,
+    ),
+    "address of another node on lo": Fault(
+        "unsafe leases",
+        "it announces {peer}, an address of this host",
+        ("ip address add {peer}/32 dev lo",),
+        heal=("ip address del {peer} dev lo",),
+        advice="if this address belongs to that node: ip address del {peer} dev lo",
+    ),
+}
