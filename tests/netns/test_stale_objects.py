@@ -159,6 +159,7 @@ def test_routes_of_another_flanneld_are_adopted_until_they_were_swept_once(lab: 
     node.wait_ready()
     wait_for(lambda: in_sync(node), SOON, "the first snapshot")
     assert not set(left) & destinations(node)
+    node.wait_for_log("Removed, left by an earlier run: 2 more objects")
     assert len(node.wait_for_log("Removed, left by an earlier run: ")) == 11
     assert node.wait_for_log("Removed, left by an earlier run: 2 more objects")
 
