@@ -13,7 +13,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from flanneld.ctl.losses import dead_end, number, permanent
-from flanneld.ctl.paths import BRIEFLY, TAKEN, PathToPeer, addresses_behind, chosen_of, container_of
+from flanneld.ctl.paths import BRIEFLY, PathToPeer, addresses_behind, chosen_of, container_of, taken
 from flanneld.diagnostics.status import Status, known
 from flanneld.model import FAMILIES, Family, IPAddress
 from flanneld.network import survey
@@ -229,8 +229,8 @@ def _unanswered(at: Container, tunnels: Iterable[PathToPeer], behind: Iterable[I
                     return f"{number} to {each.target}"
         asked = {*[target for target in behind if target.version == family and not through][:_PEERS]}
         with entered(Path(at.path)):
-            asked -= survey.passing(asked, _HOPS, BRIEFLY, errors=TAKEN)
-        for target in survey.passing(asked, _HOPS - 1, BRIEFLY, errors=TAKEN):
+            asked -= taken(asked, _HOPS)
+        for target in taken(asked, _HOPS - 1):
             return f"packets for {target} as far as its node"
     return ""
 

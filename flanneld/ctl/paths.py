@@ -8,6 +8,7 @@ from contextlib import suppress
 from ipaddress import ip_network
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 
 from msgspec import UNSET, Struct
 from msgspec.structs import replace
@@ -381,10 +382,12 @@ def _ends(peer: PeerStatus, told: Status) -> Iterator[tuple[str, IPAddress, int]
 #: Seconds for a node to refuse a port, or a packet with no hop left; with udp the proxies of both nodes pass
 #: that on: programs, which a busy host makes wait.
 BRIEFLY, _BY_PROXIES = 0.3, 1.0
+#: Seconds for a report that may have been left out before.
+_BEYOND_LIMIT = 0.7
 #: Hops to the kernel of a peer: with udp the proxies of both nodes take one each. 0 is any number.
 _HOPS, _HOPS_UDP, _ANY_HOPS = 1, 3, 0
 #: Reports of a peer about a packet for a container: no hop is left, or an idle peer has no route to it.
-TAKEN = (errno.ETIME, errno.EHOSTUNREACH, errno.ENETUNREACH)
+_TAKEN = (errno.ETIME, errno.EHOSTUNREACH, errno.ENETUNREACH)
 
 
 def passing(told: Status, paths: Collection[PathToPeer]) -> Iterator[tuple[str, int]]:
@@ -417,6 +420,18 @@ def _behind(told: Status, names: Collection[str]) -> Iterator[tuple[IPAddress, s
                 yield target, peer.subnets[0], route.device
 
 
+def taken(
+    targets: Collection[IPAddress], hops: int, sources: Mapping[Family, IPAddress] = MappingProxyType({})
+) -> set[IPAddress]:
+    """Return the targets whose nodes report a packet that has no hop left there. Raises ``OSError``.
+
+    A kernel reports one a second to each host (icmp(7), icmp_ratelimit): the last try comes after that time.
+    """
+    found = survey.passing(targets, hops, BRIEFLY, sources=sources, errors=_TAKEN)
+    rest = {*targets} - found
+    return found | survey.passing(rest, hops, _BEYOND_LIMIT, sources=sources, errors=_TAKEN)
+
+
 def addresses_behind(told: Status, paths: Iterable[PathToPeer]) -> Iterator[IPAddress]:
     """Yield a container's address of each peer that answers and is reached without a tunnel."""
     there = {each.peer for each in paths if each.name == "underlay" and each.carried is not None}
@@ -439,7 +454,7 @@ def turned_away(
         if device == told.uplink_name and target.version in own and (peer, target.version) in nodes
     }
     with suppress(OSError):
-        lost = asked.keys() - survey.passing(asked, _HOPS, BRIEFLY, sources=own, errors=TAKEN)
+        lost = asked.keys() - taken(asked, _HOPS, own)
         heard = survey.passing({asked[each][1] for each in lost}, _ANY_HOPS, BRIEFLY, sources=own)
         for target in lost:
             peer, node = asked[target]
