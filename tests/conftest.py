@@ -15,7 +15,7 @@ from tests import hermetic, order, report
 from tests.lab import Lab, Node
 from tests.lab.forks import FORKS
 from tests.lab.lab import API
-from tests.vm.machine import INSIDE, lacks, stay_on_a_processor
+from tests.vm.machine import INSIDE, lacks
 
 # A busy machine is no reason to fail. The same examples each time: a failure belongs to the change that
 # it comes with. With --long new ones are looked for, and ten times as many.
@@ -47,9 +47,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="write how long each file's tests take, for their order",
     )
     parser.addoption(
-        "--one-core", action="store_true", help="keep each of several processes and its programs on one core"
-    )
-    parser.addoption(
         "--claims",
         type=Path,
         metavar="FOLDER",
@@ -72,8 +69,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--long"):
         hypothesis.settings.load_profile("long")
         os.environ[FORKS] = "0"
-    if config.getoption("--one-core") and (worker := getattr(config, "workerinput", None)):
-        stay_on_a_processor(int(worker["workerid"].removeprefix("gw")))
     config.addinivalue_line("markers", "long: takes more than a few seconds; runs with --long only")
     config.addinivalue_line("markers", "shares(network): runs beside those of its file that share it")
     config.addinivalue_line("markers", "needs_kernel(feature): fails on a kernel without it; see tests/vm")

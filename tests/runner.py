@@ -141,10 +141,7 @@ def plan(
         lanes[0].append(Step("unit tests of what decides", command))
         return lanes
     lanes[0].append(Step("new clusters", (*SEARCH, "--seconds=15"), optional=True))
-    # A daemon and its test wake each other sooner on one core; --long and --shuffles let them run at once.
-    place = () if long else ("--one-core",)
-    workers = WORKERS_BESIDE_OTHERS if lacking else WORKERS
-    here = (*spread(workers, more), *place, *needs("without", lacking))
+    here = (*spread(WORKERS_BESIDE_OTHERS if lacking else WORKERS, more), *needs("without", lacking))
     # Else each process of the tests, also in a machine, would compile them all for itself.
     folders = (*UNIT, *NAMESPACES)
     collection = Step("collection of the tests", (*PYTEST, COLLECT, "-qq", *more, *folders))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -70,16 +69,6 @@ def test_worker_leaves_no_garbage_to_collect_after_its_last_word(tmp_path: Path)
     )
     begun, before = (int((tmp_path / name).read_text()) for name in ("begun", "before"))
     assert worker > before > controller == begun
-
-
-def test_processes_share_out_the_cores_if_each_is_to_keep_to_one(tmp_path: Path) -> None:
-    note = "import os, pathlib\ndef pytest_unconfigure(): pathlib.Path(f'{os.getpid()}.cores').write_text(\n"
-    note += "    ' '.join(map(str, sorted(os.sched_getaffinity(0)))))\n"
-    session(tmp_path, "-n2", "--one-core", more=note)
-    here = sorted(os.sched_getaffinity(0))
-    seen = sorted(file.read_text() for file in tmp_path.glob("*.cores"))
-    workers = [str(here[number % len(here)]) for number in range(2)]
-    assert seen == sorted([*workers, " ".join(map(str, here))])  # the last is of the process that asks them
 
 
 def test_command_that_repeats_a_test_of_the_machine_runs_it_there(monkeypatch: pytest.MonkeyPatch) -> None:

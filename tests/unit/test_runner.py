@@ -107,12 +107,6 @@ def test_plan_leaves_out_no_step_in_silence() -> None:
     assert reasons["tests in namespaces"] is False
 
 
-def test_only_the_short_run_keeps_what_runs_at_once_on_one_core() -> None:
-    runs = plan([], lacking=FEATURES), plan([], long="tests", lacking=FEATURES), shuffles([], 4, FEATURES)
-    kept = [[step.name for lane in lanes for step in lane if "--one-core" in step.command] for lanes in runs]
-    assert kept == [["tests"], [], []]
-
-
 def test_long_run_is_the_sum_of_its_parts() -> None:
     whole = [step.command for lane in plan(["-x"], long="all", lacking=FEATURES) for step in lane]
     parts = [

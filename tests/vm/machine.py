@@ -87,10 +87,10 @@ def run(
 
 
 def stay_on_a_processor(number: int) -> None:
-    """Keep this process and its children on one CPU, so that they do not wake each other on another one.
+    """Keep this process and its children on one CPU.
 
-    The machine's kernel and its processes, which are traced, wait for each other at each system call. On two
-    CPUs that takes twice the time and twice the CPU time.
+    The machine's kernel and its processes, which are traced, wait for each other at each system call. If they
+    have to wake each other on another CPU, that takes twice the time and twice the CPU time.
     """
     processors = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {processors[number % len(processors)]})
