@@ -83,15 +83,15 @@ def token_of(data: bytes) -> bytes:
     return query.token if query else b""
 
 
-def echo_request(family: Family, token: bytes) -> bytes:
+def echo_request(family: Family, token: bytes, identifier: int = 0) -> bytes:
     """Return an echo request with a token that identifies its reply.
 
-    Over IPv6 the kernel fills in the checksum.
+    Over IPv6 the kernel fills in the checksum, and for a ping socket its own identifier.
     """
-    blank = _ECHO.pack(_REQUEST[family], 0, 0, 0, 0) + token
+    blank = _ECHO.pack(_REQUEST[family], 0, 0, identifier, 0) + token
     if family == 6:
         return blank
-    return _ECHO.pack(_REQUEST[family], 0, _checksum(blank), 0, 0) + token
+    return _ECHO.pack(_REQUEST[family], 0, _checksum(blank), identifier, 0) + token
 
 
 def echo_token(family: Family, data: bytes, *, with_header: bool) -> bytes:

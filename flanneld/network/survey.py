@@ -135,6 +135,8 @@ class EchoChannel:
     def __init__(self, family: Family, size: int = 0, hops: int = 0, source: IPAddress | None = None) -> None:
         self._family = family
         self._size = size
+        # A new connection for the packet filters: new rules, as those of NAT, spare the packets of old ones.
+        self._identifier = int.from_bytes(random_bytes(2), "big")
         self._socket = ping_socket(family)
         self._socket.setblocking(False)
         self._socket.setsockopt(*_RECVERR[family], 1)
@@ -150,7 +152,8 @@ class EchoChannel:
     def send(self, target: IPAddress | Echo, token: bytes) -> None:
         echo = target if isinstance(target, Echo) else Echo(target, self._size)
         padding = bytes(max(0, echo.size - HEADERS[self._family] - TOKEN_LENGTH))
-        self._socket.sendto(echo_request(self._family, token + padding), (str(echo.target), 0))
+        message = echo_request(self._family, token + padding, self._identifier)
+        self._socket.sendto(message, (str(echo.target), 0))
 
     def receive(self) -> Iterator[tuple[bytes, Mapping[str, Any], int]]:
         is_raw = self._socket.type == socket.SOCK_RAW

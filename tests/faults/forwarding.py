@@ -42,6 +42,10 @@ def container_mac(world: World) -> None:
     world.run(f"iptables-nft -I FORWARD -m mac --mac-source {link['address']} -j DROP")
 
 
+def seen_well(world: World) -> None:
+    assert str(world.doctor()) == "status 0"
+
+
 FAULTS = {
     "rule that drops forwarded packets at random": replace(dropping("numgen inc mod 2 0 drop"), cuts=None),
     "rule that drops large forwarded packets": replace(
@@ -78,9 +82,14 @@ FAULTS = {
     "senders translated to an address of nobody": Fault(
         "filters",
         "-A POSTROUTING -s {own} -j SNAT --to-source 203.0.113.7",
-        ("iptables-nft -t nat -I POSTROUTING -s {own} -j SNAT --to-source 203.0.113.7",),
+        (
+            "iptables-nft -t nat -A POSTROUTING -s 203.0.113.0/24 -j MASQUERADE",
+            seen_well,  # its echoes are connections now, and rules of nat spare those
+            "iptables-nft -t nat -I POSTROUTING -s {own} -j SNAT --to-source 203.0.113.7",
+        ),
         heal=("iptables-nft -t nat -D POSTROUTING -s {own} -j SNAT --to-source 203.0.113.7",),
         advice="iptables-nft -t nat -I POSTROUTING -s 10.5.0.0/16 -d 10.5.0.0/16 -j RETURN",
+        after=("iptables-nft -t nat -D POSTROUTING -s 203.0.113.0/24 -j MASQUERADE",),
         peer_blind=BEHIND,
     ),
     "rule by the tunnel's port": Fault(

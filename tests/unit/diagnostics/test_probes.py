@@ -69,7 +69,9 @@ def test_garbage_is_no_answer(data: bytes, family: Family, with_header: bool) ->
     assert echo_token(family, data, with_header=with_header) != TOKEN
 
 
-def test_the_checksum_is_the_one_of_the_internet() -> None:
-    words = echo_request(4, TOKEN)
+@pytest.mark.parametrize("identifier", [0, 0xBEEF])
+def test_the_checksum_is_the_one_of_the_internet(identifier: int) -> None:
+    words = echo_request(4, TOKEN, identifier)
+    assert int.from_bytes(words[4:6]) == identifier
     total = sum(int.from_bytes(words[place : place + 2]) for place in range(0, len(words), 2))
     assert total % 0xFFFF == 0
