@@ -46,8 +46,9 @@ _XFRM_DROPS = Path("/proc/net/xfrm_stat")
 #: By the end of a packet that goes on, what a rule does to it. A masqueraded one gets there.
 MASQUERADES, REDIRECTS = "masquerades", "redirects"
 _VERBS = {DNAT: REDIRECTS, MASQUERADE: MASQUERADES}
-#: Beginnings of the names of chains by which kube-router, Calico and Weave enforce NetworkPolicies.
-_POLICIES = ("KUBE-POD-FW-", "KUBE-NWPLCY-", "cali-", "WEAVE-NPC")
+#: Beginnings of the names of kube-router's chains for NetworkPolicies; and Calico's and Weave's as well.
+OF_KUBE_ROUTER = ("KUBE-POD-FW-", "KUBE-NWPLCY-")
+_POLICIES = (*OF_KUBE_ROUTER, "cali-", "WEAVE-NPC")
 #: Networks named by rules for which a peer is looked up, at most.
 _MENTIONED = 64
 
@@ -140,11 +141,9 @@ def read_bases(told: Status) -> list[BaseChain]:
 
 def has_policies(bases: Iterable[BaseChain]) -> bool:
     """Return True if some chains enforce NetworkPolicies."""
-    return any("network-polic" in str(base) or any(map(_is_policys, base.chains)) for base in bases)
-
-
-def _is_policys(chain: str) -> bool:
-    return chain.startswith(_POLICIES)
+    return any(
+        name.startswith(_POLICIES) or "network-polic" in str(base) for base in bases for name in base.chains
+    )
 
 
 def _drops(

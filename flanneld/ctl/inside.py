@@ -134,13 +134,7 @@ def read_containers(
             for seen in (each for each in found if any(each.address in net for net in networks)):
                 address, back = seen.address, host.look_up_route(seen.address)
                 reached_by = names.get(back.index, "") if back and back.kind == RTN_UNICAST else ""
-                outs = [(_way(view, target, address), target) for target in targets[address.version]]
-                ways = [(way, led_away(view, way, target, ends, host_addresses)) for way, target in outs]
-                astray = next((each for _, each in ways if each), "")
-                is_led = all(
-                    way and way.index in ends and is_ours(way, host_addresses) and not away
-                    for way, away in ways
-                )
+                is_led, astray = _led(view, address, targets[address.version], ends, host_addresses)
                 is_routed = link.up and is_led
                 yield Container(
                     str(path),
@@ -233,6 +227,20 @@ def _unanswered(at: Container, tunnels: Iterable[PathToPeer], behind: Iterable[I
         for target in taken(asked, _HOPS - 1):
             return f"packets for {target} as far as its node"
     return ""
+
+
+def _led(
+    view: HostView,
+    source: IPAddress,
+    targets: Iterable[IPAddress],
+    ends: Collection[int],
+    own: Collection[IPAddress],
+) -> tuple[bool, str]:
+    """Return True if a container's packets for all targets get to this host; and what leads some away."""
+    outs = [(_way(view, target, source), target) for target in targets]
+    ways = [(way, led_away(view, way, target, ends, own)) for way, target in outs]
+    is_led = all(way and way.index in ends and is_ours(way, own) and not away for way, away in ways)
+    return is_led, next((away for _, away in ways if away), "")
 
 
 def _way(view: HostView, target: IPAddress, source: IPAddress) -> LookupResult | None:

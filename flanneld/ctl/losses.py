@@ -186,6 +186,10 @@ def _tunnelled(asked: Sequence[Question], told: Status) -> list[Question]:
     return [replace(each, mark=mark) for mark in sorted(marks) for each in outer]
 
 
+#: By family, the ICMP that it does not have.
+_OTHER_ICMP: Mapping[Family, int] = {4: ICMPV6, 6: ICMP}
+
+
 def _of_kinds(asked: Iterable[Question], protocols: AbstractSet[int], told: Status) -> list[Question]:
     """Return the questions for each of these IP protocols, as far as such packets are sent (pure).
 
@@ -195,9 +199,9 @@ def _of_kinds(asked: Iterable[Question], protocols: AbstractSet[int], told: Stat
     port = tunnel.port if tunnel and tunnel.protocol == "udp" else 0
     found = []
     for each in asked:
-        is_inside, icmp = each.packets in (FROM_CONTAINERS, TO_CONTAINERS), (ICMP, ICMPV6)
+        is_inside = each.packets in (FROM_CONTAINERS, TO_CONTAINERS)
         found.append(replace(each, protocol=UDP, port=port) if protocols and port and not is_inside else each)
-        sent = protocols - {icmp[each.target.version == 4]} if is_inside else ()
+        sent = protocols - {_OTHER_ICMP[each.target.version]} if is_inside else ()
         found += [replace(each, protocol=protocol) for protocol in sorted(sent)]
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from flanneld.backends.registry import described
 from flanneld.compat.glog import counted
 from flanneld.ctl.checks import check, few, see_first
 from flanneld.ctl.checks.containers import former_subnets
-from flanneld.ctl.drops import MASQUERADES, REDIRECTS
+from flanneld.ctl.drops import MASQUERADES, OF_KUBE_ROUTER, REDIRECTS
 from flanneld.ctl.output import State
 from flanneld.ctl.paths import AFTER_NEW_MTU, DISCOVERY, between_nodes, listed, takes_mtu
 from flanneld.diagnostics.status import known
@@ -37,7 +38,9 @@ _TALKS = 20
 #: Kinds of devices that container runtimes attach containers to (IFLA_INFO_KIND).
 _LEADS_TO_CONTAINERS = frozenset({"bridge", "veth"})
 #: Rules of a network policy of Kubernetes, as kube-router and k3s make them for each pod.
-_NETWORK_POLICY = ("-A KUBE-POD-FW-", "-A KUBE-NWPLCY-")
+_NETWORK_POLICY = tuple(f"-A {name}" for name in OF_KUBE_ROUTER)
+#: Source NAT to an address that the rule gives, as iptables and nft(8) list it.
+_TO_ADDRESS = re.compile(r" -j SNAT |(^| )snat (ip6? )?to ")
 #: Plug-ins that delegate to the one with the next config.
 _GO_BETWEENS = frozenset({"multus", "multus-shim"})
 
@@ -398,7 +401,7 @@ def filters(facts: Facts) -> Iterator[Finding]:
             continue  # a rule that cannot be evaluated accepts the packets, or no peer is a neighbour
         is_policy = each.rule.startswith(_NETWORK_POLICY)
         # Answers come to the address that masquerading takes from this host, and to no other that is not.
-        arrives = each.verb == MASQUERADES and not (facts.is_lossy and "snat" in each.rule.lower())
+        arrives = each.verb == MASQUERADES and not (facts.is_lossy and _TO_ADDRESS.search(each.rule))
         evidence = each.rule or "no rule accepts them, and the chain's policy is to drop"
         which = f": {each.doubt}" if each.doubt != each.rule else ""
         doubt = f"; whether this rule is about them cannot be told{which}" if each.doubt else ""

@@ -586,6 +586,8 @@ def test_container_that_a_network_policy_may_isolate_is_a_hint() -> None:
     [
         ("-A POSTROUTING -j MASQUERADE", "all", Severity.HINT),
         ("-A POSTROUTING -j SNAT --to-source 203.0.113.7", "all", Severity.PROBLEM),
+        ("ip saddr 10.5.1.0/24 snat to 203.0.113.7 # handle 4", "all", Severity.PROBLEM),
+        ('-A POSTROUTING -m comment --comment "requiring SNAT" -j MASQUERADE', "all", Severity.HINT),
         ("-A POSTROUTING -j SNAT --to-source 192.0.2.1", "", Severity.HINT),
     ],
 )
