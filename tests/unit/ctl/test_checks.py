@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 import flanneld
 from flanneld.config import parse
-from flanneld.ctl.checks import THEMES, Facts, LackingFeature, cluster
+from flanneld.ctl.checks import THEMES, Facts, LackingFeature, cluster, see_first
 from flanneld.ctl.checks.encryption import CharonState, standing
 from flanneld.ctl.checks.host import CniFile, LeftRules
 from flanneld.ctl.checks.kernel import NEW_MAC
@@ -596,6 +596,14 @@ def test_sender_that_no_answer_reaches_is_a_problem(rule: str, unanswered: str, 
     facts = replace(container(unanswered=unanswered), filtered=(drop,))
     (found,) = [finding for check, finding in examine(facts) if check.name == "filters"]
     assert found.severity == severity
+
+
+@pytest.mark.parametrize(("public", "words"), [("192.0.2.1", ""), ("198.51.100.7", "198.51.100.7, to which")])
+def test_announced_address_that_this_host_lacks_is_looked_at_first(public: str, words: str) -> None:
+    uplink = {"name": "eth0", "mtu": 1500, "addresses": ["192.0.2.1"], "public_ips": [public]}
+    said = see_first(told(lambda document: document.update(uplink=uplink)))
+    assert said.startswith(f"see first whether {words}" if words else "")
+    assert bool(said) == bool(words)
 
 
 def test_address_of_another_node_is_taken_from_this_host() -> None:
