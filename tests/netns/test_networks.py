@@ -129,8 +129,9 @@ def test_named_networks_are_served_from_a_file_in_the_same_process() -> None:
         assert (directory(node) / "blue.env").exists()
 
 
-def test_fifty_networks_are_served_by_one_daemon() -> None:
-    names = [f"net{number}" for number in range(50)]
+@pytest.mark.parametrize("networks", [12, pytest.param(50, marks=pytest.mark.long)])
+def test_many_networks_are_served_by_one_daemon(networks: int) -> None:
+    names = [f"net{number}" for number in range(networks)]
     with Lab(api="v3") as lab:
         for number, name in enumerate(names):
             backend = {"Type": "vxlan", "VNI": number + 1}
