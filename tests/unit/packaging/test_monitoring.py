@@ -27,8 +27,8 @@ ALERTS = {rule["alert"]: rule for group in RULES["groups"] for rule in group["ru
 GIVEN = {"up", "process_resident_memory_bytes"}
 #: Labels that Prometheus adds.
 ADDED = {"instance", "job", "le"}
-#: Minutes of a case: a day and an hour, as nodes live; four hours are enough for a fault but for the one of which
-#: its alert waits a day.
+#: Minutes of a case: a day and an hour, as nodes live; four hours are enough for a fault whose alert does not
+#: wait for a day.
 _DAY, _HOURS = 1500, 240
 FIRST = 'job="flannel",instance="n1"'
 SECOND = 'job="flannel",instance="n2"'
