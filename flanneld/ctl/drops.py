@@ -1,4 +1,4 @@
-"""What this host's packet filters do to the network's packets: rules that drop, redirect or translate them.
+"""Find rules of this host's packet filters that drop, redirect or translate the network's packets.
 
 Rules are found by following the packets through them.
 """
@@ -142,7 +142,8 @@ def read_bases(told: Status) -> list[BaseChain]:
 def has_policies(bases: Iterable[BaseChain]) -> bool:
     """Return True if some chains enforce NetworkPolicies."""
     return any(
-        name.startswith(_POLICIES) or "network-polic" in str(base) for base in bases for name in base.chains
+        "network-polic" in str(base) or any(name.startswith(_POLICIES) for name in base.chains)
+        for base in bases
     )
 
 

@@ -1,4 +1,4 @@
-"""Where this host's policy rules, routes and neighbours lose the network's packets.
+"""Find this host's policy rules, routes and neighbours that lose the network's packets.
 
 Routes are looked up as the kernel does for such packets.
 """
@@ -421,7 +421,8 @@ def unresolved(nodes: Iterable[IPAddress]) -> Iterator[tuple[str, str]]:
 class Claim(Struct, frozen=True, gc=False):
     """An address of this node or of a silent one, and the MAC addresses of the hosts that have it.
 
-    Of ours in IPv6 the kernel knows that another host has it, and no MAC. ``length`` is of the prefix.
+    For an IPv6 address of this node the kernel tells that another host has it, but no MAC. ``length`` is
+    of the prefix.
     """
 
     address: IPAddress
