@@ -29,7 +29,7 @@ _WITHOUT_CHECKSUM = 0x1
 _EMPTY = b"{}"
 # Types of ICMP echo (RFC 792) and of ICMPv6 (RFC 4443 section 4).
 _REQUEST: dict[Family, int] = {4: 8, 6: 128}
-_REPLY: dict[Family, int] = {4: 0, 6: 129}
+ECHO_REPLY: dict[Family, int] = {4: 0, 6: 129}
 _ECHO = struct.Struct("!BBHHH")  # type, code, checksum, identifier, sequence number
 
 
@@ -101,7 +101,7 @@ def echo_token(family: Family, data: bytes, *, with_header: bool) -> bytes:
     """
     if with_header and family == 4:
         data = data[4 * (data[0] & 0xF) :] if data else b""
-    return data[_ECHO.size :] if data[:1] == bytes([_REPLY[family]]) else b""
+    return data[_ECHO.size :] if data[:1] == bytes([ECHO_REPLY[family]]) else b""
 
 
 def requested_token(family: Family, data: bytes) -> bytes:

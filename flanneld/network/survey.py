@@ -24,6 +24,7 @@ from msgspec import Struct, field
 
 from flanneld.model import FAMILIES, Family, IPAddress
 from flanneld.network.query import (
+    ECHO_REPLY,
     HEADERS,
     ORDINARY,
     TOKEN_LENGTH,
@@ -34,21 +35,21 @@ from flanneld.network.query import (
     requested_token,
     token_of,
 )
+from flanneld.network.socket_filters import pass_echo_replies
 from flanneld.runtime import clock, waits
 from flanneld.runtime.clock import random_bytes
 
 
-def ping_socket(family: Family) -> socket.socket:
-    """Return a ping socket if net.ipv4.ping_group_range permits it, else a raw socket.
-
-    The kernel filters replies for a ping socket. A raw one receives all.
-    """
+def ping_socket(family: Family, identifier: int) -> socket.socket:
+    """Return a ping socket if net.ipv4.ping_group_range permits it, else a raw one that is filtered alike."""
     domain = socket.AF_INET if family == 4 else socket.AF_INET6
     protocol = socket.IPPROTO_ICMP if family == 4 else socket.IPPROTO_ICMPV6
     try:
         return socket.socket(domain, socket.SOCK_DGRAM, protocol)
     except OSError:
-        return socket.socket(domain, socket.SOCK_RAW, protocol)
+        raw = socket.socket(domain, socket.SOCK_RAW, protocol)
+        pass_echo_replies(raw, ECHO_REPLY[family], identifier)
+        return raw
 
 
 _BATCH = 32
@@ -137,7 +138,7 @@ class EchoChannel:
         self._size = size
         # A new connection for the packet filters: new rules, as those of NAT, spare the packets of old ones.
         self._identifier = int.from_bytes(random_bytes(2), "big")
-        self._socket = ping_socket(family)
+        self._socket = ping_socket(family, self._identifier)
         self._socket.setblocking(False)
         self._socket.setsockopt(*_RECVERR[family], 1)
         self._socket.setsockopt(*_WHOLE[family])

@@ -11,10 +11,11 @@ import errno
 import os
 import socket
 import struct
-from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from fcntl import ioctl
+
+from flanneld.network.socket_filters import drop_changes_by
 
 # linux/netlink.h
 NLM_F_REQUEST, NLM_F_ACK, NLM_F_DUMP_INTR = 0x1, 0x4, 0x10
@@ -31,13 +32,7 @@ _IFREQ = struct.Struct("=16si20x")
 _LONGEST_NAME = 15
 
 # Missing from Python's socket module (asm-generic/socket.h).
-SO_ATTACH_FILTER, SO_RCVBUFFORCE = 26, 33
-
-# linux/filter.h: struct sock_filter and sock_fprog, and classic BPF to drop messages of one nlmsg_pid.
-_BPF = struct.Struct("=HBBI")
-_BPF_PROGRAM = struct.Struct("@HP")
-_BPF_LOAD_WORD, _BPF_JUMP_IF_EQUAL, _BPF_RETURN = 0x20, 0x15, 0x06
-_PORT_OFFSET = 12
+SO_RCVBUFFORCE = 33
 
 HEADER = struct.Struct("=IHHII")
 _FLAGS_OFFSET, _SEQ_OFFSET = 6, 8
@@ -163,23 +158,8 @@ class NetlinkSocket:
             self._socket.setsockopt(SOL_NETLINK, option, value)
 
     def ignore(self, port: int) -> None:
-        """Let the kernel drop notifications that name this netlink port as their author.
-
-        Optional: without filters the reader has to tell them apart. Some notifications name no author.
-        """
-        program = (
-            (_BPF_LOAD_WORD, 0, 0, _PORT_OFFSET),
-            (_BPF_JUMP_IF_EQUAL, 0, 1, socket.htonl(port)),  # BPF loads words in network byte order
-            (_BPF_RETURN, 0, 0, 0),
-            (_BPF_RETURN, 0, 0, 0xFFFFFFFF),
-        )
-        code = array("B", b"".join(_BPF.pack(*each) for each in program))
-        with suppress(OSError):
-            self._socket.setsockopt(
-                socket.SOL_SOCKET,
-                SO_ATTACH_FILTER,
-                _BPF_PROGRAM.pack(len(program), code.buffer_info()[0]),
-            )
+        """Let the kernel drop notifications of the changes by this netlink port."""
+        drop_changes_by(self._socket, port)
 
     def _widen(self, size: int) -> None:
         try:

@@ -6,8 +6,8 @@ import errno
 import socket
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from ipaddress import IPv4Address, ip_address
+from contextlib import ExitStack, closing, contextmanager
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,11 @@ import pytest
 
 from flanneld.model import IPAddress
 from flanneld.network import survey as module
-from flanneld.network.query import answer, decode
+from flanneld.network.query import TOKEN_LENGTH, answer, decode
 from flanneld.network.survey import (
     SAMPLE,
     Echo,
+    EchoChannel,
     QueryChannel,
     ask,
     echoes,
@@ -119,6 +120,26 @@ def test_what_is_there_at_the_deadline_counts() -> None:
     """A busy host may let us sleep beyond it."""
     assert refused([(HERE, closed_port())], 0.0) == {HERE}
     assert echoes([HERE], 0.0, 1)[HERE].arrived
+
+
+@pytest.mark.parametrize("host", [HERE, IPv6Address("::1")], ids=str)
+def test_replies_to_other_programs_leave_room_for_ours(
+    host: IPAddress, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A raw socket gets all of them, and its buffer holds some 90 large ones."""
+
+    def raw(*kind: int) -> socket.socket:
+        if kind[1] == socket.SOCK_DGRAM:
+            raise PermissionError
+        return real(*kind)
+
+    real = socket.socket
+    monkeypatch.setattr("flanneld.network.survey.socket.socket", raw)
+    with closing(EchoChannel(host.version)) as ours, closing(EchoChannel(host.version, 1400)) as others:
+        for _ in range(500):
+            others.send(host, bytes(TOKEN_LENGTH))
+            list(others.receive())
+        assert ask(ours, host, SOON).arrived
 
 
 def test_refusal_of_one_host_is_not_blamed_on_the_next() -> None:
