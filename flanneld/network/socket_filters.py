@@ -33,11 +33,17 @@ def drop_changes_by(sock: socket.socket, port: int) -> None:
 
 
 def pass_echo_replies(sock: socket.socket, kind: int, identifier: int) -> None:
-    """Let the kernel drop what is not of this ICMP type and identifier, before a raw socket holds it."""
+    """Let the kernel drop what is not of this ICMP type and identifier, before a raw socket holds it.
+
+    What came before the filter is dropped, too: it may have filled the socket's buffer.
+    """
     header = [(_MEASURE_IPV4_HEADER, 0, 0, 0)] if sock.family == socket.AF_INET else []
     is_of_kind = (_LOAD_BYTE_AFTER, 0, 0, _TYPE), (_JUMP_IF_EQUAL, 0, 3, kind)
     is_of_identifier = (_LOAD_HALF_AFTER, 0, 0, _IDENTIFIER), (_JUMP_IF_EQUAL, 0, 1, identifier)
     _attach(sock, *header, *is_of_kind, *is_of_identifier, _PASS, _DROP)
+    with suppress(BlockingIOError):
+        while True:
+            sock.recv(1, socket.MSG_DONTWAIT)
 
 
 def _attach(sock: socket.socket, *program: tuple[int, int, int, int]) -> None:

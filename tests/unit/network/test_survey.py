@@ -123,23 +123,34 @@ def test_what_is_there_at_the_deadline_counts() -> None:
 
 
 @pytest.mark.parametrize("host", [HERE, IPv6Address("::1")], ids=str)
+@pytest.mark.parametrize("when", ["before its filter", "behind its filter"])
 def test_replies_to_other_programs_leave_room_for_ours(
-    host: IPAddress, monkeypatch: pytest.MonkeyPatch
+    host: IPAddress, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A raw socket gets all of them, and its buffer holds some 90 large ones."""
+    flooding: list[EchoChannel] = []
+
+    def flood() -> None:
+        for others in flooding:
+            for _ in range(500):
+                others.send(host, bytes(TOKEN_LENGTH))
+                list(others.receive())
 
     def raw(*kind: int) -> socket.socket:
         if kind[1] == socket.SOCK_DGRAM:
             raise PermissionError
-        return real(*kind)
+        sock = real(*kind)
+        if when == "before its filter":
+            flood()
+        return sock
 
     real = socket.socket
     monkeypatch.setattr("flanneld.network.survey.socket.socket", raw)
-    with closing(EchoChannel(host.version)) as ours, closing(EchoChannel(host.version, 1400)) as others:
-        for _ in range(500):
-            others.send(host, bytes(TOKEN_LENGTH))
-            list(others.receive())
-        assert ask(ours, host, SOON).arrived
+    with closing(EchoChannel(host.version, 1400)) as others:
+        flooding.append(others)
+        with closing(EchoChannel(host.version)) as ours:
+            flood()
+            assert ask(ours, host, SOON).arrived
 
 
 def test_refusal_of_one_host_is_not_blamed_on_the_next() -> None:
