@@ -30,17 +30,27 @@ WORKERS, WORKERS_BESIDE_OTHERS = 4 * CORES, 3 * CORES
 MACHINES = 2  # with one CPU each
 UNIT = ("tests/unit", "tests/fuzz", "tests/browser", "docs")
 NAMESPACES = ("tests/netns", "tests/interop", "tests/faults")
-#: Unit tests that run servers and programs. The others are of what decides.
-EFFECTS = (
+#: Unit tests that run servers and programs, or try every moment of a story. The others are of what decides.
+SLOWER = (
     "backends/cloud",
     "backends/extension",
     "backends/udp",
+    "ctl/test_stores.py",
+    "diagnostics/test_health_server.py",
+    "diagnostics/test_status_socket.py",
     "packaging",
     "runtime",
+    "simulation/test_crash_points.py",
+    "simulation/test_stale_views.py",
     "subnet/embedded",
     "subnet/etcd",
     "subnet/kube",
     "subnet/remote",
+    "subnet/test_misbehaving_servers.py",
+    "subnet/test_slow_servers.py",
+    "subnet/test_stores.py",
+    "test_report.py",
+    "test_runner.py",
 )
 #: Tests marked ``needs_kernel`` run in the machine if this kernel lacks what they need.
 FEATURES = ("ipip", "wireguard", "esp", "police", "own-clock")
@@ -136,7 +146,7 @@ def plan(
         ]
     ]
     if fast:
-        deciding = (f"--ignore=tests/unit/{folder}" for folder in EFFECTS)
+        deciding = (f"--ignore=tests/unit/{path}" for path in SLOWER)
         command = (*spread(CORES, more), *deciding, "tests/unit", "docs")
         lanes[0].append(Step("unit tests of what decides", command))
         return lanes
