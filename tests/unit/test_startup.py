@@ -131,8 +131,10 @@ def test_backend_without_ipv6_in_a_dual_stack_network_is_told(
 ) -> None:
     networks = {"Network": "10.5.0.0/16", "EnableIPv6": True, "IPv6Network": "fd00:5::/48"}
     keys.put(f"{prefix}/config", json.dumps({**networks, "Backend": {"Type": kind}}))
-    startup.load(options, manager, SingleAttempts(), effects.dry_run(options, {}))
+    with caplog.at_level(logging.INFO):
+        startup.load(options, manager, SingleAttempts(), effects.dry_run(options, {}))
     assert (f"{kind} carries no IPv6: no routes" in caplog.text) == is_told
+    assert f"Found network config - Backend type: {kind}" in caplog.text
 
 
 def test_an_unknown_backend_ends_the_load(

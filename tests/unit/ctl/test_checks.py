@@ -1058,6 +1058,12 @@ def test_peer_that_answers_is_not_stuck_however_little_it_sends() -> None:
     assert found.problem.startswith("nothing comes in from 1 peer")
 
 
+@pytest.mark.parametrize(("hops", "is_told"), [(0, False), (7, True), (8, False)])
+def test_few_hops_of_a_container_are_told(hops: int, is_told: bool) -> None:
+    found = [finding.problem for _, finding in examine(container(hops=hops))]
+    assert found == (["1 container whose packets may take 7 hops only"] if is_told else [])
+
+
 def test_bridge_that_is_down_is_the_only_cause_named() -> None:
     facts = replace(
         CASES["bridge down"][0],

@@ -13,6 +13,7 @@ import pytest
 
 from flanneld.diagnostics import conditions
 from flanneld.errors import NoAnswer, Retryable
+from flanneld.findings import Condition
 from flanneld.model import Lease, LeaseAttrs, Snapshot
 from flanneld.node import Node
 from flanneld.options import Options
@@ -149,4 +150,20 @@ def test_what_lasts_is_told_once_and_its_end_too(node: Node, monkeypatch: pytest
         assert told.get(timeout=DEADLINE) == []
 
     watching(node, act, told)
+    assert told.empty()
+
+
+def test_what_ends_soon_is_not_told(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conditions, "LOOK", 0.01)
+    told, looks = SimpleQueue[list[str]](), threading.Semaphore(0)
+
+    def look(_node: Node) -> list[Condition]:
+        looks.release()
+        return [Condition("store", "silent")]
+
+    def wait_for_looks() -> None:
+        assert all(looks.acquire(timeout=DEADLINE) for _ in range(3))
+
+    monkeypatch.setattr(conditions, "unhealthy_parts", look)
+    watching(node, wait_for_looks, told)
     assert told.empty()

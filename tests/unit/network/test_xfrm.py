@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import struct
 from contextlib import suppress
 from ipaddress import IPv4Address, IPv4Network
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flanneld.network import xfrm_table
-from flanneld.network.rtnetlink.netlink import MalformedNetlink, attribute
+from flanneld.network.rtnetlink.netlink import MalformedNetlink, NetlinkSocket, attribute
 from flanneld.network.xfrm import (
     ALLOW_PRIORITY,
     BLOCK_PRIORITY,
@@ -234,3 +235,14 @@ def test_a_policy_for_what_arrives_or_stays_outside_is_no_bypass(
 def test_guards_come_last_and_without_a_lease_block_all() -> None:
     assert {each.priority for each in GUARDS} == {ALLOW_PRIORITY, BLOCK_PRIORITY}
     assert {each.action for each in guards(NETWORK, None)} == {Action.BLOCK}
+
+
+def test_notifications_that_got_lost_are_told() -> None:
+    class News(NetlinkSocket):
+        def __init__(self) -> None:
+            self._left = [OSError(errno.ENOBUFS, "lost"), BlockingIOError()]
+
+        def receive(self) -> bytes:
+            raise self._left.pop(0)
+
+    assert list(xfrm_table.notifications(News())) == [(xfrm_table.LOST, xfrm_table.LOST)]

@@ -63,6 +63,14 @@ def test_a_low_limit_that_may_be_raised_is_no_obstacle() -> None:
     assert line.startswith(WRONG_SAID)
 
 
+def test_a_limit_that_is_high_enough_stays() -> None:
+    code = (
+        "from resource import *; from flanneld.runtime.process import ensure_descriptors;"
+        " setrlimit(RLIMIT_NOFILE, (5000, 6000)); ensure_descriptors(); print(getrlimit(RLIMIT_NOFILE))"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "(5000, 6000)\n"
+
+
 def starts(kibibytes: int) -> bool:
     """Python itself needs some memory."""
     command = [sys.executable, "-c", "import runpy, resource, flanneld"]

@@ -211,6 +211,7 @@ def test_output_is_bounded_and_one_line_in_the_log(caplog: pytest.LogCaptureFixt
     (line,) = caplog.messages
     assert line.startswith("Ran SubnetAddCommand for a peer: a b ?[1m000")
     assert len(line) < 600
+    assert told("x" * 500) == "x" * 500
     assert told("x" * 501) == "x" * 500 + "..."
 
 

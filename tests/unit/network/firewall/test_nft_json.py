@@ -62,6 +62,7 @@ MARK_OF_PACKET = {"meta": {"key": "mark"}}
         (16384, (0x4000, ALL_BITS)),
         ({"|": [MARK_OF_PACKET, 1]}, (1, 1)),
         ({"&": [MARK_OF_PACKET, 1]}, (0, ALL_BITS ^ 1)),
+        ({"^": [{"&": [MARK_OF_PACKET, 0xFF00]}, 2]}, (2, ALL_BITS ^ 0xFF00)),
         ({"meta": {"key": "cpu"}}, None),
     ],
 )

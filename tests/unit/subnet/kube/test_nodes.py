@@ -118,6 +118,12 @@ def test_nodes_are_ordered_by_their_creation() -> None:
     assert lease_of(replace(NODE, created=7), DUAL).created == 7
 
 
+def test_many_nodes_are_saved_and_read(tmp_path: Path) -> None:
+    saved = Saved(NODE, tuple(replace(NODE, name=f"peer{number}") for number in range(1000)))
+    NodeCache(str(tmp_path)).save(saved)
+    assert NodeCache(str(tmp_path)).load() == saved
+
+
 def test_order_of_nodes_is_saved_and_unknown_in_a_file_of_an_earlier_version(tmp_path: Path) -> None:
     NodeCache(str(tmp_path)).save(Saved(replace(NODE, created=7), ()))
     saved = NodeCache(str(tmp_path)).load()
