@@ -49,11 +49,11 @@ LIMIT, BUDGET = 60.0, 15.0
 #: etcd maps 10 GiB of its file.
 MEMORY = 4 << 30
 #: A mutant may signal every process or remove every device: as root it gets namespaces of its own. The shell
-#: is their process 1, since a daemon that is one itself behaves like the only program of a container. Each has
-#: its own /dev/shm, where the tests' networks have folders named by process: two sandboxes count them alike.
+#: is their process 1, since a daemon that is one itself behaves like the only program of a container. The
+#: tests' networks have folders in /dev/shm that are named by process: two sandboxes count processes alike.
+_BEFORE = "mount -t tmpfs none /run && mount -t tmpfs none /dev/shm && ip link set lo up"
 SANDBOX = (
-    "unshare --net --mount --pid --fork --kill-child --mount-proc sh -c 'mount -t tmpfs none /run"
-    ' && mount -t tmpfs none /dev/shm && ip link set lo up && "$@"; exit $?\' sh '
+    f"unshare --net --mount --pid --fork --kill-child --mount-proc sh -c '{_BEFORE} && \"$@\"; exit $?' sh "
 )
 
 HERE = Path(__file__).parent

@@ -10,7 +10,16 @@ import pytest
 from msgspec.structs import replace
 
 from flanneld.ctl import compare as comparison
-from flanneld.ctl.compare import ActualState, Comparison, Difference, compare, described, desired_objects
+from flanneld.ctl.compare import (
+    ActualState,
+    Comparison,
+    Difference,
+    Outside,
+    compare,
+    described,
+    desired_objects,
+    outside,
+)
 from flanneld.network.rtnetlink.links import SeenLink
 from flanneld.network.rtnetlink.netlink import DumpInterrupted
 from flanneld.state.resources import FdbEntry, ForeignLink, Resource, Route, Vxlan
@@ -52,6 +61,15 @@ def test_what_is_not_there_is_missing_and_what_is_not_wanted_is_told() -> None:
     stale = replace(ROUTE, destination=IPv4Network("10.5.9.0/24"))
     wanted: dict[Resource, str] = {DEVICE: "ok", ROUTE: "missing", stale: "not wanted"}
     assert states(document(ROUTE), DEVICE, stale) == wanted
+
+
+@pytest.mark.parametrize(("is_there", "state"), [(True, "ok"), (False, "missing")])
+def test_object_outside_the_kernel_is_as_the_daemon_tells(is_there: bool, state: str) -> None:
+    told = document()
+    plain = {"kind": "rule", "text": "masquerading", "value": None, "in_kernel": is_there, "table": "nft"}
+    told["local"].append(plain)
+    (found,) = outside(status_of(told))
+    assert (found.value, found.state) == (Outside("masquerading", "nft"), state)
 
 
 def test_an_entry_that_leads_to_another_port_is_not_the_wanted_one() -> None:

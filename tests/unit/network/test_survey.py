@@ -153,6 +153,30 @@ def test_replies_to_other_programs_leave_room_for_ours(
             assert ask(ours, host, SOON).arrived
 
 
+def test_the_first_of_two_answers_counts() -> None:
+    class Doubled:
+        def __init__(self) -> None:
+            self._token = b""
+
+        def fileno(self) -> int:
+            return ready.fileno()
+
+        def send(self, _target: IPAddress, token: bytes) -> None:
+            self._token = token
+
+        def receive(self) -> Iterator[tuple[bytes, Mapping[str, Any], int]]:
+            yield self._token, {}, 0
+            clock.time += 1.0
+            yield self._token, {}, 0
+
+        def close(self) -> None:
+            """Nothing is open."""
+
+    clock = Clock()
+    with socket.socket() as ready, replaced(clock):
+        assert survey(Doubled(), [HERE], SOON, 1)[HERE].rtt == 0.0
+
+
 def test_refusal_of_one_host_is_not_blamed_on_the_next() -> None:
     """The kernel reports an ICMP error also by the next call on the socket, to whichever host that is."""
     silent = [IPv4Address("127.9.0.0") + number for number in range(20)]

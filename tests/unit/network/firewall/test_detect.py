@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from flanneld.network.firewall import placing
 from flanneld.network.firewall.driver import Unavailable
 from flanneld.network.firewall.iptables import Flavour
 from flanneld.network.firewall.placing import IptablesFacts, choose
@@ -59,3 +62,13 @@ def test_a_flavour_that_is_not_installed_cannot_be_had() -> None:
 def test_a_host_without_iptables_is_told_what_to_install() -> None:
     with pytest.raises(Unavailable, match="install the Debian package iptables"):
         choose("auto", IptablesFacts(frozenset()))
+
+
+@pytest.mark.parametrize("flavour", ["nft", "legacy"])
+def test_the_usual_flavour_is_the_one_that_iptables_leads_to(
+    flavour: Flavour, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / f"xtables-{flavour}-multi").touch(mode=0o755)
+    (tmp_path / "iptables").symlink_to(f"xtables-{flavour}-multi")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert placing._usual() == flavour
