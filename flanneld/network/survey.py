@@ -100,7 +100,7 @@ class Reply(Struct, frozen=True, gc=False):
 
     @property
     def arrived(self) -> bool:
-        """Return True if the message reached the host, whatever it answered."""
+        """Return True if the message reached the host, which answered or refused it."""
         return self.rtt is not None or self.is_refusal
 
 
@@ -283,9 +283,9 @@ def survey(
     tries: int,
     is_wanted: Callable[[], bool] = lambda: True,
 ) -> dict[Target, Reply]:
-    """Ask all targets, and the silent ones again. Each try ends ``within`` seconds after its last message.
+    """Send a message to each target, and again to the silent ones. Return their replies.
 
-    It ends early once the answers are no longer wanted.
+    Each try ends ``within`` seconds after its last message, and early once the answers are no longer wanted.
     """
     asked: dict[bytes, tuple[Target, float]] = {}
     replies: dict[Target, Reply] = {}
@@ -334,7 +334,7 @@ def _send(channel: Channel[Target], target: Target, token: bytes) -> int:
 
 
 def ask(channel: Channel[IPAddress], target: IPAddress, within: float) -> Reply:
-    """Ask one host once."""
+    """Send one message to a host. Return the reply."""
     return survey(channel, [target], within, 1)[target]
 
 

@@ -13,7 +13,6 @@ import pytest
 
 from flanneld.diagnostics import conditions
 from flanneld.errors import NoAnswer, Retryable
-from flanneld.findings import Condition
 from flanneld.model import Lease, LeaseAttrs, Snapshot
 from flanneld.node import Node
 from flanneld.options import Options
@@ -24,6 +23,7 @@ from flanneld.state.permits import RemovalGuard, everything
 from flanneld.state.resources import Route
 from flanneld.state.table import Failure, Put
 from flanneld.subnet.subnet_file import SubnetEnv, SubnetEnvFile, SubnetFileTable
+from tests.clock import Clock
 from tests.unit.diagnostics.stores import idle_node
 
 DEADLINE = 30.0
@@ -153,17 +153,19 @@ def test_what_lasts_is_told_once_and_its_end_too(node: Node, monkeypatch: pytest
     assert told.empty()
 
 
-def test_what_ends_soon_is_not_told(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_has_only_begun_is_not_told(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ticking(Clock):
+        def now(self) -> float:
+            self.time += 1.0
+            return self.time
+
+    def act() -> None:
+        node.store_counters.failed("renew", SILENCE)
+        assert told.get(timeout=DEADLINE) == [f"store: {SILENCE}"]
+        assert ticking.time >= begin + conditions.LASTING
+
     monkeypatch.setattr(conditions, "LOOK", 0.01)
-    told, looks = SimpleQueue[list[str]](), threading.Semaphore(0)
-
-    def look(_node: Node) -> list[Condition]:
-        looks.release()
-        return [Condition("store", "silent")]
-
-    def wait_for_looks() -> None:
-        assert all(looks.acquire(timeout=DEADLINE) for _ in range(3))
-
-    monkeypatch.setattr(conditions, "unhealthy_parts", look)
-    watching(node, wait_for_looks, told)
-    assert told.empty()
+    told, ticking = SimpleQueue[list[str]](), Ticking()
+    begin = ticking.time
+    with clock.replaced(ticking):
+        watching(node, act, told)
