@@ -298,7 +298,8 @@ def test_restart_of_node_that_is_cut_off_from_api_server_finds_it_by_trial(
     start_in_kubernetes(lab, node, *flags)
     wait_until_led(node, AROUND[4])
     if has_saved_nodes:
-        wait_for(lambda: "n77" in (saved / "kube-nodes.json").read_text(), what="the nodes to be saved")
+        nodes = saved / "kube-nodes.json"
+        wait_for(lambda: nodes.exists() and "n77" in nodes.read_text(), what="the nodes to be saved")
     node.stop()
     move_into_network(lab)
     serve_nodes_at(lab, STORE[4])
