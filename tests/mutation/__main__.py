@@ -113,8 +113,16 @@ def _random_jobs(arguments: argparse.Namespace) -> Iterator[Job]:
 
 
 def _affordable(mutant: Mutant, tests: list[str], seconds: Mapping[str, float]) -> tuple[str, ...]:
-    """Return the tests that are named like the module, then the quickest, at least one."""
-    tests.sort(key=lambda test: f"/test_{Path(mutant.module).stem}.py" not in test)
+    """Return the tests that are named like the module, then the quickest, at least one.
+
+    One case of each test comes before a second, since cases of one test have much in common.
+    """
+    cases, rank = Counter[str](), dict[str, int]()
+    for test in tests:
+        name = test.partition("[")[0]
+        rank[test] = cases[name]
+        cases[name] += 1
+    tests.sort(key=lambda test: (f"/test_{Path(mutant.module).stem}.py" not in test, rank[test]))
     ends = itertools.accumulate(seconds[test] for test in tests)
     return tuple(tests[: max(1, sum(end < BUDGET for end in ends))])
 
