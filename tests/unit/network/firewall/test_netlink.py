@@ -30,11 +30,10 @@ def number(kind: int, value: int) -> bytes:
     return attribute(kind, struct.pack(">i", value))
 
 
-def base_chain(
-    table: str, name: str, hook: int, priority: int = 0, policy: int = 1, device: str = ""
-) -> bytes:
+def base_chain(table: str, name: str, hook: int, priority: int = 0, policy: int = 1, device: str = "",
+               kind: str = "filter") -> bytes:  # fmt: skip
     inside = number(1, hook) + number(2, priority) + (text(3, device) if device else b"")
-    return text(1, table) + text(3, name) + attribute(4, inside) + number(5, policy) + text(7, "filter")
+    return text(1, table) + text(3, name) + attribute(4, inside) + number(5, policy) + text(7, kind)
 
 
 class FakeKernel:
