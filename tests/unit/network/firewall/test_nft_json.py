@@ -6,10 +6,12 @@ from ipaddress import ip_network
 from typing import Any
 
 import pytest
+from msgspec import Raw
+from msgspec.structs import replace
 
 from flanneld.model import FAMILIES, Family
-from flanneld.network.firewall.fate import ALL_BITS, Rule, Test
-from flanneld.network.firewall.nft_json import ListedRule, read_rules
+from flanneld.network.firewall.fate import ALL_BITS, NEVER, UNKNOWN, Rule, Test
+from flanneld.network.firewall.nft_json import ListedRule, Sets, read_rules
 from flanneld.network.firewall.nftables import (
     NftablesListing,
     commands,
@@ -99,6 +101,175 @@ def test_flags_may_be_listed_as_an_array() -> None:
 )
 def test_what_has_more_to_it_is_not_taken_for_ours(statement: dict[str, Any]) -> None:
     assert not rule(statement, {"accept": None}).is_plain
+
+
+# ---- expressions ---------------------------------------------------------------------------------
+
+
+def meta(key: str) -> dict[str, Any]:
+    return {"meta": {"key": key}}
+
+
+def ct(key: str) -> dict[str, Any]:
+    return {"ct": {"key": key}}
+
+
+def payload(protocol: str, field: str) -> dict[str, Any]:
+    return {"payload": {"protocol": protocol, "field": field}}
+
+
+def fib(*flags: str) -> dict[str, Any]:
+    return {"fib": {"result": "type", "flags": list(flags)}}
+
+
+def conditions(
+    left: Any, op: str, right: Any, family: Family = 4, sets: Sets | None = None
+) -> tuple[Test, ...]:
+    expr = [{"match": {"op": op, "left": left, "right": right}}, {"drop": None}]
+    (found,) = read_rules(ListedRule("forward", 1, expr), family, sets or {})
+    assert (found.verdict, found.text) == ("DROP", "1")
+    return found.tests
+
+
+UDP, TCP = Test("protocol", ("udp",)), Test("protocol", ("tcp",))
+ALWAYS = replace(NEVER, negated=True)
+NETWORK, HOST = ip_network("10.5.0.0/16"), ip_network("10.5.0.3/32")
+DPORT, FLAGS, PROTOCOLS = payload("udp", "dport"), payload("tcp", "flags"), payload("ip", "protocol")
+
+
+@pytest.mark.parametrize(
+    ("left", "op", "right", "tests"),
+    [
+        (meta("iif"), "==", "eth0", [Test("iif", ("eth0",))]),
+        (meta("iifname"), "==", "eth*", [Test("iif", ("eth*",))]),
+        (meta("oif"), "!=", "lo", [Test("oif", ("lo",), negated=True)]),
+        (meta("oifname"), "==", {"set": ["eth0", "eth1"]}, [Test("oif", ("eth0", "eth1"))]),
+        (meta("mark"), "==", 7, [Test("mark", ((7, ALL_BITS),))]),
+        (meta("pkttype"), "!=", "host", [Test("pkttype", ("unicast",), negated=True)]),
+        (meta("l4proto"), "==", 17, [UDP]),
+        (PROTOCOLS, "==", {"set": ["tcp", "udp"]}, [Test("protocol", ("tcp", "udp"))]),
+        (payload("ip6", "nexthdr"), "==", 17, [NEVER]),
+        (ct("state"), "in", ["new", "related"], [Test("state", ("new", "related"))]),
+        (ct("state"), "!=", "invalid", [Test("state", ("invalid",), negated=True)]),
+        (ct("status"), "in", "dnat", [NEVER]),
+        (ct("status"), "!=", "dnat", [ALWAYS]),
+        (ct("direction"), "==", "original", [Test("state", ("new",))]),
+        (ct("direction"), "!=", "original", [Test("state", ("new",), negated=True)]),
+        (ct("direction"), "==", "reply", [NEVER]),
+        (fib("daddr"), "==", "local", [Test("destination_type", ("local",))]),
+        (fib("saddr", "iif"), "!=", "unicast", [Test("source_type", ("unicast",), negated=True)]),
+        (fib("mark"), "==", "local", [UNKNOWN]),
+        (payload("icmp", "type"), "==", 8, [Test("protocol", ("icmp",)), Test("icmp", ("echo-request",))]),
+        (
+            payload("icmpv6", "type"),
+            "==",
+            135,
+            [Test("protocol", ("ipv6-icmp",)), Test("icmp", ("nd-neighbor-solicit",))],
+        ),
+        (SADDR, "==", NET, [Test("source", (NETWORK,))]),
+        (SADDR, "!=", "10.5.0.3", [Test("source", (HOST,), negated=True)]),
+        (
+            payload("ip", "daddr"),
+            "==",
+            {"range": ["10.5.0.0", "10.5.255.255"]},
+            [Test("destination", (NETWORK,))],
+        ),
+        (payload("ip6", "daddr"), "==", "fc00::1", [NEVER]),
+        (payload("arp", "saddr ip"), "==", "10.5.0.3", [NEVER]),
+        (DPORT, "==", 53, [UDP, Test("dport", ((53, 53),))]),
+        (DPORT, "!=", {"range": [53, 67]}, [UDP, Test("dport", ((53, 67),), negated=True)]),
+        (DPORT, "==", {"set": [53, {"elem": {"val": 67}}]}, [UDP, Test("dport", ((53, 53), (67, 67)))]),
+        (DPORT, "==", {"set": 53}, [UDP, Test("dport", ((53, 53),))]),
+        (DPORT, "==", "@ports", [UDP, Test("dport", ((53, 53), (80, 90)))]),
+        (DPORT, "==", "@missing", [UDP, UNKNOWN]),
+        (DPORT, "==", "domain", [UDP, UNKNOWN]),
+        (DPORT, "==", True, [UDP, UNKNOWN]),
+        (DPORT, "in", 53, [UDP, UNKNOWN]),
+        (DPORT, "<", 53, [UDP, Test("dport", ((0, 52),))]),
+        (DPORT, "<=", 53, [UDP, Test("dport", ((0, 53),))]),
+        (payload("th", "sport"), ">", 53, [Test("sport", ((54, 65536),))]),
+        (payload("th", "sport"), ">=", 53, [Test("sport", ((53, 65536),))]),
+        (meta("mark"), "<", 53, [UNKNOWN]),
+        (meta("mark"), "==", "53", [UNKNOWN]),
+        (meta("cpu"), "==", 1, [UNKNOWN]),
+        (meta("nfproto"), "==", "ipv4", [ALWAYS]),
+        (meta("nfproto"), "==", "ipv6", [NEVER]),
+        (meta("protocol"), "!=", {"set": ["ip", "arp"]}, [NEVER]),
+        (payload("ether", "type"), "!=", "ip6", [ALWAYS]),
+        ({"&": [meta("mark"), 255]}, "==", 1, [Test("mark", ((1, 255),))]),
+        ({"&": [meta("mark"), 255]}, "!=", 1, [Test("mark", ((1, 255),), negated=True)]),
+        ({"&": [meta("mark"), 255]}, "<", 1, [UNKNOWN]),
+        ({"&": [meta("cpu"), 255]}, "==", 1, [UNKNOWN]),
+        (FLAGS, "==", "syn", [TCP, Test("flags", ((2, 255),))]),
+        (FLAGS, "!=", 16, [TCP, Test("flags", ((16, 255),), negated=True)]),
+        (FLAGS, "in", ["syn", "ack"], [TCP, Test("flags", ((2, 2), (16, 16)))]),
+        ({"&": [FLAGS, {"|": ["syn", "ack"]}]}, "==", "syn", [TCP, Test("flags", ((2, 18),))]),
+        ({"&": [FLAGS, ["syn", "ack"]]}, "!=", 0, [TCP, Test("flags", ((0, 18),), negated=True)]),
+        ({"&": [payload("ip", "frag-off"), 0x1FFF]}, "==", 0, [ALWAYS]),
+        ({"&": [payload("ip", "frag-off"), 0x1FFF]}, "!=", 0, [NEVER]),
+        ({"exthdr": {"name": "frag"}}, "==", True, [NEVER]),
+        ({"exthdr": {"name": "frag"}}, "==", False, [ALWAYS]),
+        ({"exthdr": {"name": "frag"}}, "!=", True, [ALWAYS]),
+        ({"exthdr": {"name": "frag"}}, "!=", False, [NEVER]),
+        (
+            {"concat": [SADDR, DPORT]},
+            "==",
+            {"concat": ["10.5.0.3", 53]},
+            [Test("any", ((Test("source", (HOST,)), UDP, Test("dport", ((53, 53),))),))],
+        ),
+        (
+            {"concat": [meta("iif"), meta("oif")]},
+            "!=",
+            "@pairs",
+            [Test("any", ((Test("iif", ("a",)), Test("oif", ("b",))),), negated=True)],
+        ),
+        ({"concat": [SADDR, DPORT]}, "==", "@missing", [UNKNOWN]),
+    ],
+)
+def test_comparison_is_a_condition_of_packets(left: Any, op: str, right: Any, tests: list[Test]) -> None:
+    sets = {"ports": Raw(b'[53, {"range": [80, 90]}]'), "pairs": Raw(b'[{"concat": ["a", "b"]}]')}
+    assert conditions(left, op, right, sets=sets) == tuple(tests)
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "test"),
+    [
+        (payload("ip", "saddr"), "10.5.0.3", NEVER),
+        (payload("ip6", "nexthdr"), 58, Test("protocol", ("ipv6-icmp",))),
+        (meta("nfproto"), "ipv6", ALWAYS),
+        (meta("nfproto"), "ipv4", NEVER),
+        (meta("protocol"), "ip6", ALWAYS),
+        (payload("ip6", "daddr"), "fc00::1", Test("destination", (ip_network("fc00::1/128"),))),
+    ],
+)
+def test_comparison_of_the_other_family_never_holds(left: Any, right: Any, test: Test) -> None:
+    assert conditions(left, "==", right, family=6) == (test,)
+
+
+@pytest.mark.parametrize(
+    ("statement", "verdict"),
+    [
+        ({"accept": None}, "ACCEPT"),
+        ({"drop": None}, "DROP"),
+        ({"reject": {"type": "icmpx"}}, "REJECT"),
+        ({"return": None}, "RETURN"),
+        ({"masquerade": None}, "MASQUERADE"),
+        ({"snat": {"addr": "192.0.2.1"}}, "SNAT"),
+        ({"dnat": {"addr": "192.0.2.1"}}, "DNAT"),
+        ({"redirect": {"port": 53}}, "DNAT"),
+        ({"notrack": None}, "NOTRACK"),
+        ({"queue": {"num": 1}}, "unknown"),
+        ({"jump": {"target": "own"}}, "own"),
+        ({"goto": {"target": "own"}}, "own"),
+        ({"jump": {"target": "DROP"}}, "unknown"),
+        ({"xt": None}, "unknown"),
+        ({"counter": None}, ""),
+        ({"log": {"prefix": "x"}}, ""),
+    ],
+)
+def test_statement_is_a_verdict_on_packets(statement: dict[str, Any], verdict: str) -> None:
+    found, *_ = read_rules(ListedRule("forward", 1, [statement]), 4)
+    assert (found.verdict, found.is_goto) == (verdict, "goto" in statement)
 
 
 ANSWER = {
