@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from flanneld.network.rtnetlink.netlink import NetlinkSocket, message
+from flanneld.network.rtnetlink.netlink import NLM_F_ACK, NetlinkSocket, message
 
 RTM_NEWLINK, RTM_GETLINK = 16, 18
 LOOPBACK, ABSENT = 1, 0x7FFFFFFF
@@ -56,6 +56,31 @@ def test_long_batch_is_sent_in_parts_and_positions_go_on(kernel: NetlinkSocket) 
     parts = list(kernel.write(batch(*(ABSENT if each in absent else LOOPBACK for each in range(1200)))))
     assert len(parts) == 3  # of 16 KiB at most
     assert [each for part in parts for each, _ in part] == sorted(absent)
+
+
+#: Bit in the numbers of requests that read; those that write are numbered from 0.
+QUESTION = 1 << 31
+
+
+def leave_refusals(kernel: NetlinkSocket, *numbers: int) -> None:
+    """Leave answers to requests that nobody waits for any more, as after a failure."""
+    with socket.socket(fileno=os.dup(kernel.fileno())) as same:
+        for number in numbers:
+            same.send(message(RTM_GETLINK, NLM_F_ACK, link(ABSENT), number))
+
+
+@pytest.mark.parametrize("late", [0, 2, 5, 1000, QUESTION - 1, QUESTION | 3, QUESTION | 4])
+def test_late_answer_to_another_request_is_not_one_to_the_batch(kernel: NetlinkSocket, late: int) -> None:
+    assert list(kernel.write(batch(LOOPBACK, LOOPBACK, LOOPBACK))) == [[]]  # numbered 0 to 2
+    leave_refusals(kernel, late)
+    assert list(kernel.write(batch(LOOPBACK, ABSENT))) == [[(1, errno.ENODEV)]]
+
+
+def test_late_answer_to_another_request_is_not_one_to_the_question(kernel: NetlinkSocket) -> None:
+    leave_refusals(kernel, 1, 2, 3, QUESTION)
+    assert kernel.ask(RTM_GETLINK, link(LOOPBACK))
+    leave_refusals(kernel, 1, 2, 3, QUESTION | 1)
+    assert list(kernel.dump(RTM_GETLINK, link(0)))
 
 
 def test_batch_without_messages_is_not_sent(kernel: NetlinkSocket) -> None:
