@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from flanneld.model import FAMILIES, single
 from flanneld.network.obstacles import HostRoute, Obstacle
+from flanneld.network.routing import SeenHostRoute
 from flanneld.network.rtnetlink.domain import NOTHING, RTPROT_KERNEL, Domain
 from flanneld.network.rtnetlink.messages import SeenAddress
 from flanneld.network.uplink_election import AddressFact, DefaultRoute, LinkFact, RouteFact
@@ -142,6 +143,14 @@ def test_default_route_is_a_way_without_a_destination(kernel: Kernel) -> None:
     assert way_to(kernel, HERE) == Way(ip_network("192.0.2.0/24"), "eth0", False)
 
 
+def test_way_by_several_next_hops_is_that_of_the_first(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    several = SeenHostRoute(SUBNET, PROTO_BOOT, ((2, ROUTER), (3, None)))
+    monkeypatch.setattr(kernel, "matching_route", lambda _: several)
+    assert way_to(kernel, SUBNET[9]) == Way(SUBNET, "eth0", False)
+
+
 # ---- what a lease must not take over -------------------------------------------------------------
 
 
@@ -166,6 +175,17 @@ def test_obstacles_are_what_others_have_and_addresses_are_all(kernel: Kernel) ->
     ends = (bridge, ip_network("192.0.2.0/24"))
     assert found.broadcast == {end for net in ends for end in (net.network_address, net.broadcast_address)}
     assert found.detours == {HostRoute(ip_network("10.5.5.0/24"), PROTO_BOOT, (("flannel9", None),))}
+
+
+def test_device_of_ours_is_no_obstacle_under_any_name_nor_is_one_that_has_just_gone(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel.add_link(ForeignLink("mine", "an extension's"))
+    kernel.add_address("mine", ip_address("10.5.4.1"), 24)
+    assert read_host_networks(kernel, [NETWORK], [], set()).obstacles
+    assert not read_host_networks(kernel, [NETWORK], [], {"mine"}).obstacles
+    monkeypatch.setattr(kernel, "name_of", lambda _: None)
+    assert not read_host_networks(kernel, [NETWORK], [], set()).obstacles
 
 
 def test_networks_of_each_family_of_the_cluster_are_read(kernel: Kernel) -> None:
