@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
-import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import Any
@@ -27,33 +26,12 @@ from flanneld.network.firewall.foreign import (
     read,
     text_of,
 )
-from tests.unit.network.firewall.test_netlink import GETCHAIN, INET, IPV4, IPV6, FakeKernel, base_chain
+from tests.unit.network.firewall.stand_ins import GETCHAIN, INET, IPV4, IPV6, Answer, FakeKernel, base_chain
 
 PREROUTING, INPUT, FORWARD, OUTPUT, POSTROUTING = range(5)
 PACKET = Packet("eth0", "", ip_address("192.0.2.2"), ip_address("192.0.2.1"), "udp", 8472)
 NETWORK = ip_network("10.5.0.0/16")
 FILTER = ":INPUT ACCEPT [0:0]\n:FORWARD DROP [0:0]\n:own - [0:0]\n-A INPUT -j own\n-A own -p udp -j DROP\n"
-
-Answer = Callable[[str, str], None]
-
-
-@pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch) -> FakeKernel:
-    found = FakeKernel()
-    monkeypatch.setattr(netlink, "NetlinkSocket", found)
-    return found
-
-
-@pytest.fixture
-def answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Answer:
-    """Makes the output of a command. Any other one fails; the file ``asked`` has them all."""
-    script = f'#!/bin/sh\necho "${{0##*/}} $*" >>{tmp_path}/asked\nexec {shutil.which("cat")} "$0 $*"\n'
-    for family in ("", "6"):
-        for program in ("nft", "ipset", f"ip{family}tables-nft-save", f"ip{family}tables-legacy-save"):
-            (tmp_path / program).write_text(script)
-            (tmp_path / program).chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    return lambda command, text: (tmp_path / command).write_text(text) and None
 
 
 def listing(chain: str, *rules: dict[str, Any]) -> str:

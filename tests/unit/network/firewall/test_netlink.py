@@ -3,81 +3,27 @@
 from __future__ import annotations
 
 import errno
-import os
 import struct
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 from flanneld.model import Family
-from flanneld.network.firewall import netlink
 from flanneld.network.firewall.netlink import Hooked, Netfilter, NoNetfilter, has_guard
-from flanneld.network.rtnetlink.netlink import DumpInterrupted, attribute
-
-# linux/netfilter/nfnetlink.h and nf_tables.h
-NF_TABLES, GETTABLE, GETCHAIN, GETRULE = 10 << 8, 1, 4, 7
-INET, IPV4, NETDEV, IPV6 = 1, 2, 5, 10
-#: NF_INET_*
-HOOKS = ["prerouting", "input", "forward", "output", "postrouting", "ingress"]
-
-
-def text(kind: int, value: str) -> bytes:
-    return attribute(kind, value.encode() + b"\0")
-
-
-def number(kind: int, value: int) -> bytes:
-    return attribute(kind, struct.pack(">i", value))
-
-
-def base_chain(table: str, name: str, hook: int, priority: int = 0, policy: int = 1, device: str = "",
-               kind: str = "filter") -> bytes:  # fmt: skip
-    inside = number(1, hook) + number(2, priority) + (text(3, device) if device else b"")
-    return text(1, table) + text(3, name) + attribute(4, inside) + number(5, policy) + text(7, kind)
-
-
-class FakeKernel:
-    """Stands in for the netlink socket: objects by question and family, and what is refused."""
-
-    def __init__(self) -> None:
-        self.objects: dict[tuple[int, int], list[bytes]] = {}
-        self.refusal = 0
-        self.interruptions = 0
-        self.asked: list[tuple[int, bytes]] = []
-        self.closed = 0
-
-    def __call__(self, *_: Any, protocol: int) -> FakeKernel:
-        assert protocol == 12  # NETLINK_NETFILTER
-        return self
-
-    def close(self) -> None:
-        self.closed += 1
-
-    def _refuse(self) -> None:
-        if self.refusal:
-            raise OSError(self.refusal, os.strerror(self.refusal))
-
-    def ask(self, kind: int, body: bytes) -> tuple[bytes, int, int]:
-        self._refuse()
-        self.asked.append((kind, body))
-        return b"", 0, 0
-
-    def dump(self, kind: int, body: bytes) -> Iterator[tuple[bytes, int, int]]:
-        self._refuse()
-        family, version, resource = struct.unpack(">BBH", body)
-        assert (version, resource) == (0, 0)
-        for each in self.objects.get((kind - NF_TABLES, family), ()):
-            yield b"noise" + bytes(4) + each, len(b"noise"), len(b"noise") + 4 + len(each)
-        if self.interruptions:
-            self.interruptions -= 1
-            raise DumpInterrupted(errno.EINTR, "interrupted")
-
-
-@pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch) -> FakeKernel:
-    found = FakeKernel()
-    monkeypatch.setattr(netlink, "NetlinkSocket", found)
-    return found
+from flanneld.network.rtnetlink.netlink import DumpInterrupted
+from tests.unit.network.firewall.stand_ins import (
+    GETCHAIN,
+    GETRULE,
+    GETTABLE,
+    HOOKS,
+    INET,
+    IPV4,
+    IPV6,
+    NETDEV,
+    NF_TABLES,
+    FakeKernel,
+    base_chain,
+    text,
+)
 
 
 def test_base_chains_that_packets_of_a_family_pass_are_told_with_nfts_names(kernel: FakeKernel) -> None:
