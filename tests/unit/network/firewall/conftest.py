@@ -26,7 +26,11 @@ def answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Answer:
             (tmp_path / program).write_text(script)
             (tmp_path / program).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    return lambda command, text: (tmp_path / command).write_text(text) and None
+
+    def make(command: str, text: str) -> None:
+        (tmp_path / command).write_text(text)
+
+    return make
 
 
 @pytest.fixture

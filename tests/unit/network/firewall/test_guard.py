@@ -83,8 +83,8 @@ def test_guard_is_made_by_these_commands(resource: Resource, family: Family, com
 
 
 def test_nodes_and_rules_are_set_in_one_transaction(library: FakeLibrary) -> None:
-    report = GuardTable(4).put([Put(NODE), Put(OTHER), Put(VXLAN)])
-    assert report.made == [NODE, OTHER, VXLAN]
+    wanted: list[Resource] = [NODE, OTHER, VXLAN]
+    assert GuardTable(4).put([Put(each) for each in wanted]).made == wanted
     (told,) = library.told
     lines = told.splitlines()
     assert "add element ip flannel-guard nodes { 192.0.2.1, 192.0.2.2 }" in lines

@@ -125,7 +125,7 @@ def fib(*flags: str) -> dict[str, Any]:
 def conditions(
     left: Any, op: str, right: Any, family: Family = 4, sets: Sets | None = None
 ) -> tuple[Test, ...]:
-    expr = [{"match": {"op": op, "left": left, "right": right}}, {"drop": None}]
+    expr: list[dict[str, Any]] = [{"match": {"op": op, "left": left, "right": right}}, {"drop": None}]
     (found,) = read_rules(ListedRule("forward", 1, expr), family, sets or {})
     assert (found.verdict, found.text) == ("DROP", "1")
     return found.tests
@@ -151,6 +151,7 @@ DPORT, FLAGS, PROTOCOLS = payload("udp", "dport"), payload("tcp", "flags"), payl
         (payload("ip6", "nexthdr"), "==", 17, [NEVER]),
         (ct("state"), "in", ["new", "related"], [Test("state", ("new", "related"))]),
         (ct("state"), "!=", "invalid", [Test("state", ("invalid",), negated=True)]),
+        (ct("state"), "<", "new", [UNKNOWN]),
         (ct("status"), "in", "dnat", [NEVER]),
         (ct("status"), "!=", "dnat", [ALWAYS]),
         (ct("direction"), "==", "original", [Test("state", ("new",))]),
