@@ -46,7 +46,8 @@ def test_resources_say_what_they_are() -> None:
         "guard lets in 192.0.2.1",
         "guard of UDP 8472, ipip for IPv4",
     ]
-    assert len({each.key for each in (NODE, OTHER, NODE6, VXLAN, Guarded(6, (8472,)))}) == 5
+    nowhere = Admitted(ip_address("0.0.0.0"))
+    assert len({each.key for each in (nowhere, NODE, OTHER, NODE6, VXLAN, Guarded(6, (8472,)))}) == 6
     assert VXLAN.key == BOTH.key
 
 

@@ -5,13 +5,18 @@ The layout is from linux/netfilter/x_tables.h, linux/netfilter_ipv4/ip_tables.h 
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import socket
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from ipaddress import ip_address, ip_network
+from typing import Any
 
 import pytest
 
 from flanneld.model import FAMILIES, Family
+from flanneld.network.firewall import xtables
 from flanneld.network.firewall.fate import Rule, Test
 from flanneld.network.firewall.xtables import TableDump
 from flanneld.network.rtnetlink.netlink import MalformedNetlink
@@ -243,3 +248,76 @@ def test_match_without_a_size_is_malformed(family: Family) -> None:
         with pytest.raises(MalformedNetlink):
             found.rules("FORWARD")
     assert table(family, entry(standard(-2), extension("udp", b""))).rules("FORWARD")
+
+
+# ---- questions to the kernel ---------------------------------------------------------------------
+
+SOL = {4: socket.SOL_IP, 6: socket.IPPROTO_IPV6}
+SO_GET_INFO, SO_GET_ENTRIES = 64, 65
+PLACES = ("PREROUTING", "INPUT", "FORWARD", "OUTPUT", "POSTROUTING")
+
+
+class FakeLibc:
+    """Stands in for getsockopt(2): tables by level and name, and how often they have just changed."""
+
+    def __init__(self) -> None:
+        self.tables: dict[tuple[int, str], TableDump] = {}
+        self.changes = 0
+
+    def getsockopt(self, _: int, level: int, option: int, buffer: Any, length: Any) -> int:
+        assert length._obj.value == len(buffer)
+        name = buffer.raw[:32].rstrip(b"\0").decode()
+        there = self.tables.get((level, name))
+        if there is None:
+            ctypes.set_errno(errno.ENOENT)
+            return -1
+        if option == SO_GET_INFO:
+            ends = [there.hooks.get(place, (0, 0)) for place in PLACES]
+            valid = sum(1 << number for number, place in enumerate(PLACES) if place in there.hooks)
+            starts, policies = zip(*ends, strict=True)
+            numbers = valid, *starts, *policies, there.entries, len(there.data)
+            buffer.raw = struct.pack("@32sI5I5III", name.encode(), *numbers)
+            return 0
+        assert option == SO_GET_ENTRIES
+        assert struct.unpack_from("@32sI", buffer.raw)[1] == len(there.data)
+        if self.changes:
+            self.changes -= 1
+            ctypes.set_errno(errno.EAGAIN)
+            return -1
+        buffer.raw = buffer.raw[:40] + there.data
+        return 0
+
+
+@pytest.fixture
+def libc(monkeypatch: pytest.MonkeyPatch) -> FakeLibc:
+    found = FakeLibc()
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: found)
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_chains_are_read_from_the_tables_that_are_asked_for(family: Family, libc: FakeLibc) -> None:
+    libc.tables = {
+        (SOL[family], "filter"): table(family, entry(standard(-1)), own={"OWN": []}),
+        (SOL[family], "nat"): table(family, entry(standard(-2)), entry(standard(-5))),
+    }
+    wanted = [("nat", "FORWARD"), ("filter", "FORWARD"), ("filter", "OWN"), ("nat", "OWN"), ("raw", "OUTPUT")]
+    assert xtables.read(family, wanted, {"filter", "nat", "mangle"}) == {
+        ("filter", "FORWARD"): (Rule("DROP"),),
+        ("filter", "OWN"): (),
+        ("nat", "FORWARD"): (Rule("ACCEPT"), Rule("RETURN")),
+    }
+    assert xtables.read(family, wanted, {"mangle"}) == {}
+    with pytest.raises(FileNotFoundError):
+        xtables.read(family, wanted, {"raw"})
+
+
+@pytest.mark.parametrize(("changes", "is_read"), [(9, True), (10, False)])
+def test_table_that_changes_meanwhile_is_read_again(changes: int, is_read: bool, libc: FakeLibc) -> None:
+    libc.tables[SOL[4], "nat"] = table(4, entry(standard(-2)))
+    libc.changes = changes
+    if is_read:
+        assert xtables.read(4, [("nat", "FORWARD")], {"nat"}) == {("nat", "FORWARD"): (Rule("ACCEPT"),)}
+    else:
+        with pytest.raises(BlockingIOError, match="table nat changes all the time"):
+            xtables.read(4, [("nat", "FORWARD")], {"nat"})
