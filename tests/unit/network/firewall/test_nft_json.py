@@ -208,6 +208,7 @@ DPORT, FLAGS, PROTOCOLS = payload("udp", "dport"), payload("tcp", "flags"), payl
         ({"&": [FLAGS, ["syn", "ack"]]}, "!=", 0, [TCP, Test("flags", ((0, 18),), negated=True)]),
         ({"&": [payload("ip", "frag-off"), 0x1FFF]}, "==", 0, [ALWAYS]),
         ({"&": [payload("ip", "frag-off"), 0x1FFF]}, "!=", 0, [NEVER]),
+        ({"&": [payload("ip", "frag-off"), 0x1FFF]}, ">", 0, [NEVER]),
         ({"exthdr": {"name": "frag"}}, "==", True, [NEVER]),
         ({"exthdr": {"name": "frag"}}, "==", False, [ALWAYS]),
         ({"exthdr": {"name": "frag"}}, "!=", True, [ALWAYS]),

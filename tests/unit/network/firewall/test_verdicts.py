@@ -218,6 +218,15 @@ def test_packet_that_may_have_been_accepted_before_its_mark_has_an_open_one() ->
     )
 
 
+@pytest.mark.parametrize(
+    ("given", "mark"),
+    [("0x2/0xff", 0x102), ("0x2/0x2", 0x107), ("0x2/0x0", 0x105), ("0x0/0x7", 0x100), ("0x200", 0x200)],
+)
+def test_new_mark_clears_some_bits_and_toggles_others(given: str, mark: int) -> None:
+    chains, _ = read_table(f":INPUT ACCEPT [0:0]\n-A INPUT -j MARK --set-xmark {given}")
+    assert walked(chains, "INPUT", replace(PACKET, mark=0x107))[1].mark == mark
+
+
 def test_walk_follows_jumps_returns_and_gotos() -> None:
     drop = "-A INPUT -j DROP"
     assert iptables("-A INPUT -j own", "-A own -p udp -j ACCEPT", drop).act == ACCEPT
