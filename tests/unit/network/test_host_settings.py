@@ -1,14 +1,28 @@
-"""What stands in the way of forwarding, decided from facts alone."""
+"""What stands in the way of forwarding, decided from facts, and the facts as the kernel's files tell them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from flanneld.findings import Severity
-from flanneld.network.host_settings import HostSettings, WrongSetting, findings, mend
+from flanneld.model import FAMILIES
+from flanneld.network.host_settings import (
+    ForwardingSetting,
+    HostSettings,
+    KernelForwardingTable,
+    WrongSetting,
+    findings,
+    mend,
+    read_facts,
+    report,
+)
+from flanneld.state.table import Failure, Put, Scope, Seen
 
 GOOD: Mapping[str, int] = {
     "net/ipv4/ip_forward": 1,
@@ -147,3 +161,161 @@ def test_what_only_the_operator_may_do_is_not_mended() -> None:
 
 def test_a_setting_that_cannot_be_written_is_not_mended() -> None:
     assert mend(WrongSetting("", "", "", "", settings=(("net/ipv4/no/such/setting", 1),))) is False
+
+
+# ---- reading and writing -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stands in for /proc: a host in order, whose settings can be read and written."""
+    opens: Callable[..., Any] = Path.open
+
+    def elsewhere(path: Path, *given: Any, **options: Any) -> Any:
+        is_there = path.parts[:2] == ("/", "proc")
+        return opens(tmp_path.joinpath(*path.parts[2:]) if is_there else path, *given, **options)
+
+    for setting, value in GOOD.items():
+        write(tmp_path, f"sys/{setting}", str(value))
+    monkeypatch.setattr(Path, "open", elsewhere)
+    return tmp_path
+
+
+def write(root: Path, name: str, text: str) -> None:
+    (root / name).parent.mkdir(parents=True, exist_ok=True)
+    (root / name).write_text(f"{text}\n")
+
+
+def route(interface: str, destination: int = 0, gateway: int = 0, flags: int = 1, mask: int = 0) -> str:
+    return f"{interface}\t{destination:08X}\t{gateway:08X}\t{flags:04X}\t0\t0\t0\t{mask:08X}\t0\t0\t0"
+
+
+def advertised(interface: str, flags: int) -> str:
+    nothing = "0" * 32
+    return f"{nothing} 00 {nothing} 00 {nothing} 00000400 00000001 00000000 {flags:08x} {interface}"
+
+
+def test_facts_are_what_the_kernel_has_and_shows(proc: Path) -> None:
+    write(proc, "sys/net/ipv6/conf/eth0/disable_ipv6", "1")
+    write(proc, "sys/net/ipv4/conf/flannel.1/rp_filter", "1")
+    found = read_facts(FAMILIES, "eth0", services=True, either=("flannel.1", "gone"))
+    more = {"net/ipv6/conf/eth0/disable_ipv6": 1, "net/ipv4/conf/flannel.1/rp_filter": 1}
+    assert found == replace(FACTS, settings={**GOOD, **more}, either=("flannel.1", "gone"))
+    (proc / "sys/net/ipv4/ip_forward").unlink()
+    write(proc, "sys/net/bridge/bridge-nf-call-iptables", "no number")
+    found = read_facts((4,), "eth0")
+    assert sorted(found.settings) == [
+        "net/ipv4/conf/all/rp_filter",
+        "net/ipv4/conf/eth0/rp_filter",
+        "net/ipv6/conf/eth0/disable_ipv6",
+    ]
+    assert not found.services
+
+
+DEFAULT, BY_ADVERTISEMENT, UP = 0x10000, 0x40000, 0x1
+
+
+def test_interfaces_with_an_advertised_default_route_are_looked_for_without_forwarding(proc: Path) -> None:
+    write(
+        proc,
+        "self/net/ipv6_route",
+        "\n".join(
+            (
+                advertised("eth0", DEFAULT | BY_ADVERTISEMENT | UP),
+                advertised("eth1", DEFAULT | UP),
+                advertised("eth2", BY_ADVERTISEMENT | UP),
+                advertised("eth3", DEFAULT | BY_ADVERTISEMENT),
+            )
+        ),
+    )
+    write(proc, "sys/net/ipv6/conf/eth0/accept_ra", "1")
+    assert read_facts(FAMILIES, "eth0").advertised == ()
+    write(proc, "sys/net/ipv6/conf/all/forwarding", "0")
+    found = read_facts(FAMILIES, "eth0")
+    assert found.advertised == ("eth0", "eth3")
+    assert found.settings["net/ipv6/conf/eth0/accept_ra"] == 1
+    (proc / "self/net/ipv6_route").unlink()
+    assert read_facts(FAMILIES, "eth0").advertised == ()
+
+
+GATEWAY = 0x3
+
+
+@pytest.mark.parametrize(
+    ("routes", "elsewhere"),
+    [
+        ([], ""),
+        ([route("eth1", flags=GATEWAY)], "eth1"),
+        ([route("eth2", flags=GATEWAY), route("eth1", flags=GATEWAY)], "eth2"),
+        ([route("eth1", flags=GATEWAY), route("eth0", 0x0A, 0x01, GATEWAY, 0xFF)], ""),
+        ([route("eth1", flags=GATEWAY), route("eth0", 0x0A, mask=0xFF)], "eth1"),
+        ([route("eth0")], ""),
+        ([route("eth1", 0x0A, 0x01, GATEWAY, 0xFF)], ""),
+        ([route("eth1", 0, 0x01, GATEWAY, 0x80)], ""),
+        ([route("eth1", 0x80, 0x01, GATEWAY, 0)], ""),
+    ],
+)
+@pytest.mark.parametrize("strict", ["all", "eth0"])
+def test_default_route_elsewhere_matters_to_a_strict_uplink(
+    strict: str, routes: list[str], elsewhere: str, proc: Path
+) -> None:
+    write(proc, "self/net/route", "\n".join(("Iface\tDestination\tGateway\tFlags", *routes)))
+    assert read_facts((4,), "eth0").elsewhere == ""
+    write(proc, f"sys/net/ipv4/conf/{strict}/rp_filter", "1")
+    assert read_facts((4,), "eth0").elsewhere == elsewhere
+
+
+IPV4, IPV6 = ForwardingSetting(4), ForwardingSetting(6)
+
+
+def forwarding_off(proc: Path) -> None:
+    write(proc, "sys/net/ipv4/ip_forward", "0")
+    write(proc, "sys/net/ipv6/conf/all/forwarding", "0")
+    write(proc, "self/net/ipv6_route", advertised("eth0", DEFAULT | BY_ADVERTISEMENT))
+    write(proc, "sys/net/ipv6/conf/eth0/accept_ra", "1")
+
+
+def test_forwarding_is_switched_on_again_if_that_is_wished(proc: Path) -> None:
+    table = KernelForwardingTable(FAMILIES, lambda: "eth0", keep=True)
+    scope = Scope({each.key: each for each in table.desired})
+    assert list(table.read(scope)) == [Seen(IPV4), Seen(IPV6)]
+    assert not table.has_changed()
+    forwarding_off(proc)
+    assert table.has_changed()
+    assert list(table.read(scope)) == []
+    assert not table.has_changed()
+    assert list(table.script(scope)) == [
+        "sysctl -w net.ipv4.ip_forward=1",
+        "sysctl -w net.ipv6.conf.eth0.accept_ra=2 net.ipv6.conf.all.forwarding=1",
+    ]
+    made = table.put([Put(IPV4), Put(IPV6)])
+    assert (made.made, made.failed) == ([IPV4, IPV6], [])
+    assert made.details[IPV4.key] == "another program had left net.ipv4.ip_forward is 0"
+    assert (proc / "sys/net/ipv6/conf/eth0/accept_ra").read_text() == "2\n"
+    assert list(table.read(scope)) == [Seen(IPV4), Seen(IPV6)]
+    assert not table.put([Put(IPV4)])
+
+
+def test_forwarding_that_is_not_kept_is_told(proc: Path) -> None:
+    forwarding_off(proc)
+    table = KernelForwardingTable((4,), lambda: "eth0", keep=False)
+    told = table.put([Put(IPV4)])
+    why = "this host passes no IPv4 packets on, neither to its containers nor from them"
+    remedy = "run as root: sysctl -w net.ipv4.ip_forward=1"
+    assert told.failed == [Failure(IPV4, f"net.ipv4.ip_forward is 0: {why}", remedy)]
+    assert (told.made, table.has_changed()) == ([], False)
+    assert (proc / "sys/net/ipv4/ip_forward").read_text() == "0\n"
+    assert [str(each) for each in table.desired] == ["forwarding of IPv4"]
+
+
+def test_report_mends_what_it_may_and_tells_the_rest(proc: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    forwarding_off(proc)
+    write(proc, "sys/net/bridge/bridge-nf-call-iptables", "0")
+    write(proc, "sys/net/ipv4/conf/flannel.1/rp_filter", "1")
+    report((4,), "eth0", either=("flannel.1",))
+    told = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert [level for level, _ in told] == ["INFO", "INFO", "WARNING"]
+    assert told[0][1].endswith("; mended by: sysctl -w net.ipv4.ip_forward=1")
+    assert told[1][1].endswith("; run as root: sysctl -w net.bridge.bridge-nf-call-iptables=1")
+    assert (proc / "sys/net/ipv4/ip_forward").read_text() == "1\n"
