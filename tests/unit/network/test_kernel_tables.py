@@ -233,6 +233,13 @@ def test_routes_that_another_backend_left_are_adopted(
     assert list(table.read(scope(WANTED, adopt=True))) == ([Seen(left)] if is_adopted else [])
 
 
+def test_routes_through_a_device_of_desired_ones_are_read(netlink: FakeSocket) -> None:
+    netlink.objects[rtnl.RTM_GETROUTE, 2] = [route("10.1.7.0/24", "eth1", "192.0.2.7")]
+    other = Route(ip_network("10.1.7.0/24"), "eth1", ip_address("192.0.2.7"))
+    desired = scope(Route(NET, "eth1", ip_address("192.0.2.6")))
+    assert list(RouteTable(Kernel(DOMAIN), {}).read(desired)) == [Seen(other, Claim.FOREIGN)]
+
+
 def test_route_without_a_gateway_is_not_one_with_a_gateway(netlink: FakeSocket) -> None:
     netlink.objects[rtnl.RTM_GETROUTE, 2] = [route("10.1.6.0/24", "flannel.1", "10.1.6.0", onlink=True)]
     desired = scope(Route(NET, "flannel.1"))
@@ -299,6 +306,7 @@ SEE = "see `ip route get fd01:0:0:6::`: if it names another device, remove that 
         (WANTED, errno.EPERM, False, ""),
         (WANTED6, errno.EINVAL, True, SEE),
         (WANTED6, errno.EEXIST, True, ""),
+        (WANTED6, errno.ENOBUFS, False, ""),
     ],
 )
 def test_new_route_that_is_refused_may_have_a_rival(
