@@ -260,6 +260,7 @@ def test_default_route_elsewhere_matters_to_a_strict_uplink(
     strict: str, routes: list[str], elsewhere: str, proc: Path
 ) -> None:
     write(proc, "self/net/route", "\n".join(("Iface\tDestination\tGateway\tFlags", *routes)))
+    write(proc, "sys/net/ipv6/conf/eth0/disable_ipv6", "1")
     assert read_facts((4,), "eth0").elsewhere == ""
     write(proc, f"sys/net/ipv4/conf/{strict}/rp_filter", "1")
     assert read_facts((4,), "eth0").elsewhere == elsewhere
