@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import struct
 from collections.abc import Iterable, Iterator
@@ -50,6 +51,54 @@ class FakeSocket:
                 self.protocols.append(rtnl.protocol_of(item, HEADER.size, len(item)))
             if number in refused:
                 yield [(number, refused[number])]
+
+
+class FakeEthtool:
+    """Stands in for ioctl(2) with a device's offloads and queues (linux/ethtool.h)."""
+
+    def __init__(self, *features: str) -> None:
+        self.device = "eth0"
+        self.checksums = 1
+        self.features = features
+        #: By feature: whether it can be changed, is requested, is active.
+        self.states: dict[str, tuple[bool, bool, bool]] = {}
+        self.queues = (8, 4)  # at most, and in use
+
+    def __call__(self, _: object, request: int, given: bytes) -> int:
+        assert request == 0x8946  # SIOCETHTOOL
+        name, place = struct.unpack_from("16sP", given)
+        if name.rstrip(b"\0").decode() != self.device:
+            raise OSError(errno.ENODEV, "No such device")
+        (command,) = struct.unpack("I", ctypes.string_at(place, 4))
+        words = self._answer(command, place)
+        ctypes.memmove(place + 4, words, len(words))
+        return 0
+
+    def _answer(self, command: int, place: int) -> bytes:
+        match command:
+            case 0x16:  # ETHTOOL_GTXCSUM
+                return struct.pack("I", self.checksums)
+            case 0x17:  # ETHTOOL_STXCSUM
+                (self.checksums,) = struct.unpack("I", ctypes.string_at(place + 4, 4))
+            case 0x37:  # ETHTOOL_GSSET_INFO: of the features
+                assert struct.unpack("=IQ", ctypes.string_at(place + 4, 12)) == (0, 1 << 4)
+                return struct.pack("=IQI", 0, 1 << 4, len(self.features))
+            case 0x1B:  # ETHTOOL_GSTRINGS: those of the features
+                names = b"".join(struct.pack("32s", each.encode()) for each in self.features)
+                assert struct.unpack("II", ctypes.string_at(place + 4, 8)) == (4, len(self.features))
+                return struct.pack("II", 4, len(self.features)) + names
+            case 0x3A:  # ETHTOOL_GFEATURES
+                return self._blocks(struct.unpack("I", ctypes.string_at(place + 4, 4))[0])
+            case 0x3C:  # ETHTOOL_GCHANNELS: of four kinds, the last are combined ones
+                return struct.pack("8I", 0, 0, 0, self.queues[0], 0, 0, 0, self.queues[1])
+        return b""
+
+    def _blocks(self, blocks: int) -> bytes:
+        words = [[0, 0, 0, 0] for _ in range(blocks)]
+        for number, feature in enumerate(self.features):
+            for place, is_set in enumerate(self.states.get(feature, ())):
+                words[number // 32][place] |= is_set << number % 32
+        return struct.pack(f"I{4 * blocks}I", blocks, *(word for block in words for word in block))
 
 
 def verb(kind: int, flags: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import socket
 from collections.abc import Iterable, Iterator
@@ -21,6 +22,7 @@ from flanneld.network.rtnetlink.netlink import HEADER, attributes
 from flanneld.network.rtnetlink.tables import LinkTable
 from flanneld.state.resources import Link, WireGuard
 from flanneld.state.table import Claim, Put, Scope, Seen
+from tests.unit.network.stand_ins import FakeEthtool
 from tests.unit.network.test_links import MAC, WANTED, description
 
 NAME, INDEX = WANTED.name, 7
@@ -142,6 +144,23 @@ def test_device_is_made_right_with_what_it_takes(
     assert LinkTable(Kernel()).put([Put(WANTED)]).made == [WANTED]
     assert kernel.written == written
     assert len(caplog.records) == (found is not None)
+
+
+def test_checksums_of_a_device_are_computed_by_the_cpu_if_that_is_wanted(
+    kernel: FakeLinks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ethtool = FakeEthtool()
+    ethtool.device = NAME
+    monkeypatch.setattr(fcntl, "ioctl", ethtool)
+    wanted, table = replace(WANTED, cpu_checksums=True), LinkTable(Kernel())
+    for held in ({}, {NAME: description()}):
+        kernel.held, ethtool.checksums = held, 1
+        assert table.put([Put(wanted)]).made == [wanted]
+        assert ethtool.checksums == 0
+        assert not table.put([Put(wanted)]).made
+    ethtool.checksums = 1
+    assert next(table.read(scope(wanted))) == Seen(WANTED)
+    assert not table.put([Put(WANTED)]).made
 
 
 def test_device_that_is_right_is_not_touched(kernel: FakeLinks, caplog: pytest.LogCaptureFixture) -> None:
