@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import struct
 from collections.abc import Iterator
-from ipaddress import ip_network
+from ipaddress import ip_address, ip_network
 
 import pytest
 
@@ -97,6 +97,47 @@ def test_condition_that_is_not_looked_at_makes_a_rule_narrow(rule: PolicyRule, i
 @pytest.mark.parametrize(("priority", "is_default"), [(0, True), (1, False), (32766, True), (32767, True)])
 def test_rules_that_every_host_has_are_known_by_their_priority(priority: int, is_default: bool) -> None:
     assert dumped(u32(PRIORITY, priority)).is_default is is_default
+
+
+TARGET, SOURCE = ip_address("10.5.2.9"), ip_address("10.5.1.9")
+
+
+@pytest.mark.parametrize(
+    ("rule", "matches"),
+    [
+        (PolicyRule(4, 9, ""), True),
+        (PolicyRule(6, 9, ""), False),
+        (PolicyRule(6, 9, "", is_inverted=True), False),
+        (PolicyRule(4, 9, "", is_narrow=True), False),
+        (PolicyRule(4, 9, "", is_inverted=True), False),
+        (PolicyRule(4, 9, "", ip_network("10.5.1.0/24"), ip_network("10.5.2.0/24")), True),
+        (PolicyRule(4, 9, "", ip_network("10.5.3.0/24")), False),
+        (PolicyRule(4, 9, "", None, ip_network("10.5.3.0/24")), False),
+        (PolicyRule(4, 9, "", ip_network("10.5.3.0/24"), is_inverted=True), True),
+        (PolicyRule(4, 9, "", ip_network("10.5.3.0/24"), is_narrow=True, is_inverted=True), True),
+        (PolicyRule(4, 9, "", iif="cni0"), True),
+        (PolicyRule(4, 9, "", iif="eth0"), False),
+        (PolicyRule(4, 9, "", mark=(0x200, 0xFF00)), True),
+        (PolicyRule(4, 9, "", mark=(0x201, 0xFFFF)), True),
+        (PolicyRule(4, 9, "", mark=(0x200, 0xFFFF)), False),
+        (PolicyRule(4, 9, "", mark=(0x0, 0x1)), False),
+        (PolicyRule(4, 9, "", protocol=17), True),
+        (PolicyRule(4, 9, "", protocol=6), False),
+        (PolicyRule(4, 9, "", ports=(8472, 8472)), True),
+        (PolicyRule(4, 9, "", ports=(8473, 9000)), False),
+        (PolicyRule(4, 9, "", ports=(1, 8471)), False),
+    ],
+)
+def test_rule_is_about_packets_that_fulfil_its_conditions(rule: PolicyRule, matches: bool) -> None:
+    assert rule.may_match(TARGET, SOURCE, "cni0", 0x201, 17, 8472) is matches
+
+
+def test_rule_about_senders_is_not_about_packets_of_none() -> None:
+    rule = PolicyRule(4, 9, "", ip_network("0.0.0.0/0"))
+    assert not rule.may_match(TARGET, None, "")
+    assert rule.may_match(TARGET, SOURCE, "")
+    assert PolicyRule(4, 9, "").may_match(TARGET, None, "")
+    assert not PolicyRule(4, 9, "", protocol=6).may_match(TARGET, None, "")
 
 
 def test_rule_of_another_family_is_malformed() -> None:
