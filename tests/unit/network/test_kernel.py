@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import struct
+from collections.abc import Sequence
 from ipaddress import IPv4Network, ip_address, ip_network
 
 import pytest
@@ -13,7 +15,7 @@ from flanneld.network.rtnetlink import kernel as rtnetlink
 from flanneld.network.rtnetlink import messages as rtnl
 from flanneld.network.rtnetlink.domain import SPREAD, Domain
 from flanneld.network.rtnetlink.kernel import InterfaceChanged, Kernel, Overrun, ResourceRemoved, Unmonitored
-from flanneld.network.rtnetlink.netlink import HEADER
+from flanneld.network.rtnetlink.netlink import HEADER, attribute
 from flanneld.state.resources import PROTO_BOOT, PROTO_FLANNEL, Address, Blackhole, Resource, Route
 from tests.unit.network.stand_ins import BLACKHOLE, FakeSocket, name_of, route
 from tests.unit.network.test_links import description
@@ -35,7 +37,8 @@ class Socket(FakeSocket):
         self.events: list[str] = []
         self.news: list[bytes | OSError] = []
 
-    def __call__(self, *_: object) -> Socket:
+    def __call__(self, groups: Sequence[int] = (), room: int = 0) -> Socket:
+        self.groups, self.room = groups, room
         return self
 
     def ask(self, kind: int, body: bytes) -> tuple[bytes, int, int]:
@@ -199,9 +202,16 @@ def test_changes_by_others_are_heard_with_their_author(netlink: Socket) -> None:
     assert heard == [removed("10.1.7.0/24", THEIRS), Overrun(), removed("10.1.8.0/24", 0)]
     netlink.news = [HEADER.pack(HEADER.size + 1, rtnl.RTM_DELROUTE, 0, 0, THEIRS) + b"x"]
     assert monitor.read(name_of) == [Overrun()]
-    netlink.news = [OSError(errno.EBADF, "Bad file descriptor")]
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        monitor.read(name_of)
+    for code in (errno.EBADF, errno.ESHUTDOWN):
+        netlink.news = [OSError(code, "closed")]
+        with pytest.raises(OSError, match="closed"):
+            monitor.read(name_of)
+
+
+def test_changes_of_thousands_of_routes_have_room(netlink: Socket) -> None:
+    Kernel().listen()
+    assert set(netlink.groups) == {1, 3, 5, 7, 9, 11}  # RTNLGRP_*
+    assert netlink.room >= 1 << 20
 
 
 def test_storm_of_notifications_is_heard_in_parts(netlink: Socket) -> None:
@@ -224,6 +234,18 @@ def test_default_route_is_news_of_its_interface(
     (heard,) = monitor.read(name_of)
     assert isinstance(heard, InterfaceChanged)
     assert (heard.index, heard.name, heard.address, heard.port) == (2, "eth0", address, THEIRS)
+
+
+def test_default_route_by_several_gateways_is_news_of_the_first(netlink: Socket) -> None:
+    monitor = Kernel().listen()
+    gateways = [ip_address(f"192.0.2.{number}") for number in (1, 2)]
+    hops = b"".join(
+        struct.pack("=HBBi", 16, 0, 0, number) + attribute(5, each.packed)
+        for number, each in enumerate(gateways, 2)
+    )
+    body = route("0.0.0.0/0", "", None) + attribute(9, hops)
+    netlink.news = [HEADER.pack(HEADER.size + len(body), rtnl.RTM_NEWROUTE, 0, 0, THEIRS) + body]
+    assert monitor.read(name_of) == [InterfaceChanged(0, None, THEIRS, gateways[0])]
 
 
 def test_blackhole_that_comes_or_goes_is_heard(netlink: Socket) -> None:
