@@ -46,6 +46,12 @@ class Socket(FakeSocket):
         self.asked.append(body)
         return self.answer, HEADER.size, len(self.answer)
 
+    def fileno(self) -> int:
+        return 99
+
+    def close(self) -> None:
+        self.events.append("close")
+
     def ignore(self, port: int) -> None:
         self.events.append(f"ignore {port}")
 
@@ -209,9 +215,12 @@ def test_changes_by_others_are_heard_with_their_author(netlink: Socket) -> None:
 
 
 def test_changes_of_thousands_of_routes_have_room(netlink: Socket) -> None:
-    Kernel().listen()
+    monitor = Kernel().listen()
+    assert monitor.fileno() == 99
     assert set(netlink.groups) == {1, 3, 5, 7, 9, 11}  # RTNLGRP_*
     assert netlink.room >= 1 << 20
+    monitor.close()
+    assert netlink.events[-1] == "close"
 
 
 def test_storm_of_notifications_is_heard_in_parts(netlink: Socket) -> None:

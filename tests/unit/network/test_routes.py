@@ -183,6 +183,76 @@ def test_route_to_whole_network_is_stale_on_a_device_of_flannel_only(
     assert DOMAIN.owns_route(SeenRoute(route, PROTO_BOOT), adopt=True) is is_ours
 
 
+MARKED = replace(DOMAIN, former=(ip_network("172.16.0.0/12"), ip_network("fd00::/48")), unmarked=False)
+
+
+@pytest.mark.parametrize(
+    ("destination", "device", "protocol", "is_ours", "is_adopted"),
+    [
+        ("10.5.7.0/24", "flannel.1", PROTO_BOOT, True, True),
+        ("192.0.2.0/24", "flannel.1", 4, True, True),  # whatever is on our device
+        ("10.5.7.0/24", "flannel.1", 2, False, False),  # but for the kernel's
+        ("10.5.7.0/24", "eth0", PROTO_FLANNEL, True, True),
+        ("172.16.7.0/24", "eth0", PROTO_FLANNEL, False, True),  # of an earlier run
+        ("fd00:0:0:7::/64", "eth0", PROTO_FLANNEL, False, True),
+        ("fc00:0:0:7::/64", "eth0", PROTO_FLANNEL, False, False),
+        ("192.0.2.0/24", "eth0", PROTO_FLANNEL, False, False),
+        ("10.5.7.0/24", "flannel.7", PROTO_BOOT, False, True),
+        ("172.16.7.0/24", "flannel.7", PROTO_BOOT, False, False),
+        ("10.5.7.0/25", "flannel.7", PROTO_BOOT, False, False),
+        ("10.5.7.0/24", "eth0", PROTO_BOOT, False, False),
+        ("10.5.9.0/24", "eth0", PROTO_BOOT, False, True),  # the one to adopt
+    ],
+)
+def test_marked_route_is_ours_inside_our_networks_and_at_a_start_in_former_ones(
+    destination: str, device: str, protocol: int, *, is_ours: bool, is_adopted: bool
+) -> None:
+    domain = replace(MARKED, adopted=frozenset({ip_network("10.5.9.0/24")}))
+    net = ip_network(destination)
+    seen = SeenRoute(Route(net, device, net.network_address), protocol)
+    assert domain.owns_route(seen, adopt=False) is is_ours
+    assert domain.owns_route(seen, adopt=True) is is_adopted
+
+
+def test_route_on_the_uplink_without_a_gateway_is_a_links() -> None:
+    route = Route(ip_network("10.5.7.0/24"), "eth0")
+    assert not DOMAIN.owns_route(SeenRoute(route, PROTO_BOOT), adopt=True)
+
+
+@pytest.mark.parametrize(
+    ("address", "is_ours", "is_adopted"),
+    [("10.5.1.0", True, True), ("172.16.1.0", False, True), ("192.0.2.1", False, False)],
+)
+def test_address_and_blackhole_are_ours_inside_our_networks(
+    address: str, *, is_ours: bool, is_adopted: bool
+) -> None:
+    blackhole = Blackhole(ip_network(f"{address}/32"))
+    for adopt, expected in ((False, is_ours), (True, is_adopted)):
+        assert MARKED.owns_address(ip_address(address), adopt=adopt) is expected
+        assert MARKED.owns_blackhole(blackhole, adopt=adopt) is expected
+
+
+def test_families_of_a_domain_are_those_of_its_networks() -> None:
+    assert DOMAIN.families == (4,)
+    assert MARKED.families == (4, 6)
+    assert replace(MARKED, ranges=(), former=MARKED.former[1:]).families == (6,)
+
+
+@pytest.mark.parametrize(
+    ("device", "protocol", "is_connected"), [("eth0", 2, True), ("flannel.1", 2, False), ("eth0", 3, False)]
+)
+def test_connected_route_is_the_kernels_on_a_device_of_others(
+    device: str, protocol: int, *, is_connected: bool
+) -> None:
+    assert DOMAIN.is_connected(SeenRoute(Route(ip_network("10.5.7.0/24"), device), protocol)) is is_connected
+
+
+def test_route_behind_another_one_says_so() -> None:
+    behind = Behind(route(1))
+    assert behind.key == route(1).key
+    assert str(behind) == "route 10.1.1.0/24 via 192.168.0.1 dev flannel.1, behind another one"
+
+
 def test_no_name_makes_a_route_stale_where_commands_make_routes() -> None:
     domain = replace(DOMAIN, by_name=False)
     for destination in ("10.0.0.0/8", "10.5.7.0/24"):
