@@ -109,15 +109,17 @@ def test_permanent_neighbours_of_our_devices_are_read(desired: list[Resource], n
     assert found == [Seen(NEIGHBOR), Seen(other), Seen(NEIGHBOR6)]
 
 
-def test_entry_with_another_end_is_read_as_it_is(netlink: FakeSocket) -> None:
+@pytest.mark.parametrize("number", [5, 7])
+def test_entry_with_another_end_is_read_as_it_is(number: int, netlink: FakeSocket) -> None:
+    mac, remote = f"02:00:00:00:00:{number:02x}", ip_address(f"192.0.2.{number}")
     netlink.objects = {
-        (rtnl.RTM_GETNEIGH, 2): [neighbor("flannel.1", "10.1.6.0", OTHER_MAC)],
-        (rtnl.RTM_GETNEIGH, 7): [neighbor("flannel.1", "192.0.2.7", MAC, family=7)],
+        (rtnl.RTM_GETNEIGH, 2): [neighbor("flannel.1", "10.1.6.0", mac)],
+        (rtnl.RTM_GETNEIGH, 7): [neighbor("flannel.1", str(remote), MAC, family=7)],
     }
     (found,) = NeighborTable(Kernel(DOMAIN), {}).read(scope(NEIGHBOR))
-    assert found == Seen(Neighbor("flannel.1", ip_address("10.1.6.0"), OTHER_MAC))
+    assert found == Seen(Neighbor("flannel.1", ip_address("10.1.6.0"), mac))
     (entry,) = FdbTable(Kernel(DOMAIN)).read(scope(ENTRY))
-    assert entry == Seen(FdbEntry("flannel.1", MAC, ip_address("192.0.2.7")))
+    assert entry == Seen(FdbEntry("flannel.1", MAC, remote))
 
 
 def test_forwarding_entries_are_read_of_devices_that_have_them(netlink: FakeSocket) -> None:

@@ -18,13 +18,18 @@ from flanneld.network import survey as module
 from flanneld.network.query import TOKEN_LENGTH, answer, decode
 from flanneld.network.survey import (
     SAMPLE,
+    SILENCE,
     Echo,
     EchoChannel,
     QueryChannel,
     ask,
     echoes,
+    glance_at_mtu,
     lost_of_sample,
+    passing,
+    path_mtus,
     queries,
+    reached,
     refused,
     survey,
     unanswered,
@@ -207,6 +212,71 @@ def test_answer_has_the_wanted_size_in_each_direction() -> None:
                 assert ask(channel, HERE, SOON).arrived
             finally:
                 channel.close()
+
+
+def test_loopback_carries_what_is_asked_for_and_answers_from_each_address() -> None:
+    other = IPv4Address("127.0.0.9")
+    questions: list[tuple[IPAddress, int]] = [
+        (HERE, 1500),
+        (other, 9000),
+        (IPv6Address("::1"), 1400),
+        (HERE, 400),
+    ]
+    assert glance_at_mtu(questions) == [1500, 9000, 1400, 400]
+    assert path_mtus(questions) == [1500, 9000, 1400, 400]
+    assert passing([HERE, other], 3, SOON, sources={4: other}) == {HERE, other}
+    assert reached([HERE, other], SOON) == {HERE, other}
+
+
+class Silent(SmallBuffer):
+    """A channel on which nobody answers."""
+
+    def __init__(self, file: int) -> None:
+        super().__init__(file)
+        self.asked = 0
+
+    def send(self, _target: IPAddress, _token: bytes) -> None:
+        self.asked += 1
+
+
+def test_survey_ends_early_when_its_answers_are_no_longer_wanted(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with (tmp_path / "file").open() as file, replaced(Clock()):
+        channel = Silent(file.fileno())
+        replies = survey(channel, [HERE], SOON, 3, is_wanted=lambda: False)
+    assert (replies, channel.asked) == ({HERE: SILENCE}, 3)
+
+
+class Refusing(Silent):
+    """A channel that refuses messages with an error, some number of times."""
+
+    def __init__(self, file: int, code: int, times: int) -> None:
+        super().__init__(file)
+        self._code = code
+        self._times = times
+
+    def send(self, _target: IPAddress, _token: bytes) -> None:
+        self.asked += 1
+        if self.asked <= self._times:
+            raise OSError(self._code, "refused")
+
+
+@pytest.mark.parametrize(
+    ("code", "times", "error"),
+    [
+        (errno.EMSGSIZE, 5, errno.EMSGSIZE),
+        (errno.EMSGSIZE, 4, 0),
+        (errno.ECONNREFUSED, 5, 0),  # of an earlier message
+        (0, 5, errno.EIO),
+    ],
+)
+def test_refusal_by_this_host_counts_if_it_is_repeated(
+    code: int, times: int, error: int, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    with (tmp_path / "file").open() as file, replaced(Clock()):
+        channel = Refusing(file.fileno(), code, times)
+        assert survey(channel, [HERE], 0.0, 1)[HERE].error == error
 
 
 def test_kernel_without_ipv6_knows_of_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
