@@ -18,7 +18,7 @@ from flanneld.network.firewall.rules import Edit, Purpose, RuleOwnership, Rules,
 from flanneld.network.firewall.tables import RuleSet, RulesTable
 from flanneld.reconcile.reconciler import Reconciler, desired_by_table
 from flanneld.runtime import clock
-from flanneld.state.resources import Resource
+from flanneld.state.resources import Key, Resource
 from flanneld.state.table import Put, Report, Scope
 from tests.unit.network.firewall.test_edits import LOOK_ALIKES, NETS, OURS, OWN, simulate
 
@@ -225,3 +225,125 @@ def test_rules_that_are_refused_for_another_reason_are_no_reason_to_do_without_r
     with pytest.raises(Rejected):
         table.put([Put(want)])
     assert "random-fully" not in caplog.text
+
+
+#: What is there once the rules are set.
+SET = {chain: rules for chain, rules in FORWARD_ONLY.items() if rules}
+
+
+class Racing(Memory):
+    """Rules that another program changes, too: ``then`` are those after each change, also a refused one."""
+
+    def __init__(self, rules: Rules, *, refused: int = 0, then: Rules | None = None) -> None:
+        super().__init__(rules)
+        self.refused = refused
+        self.then = then
+        self.applied = 0
+
+    def apply(self, edits: Sequence[Edit]) -> None:
+        self.applied += 1
+        if self.applied <= self.refused:
+            if self.then is not None:
+                self.rules = self.then
+            raise Rejected("a chain has changed", "trying again")
+        super().apply(edits)
+        if self.then is not None:
+            self.rules = self.then
+
+
+@pytest.mark.parametrize(("refused", "is_made"), [(0, True), (2, True), (3, False)])
+def test_change_that_is_refused_is_planned_anew_twice(refused: int, is_made: bool) -> None:
+    driver = Racing({}, refused=refused)
+    table = table_of(driver)
+    want = table.desired(FORWARD_ONLY)
+    if is_made:
+        report = table.put([Put(want)])
+        assert (report.made, report.pending) == ([want], [])
+        assert driver.rules == SET
+    else:
+        with pytest.raises(Rejected, match="a chain has changed"):
+            table.put([Put(want)])
+    assert driver.applied == min(refused + 1, 3)
+
+
+def test_change_that_another_program_made_meanwhile_is_none_of_ours() -> None:
+    driver = Racing({}, refused=1, then=SET)
+    table = table_of(driver)
+    assert not table.put([Put(table.desired(FORWARD_ONLY))])
+    assert driver.applied == 1
+
+
+def test_rules_that_are_changed_back_are_read_again_at_once() -> None:
+    table = table_of(Racing({}, then={}))
+    want = table.desired(FORWARD_ONLY)
+    report = table.put([Put(want)])
+    assert (report.made, report.pending) == ([want], [want])
+
+
+class InUse(Memory):
+    """Rules of others lead to our chain, so it cannot go."""
+
+    def apply(self, edits: Sequence[Edit]) -> None:
+        if any(edit.drop for edit in edits):
+            raise Rejected("the chain is in use", "see")
+        super().apply(edits)
+
+
+def test_chain_that_cannot_go_is_emptied_and_left_alone() -> None:
+    driver = InUse(FORWARD_ONLY)
+    table = table_of(driver)
+    (seen,) = table.read(Scope({}))
+    report = table.drop([seen.resource])
+    assert report.removed == [seen.resource]
+    assert (
+        "filter FLANNEL-FWD, emptied but not removed: a rule leads there" in report.details[table_key(table)]
+    )
+    assert not any(driver.rules.values())
+    assert list(table.read(Scope({}))) == []
+    assert table.is_swept
+
+
+def table_key(table: RulesTable) -> Key:
+    return table.desired({}).key
+
+
+def test_place_in_use_that_cannot_be_read_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> Rules:
+        raise Unavailable("no iptables", "install it")
+
+    driver = Memory({})
+    monkeypatch.setattr(driver, "read", refuse)
+    with pytest.raises(Unavailable):
+        list(table_of(driver).read(Scope({})))
+
+
+def test_rules_stay_when_the_table_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Told:
+        closed = 0
+
+        def fileno(self) -> int:
+            return 99
+
+        def close(self) -> None:
+            Told.closed += 1
+
+    monkeypatch.setattr(tables, "Removals", Told)
+    driver = Memory(FORWARD_ONLY)
+    table = table_of(driver)
+    table.close(remove=True)
+    table.listen()
+    assert table.fileno() == 99
+    table.close(remove=True)
+    assert (driver.rules, Told.closed) == (FORWARD_ONLY, 1)
+
+
+def test_table_says_what_it_holds() -> None:
+    table = table_of(Memory({}))
+    assert (table.name, table.what, str(table.desired({}))) == (
+        "firewall-ipv4",
+        "the rules for IPv4",
+        "our rules with memory",
+    )
+    left = RulesTable("legacy", 6, OURS, None, IptablesRunner(threading.Event()))
+    assert left.name == "firewall-ipv6-legacy"
+    assert left.what == "removals of an earlier run's rules for IPv6 (legacy)"
