@@ -400,7 +400,8 @@ def subnets(count: int) -> Sequence[Route]:
 
 
 @pytest.mark.parametrize(
-    ("count", "spread", "varies"), [(MANY, True, False), (MANY + 1, True, True), (MANY + 1, False, False)]
+    ("count", "spread", "varies"),
+    [(3, True, False), (MANY, True, False), (MANY + 1, True, True), (MANY + 1, False, False)],
 )
 def test_numbers_of_many_routes_vary(count: int, spread: bool, varies: bool, netlink: FakeSocket) -> None:
     table = RouteTable(Kernel(DOMAIN), {}, spread=spread)
