@@ -20,10 +20,10 @@ from flanneld.network.rtnetlink import messages as rtnl
 from flanneld.network.rtnetlink.kernel import Kernel
 from flanneld.network.rtnetlink.netlink import HEADER, attributes
 from flanneld.network.rtnetlink.tables import LinkTable
-from flanneld.state.resources import Link, WireGuard
+from flanneld.state.resources import Dummy, Link, WireGuard
 from flanneld.state.table import Claim, Put, Scope, Seen
 from tests.unit.network.stand_ins import FakeEthtool
-from tests.unit.network.test_links import MAC, WANTED, description
+from tests.unit.network.test_links import IPIP, IPV6, MAC, WANTED, description
 
 NAME, INDEX = WANTED.name, 7
 ADD = f"add {NAME} vxlan mtu 1450 txqlen 0 address {MAC}"
@@ -37,6 +37,7 @@ class FakeLinks:
         self.written: list[str] = []
         #: Errors of the next writes, 0 for none.
         self.refusals: list[int] = []
+        self.data: list[dict[str, Any]] = []
 
     def __call__(self) -> FakeLinks:
         return self
@@ -65,6 +66,9 @@ class FakeLinks:
             told = ifinfmsg(item)
             told.decode()
             self.written.append(words(told))
+            info = told.get_attr("IFLA_LINKINFO")
+            data = info and info.get_attr("IFLA_INFO_DATA")
+            self.data += [dict(data["attrs"])] if data else []
             code = self.refusals.pop(0) if self.refusals else 0
             if not code:
                 self._change(told)
@@ -161,6 +165,43 @@ def test_checksums_of_a_device_are_computed_by_the_cpu_if_that_is_wanted(
     ethtool.checksums = 1
     assert next(table.read(scope(wanted))) == Seen(WANTED)
     assert not table.put([Put(WANTED)]).made
+
+
+VXLAN_DATA = {
+    "IFLA_VXLAN_ID": 1,
+    "IFLA_VXLAN_LINK": 3,
+    "IFLA_VXLAN_PORT": 8472,
+    "IFLA_VXLAN_LEARNING": 0,
+    "IFLA_VXLAN_LOCAL": "192.168.0.1",
+}
+PLAIN = {"IFLA_IPIP_TTL": 0, "IFLA_IPIP_TOS": 0, "IFLA_IPIP_PMTUDISC": 0}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "data"),
+    [
+        (WANTED, [VXLAN_DATA]),
+        (replace(WANTED, learning=True), [{**VXLAN_DATA, "IFLA_VXLAN_LEARNING": 1}]),
+        (replace(WANTED, gbp=True), [{**VXLAN_DATA, "IFLA_VXLAN_GBP": True}]),
+        (IPIP, [{"IFLA_IPIP_LOCAL": "192.168.0.1", **PLAIN}]),
+        (replace(IPIP, local=None, remote=IPIP.local), [{"IFLA_IPIP_REMOTE": "192.168.0.1", **PLAIN}]),
+        (WireGuard("flannel-wg", 1420), []),
+        (Dummy("flannel-ipsec", 1400), []),
+    ],
+)
+def test_device_is_made_with_the_properties_of_its_kind(
+    wanted: Link, data: list[dict[str, Any]], kernel: FakeLinks
+) -> None:
+    assert LinkTable(Kernel()).put([Put(wanted)]).made == [wanted]
+    assert kernel.data == data
+    assert kernel.written[0].startswith(f"add {wanted.name} {wanted.make} mtu ")
+
+
+def test_vxlan_over_ipv6_is_made_with_its_end(kernel: FakeLinks) -> None:
+    LinkTable(Kernel()).put([Put(IPV6)])
+    (data,) = kernel.data
+    assert data["IFLA_VXLAN_LOCAL6"] == "fd77::1"
+    assert "IFLA_VXLAN_LOCAL" not in data
 
 
 def test_device_that_is_right_is_not_touched(kernel: FakeLinks, caplog: pytest.LogCaptureFixture) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import struct
 from ipaddress import ip_address
 from typing import Any
 
@@ -16,17 +17,19 @@ from pyroute2.netlink.rtnl.ifinfmsg import ifinfmsg
 from flanneld.network.rtnetlink.links import (
     LinkStep,
     SeenLink,
+    at_port_of,
     by_name,
     decode,
     differences,
     holder,
+    in_namespace,
     is_flannels,
     is_not_ours_to_remove,
     remedy,
     renamed,
     step,
 )
-from flanneld.network.rtnetlink.netlink import HEADER, MalformedNetlink
+from flanneld.network.rtnetlink.netlink import HEADER, MalformedNetlink, attribute, attributes, u32
 from flanneld.state.resources import Dummy, ForeignLink, Ipip, Link, Tun, Vxlan, WireGuard
 
 MAC = "02:00:00:00:00:01"
@@ -277,7 +280,14 @@ def test_a_device_of_another_kind_is_its_owners_only_where_ipip_is_wanted() -> N
 
 @pytest.mark.parametrize(
     ("code", "word"),
-    [(errno.EOPNOTSUPP, "modprobe ipip"), (errno.EEXIST, "ip -d link show type ipip"), (errno.EPERM, "")],
+    [
+        (errno.EOPNOTSUPP, "modprobe ipip"),
+        (errno.EEXIST, "ip -d link show type ipip"),
+        (errno.EACCES, "open /dev/net/tun"),
+        (errno.EBUSY, "start again"),
+        (errno.EPERM, ""),
+        (errno.EADDRINUSE, ""),
+    ],
 )
 def test_a_refusal_whose_reason_is_clear_has_a_remedy(code: int, word: str) -> None:
     assert word in remedy(IPIP, code)
@@ -342,3 +352,76 @@ def test_the_device_that_is_in_the_way_is_named_with_the_remedy() -> None:
     assert holder(replace(WANTED, vni=2), present) == ""
     assert holder(Tun("flannel0", 1472), [there(Tun("flannel1", 1472))]) == ""
     assert "let the owner of foo give it up" in remedy(WANTED, errno.EEXIST, "foo")
+    assert "stop what has the port" in remedy(WANTED, errno.EADDRINUSE, "foo")
+
+
+FOR_ALL_VNIS = ForeignLink("foo", "a vxlan device for all VNIs", "vxlan", 8472)
+
+
+@pytest.mark.parametrize(
+    ("other", "is_up", "bars"),
+    [
+        (FOR_ALL_VNIS, True, True),
+        (FOR_ALL_VNIS, False, False),
+        (replace(FOR_ALL_VNIS, port=4789), True, False),
+        (replace(FOR_ALL_VNIS, name="flannel.1"), True, False),
+        (replace(WANTED, name="foo"), True, False),  # they share the socket
+        (replace(WANTED, name="foo", gbp=True), True, True),
+        (replace(WANTED, name="foo", gbp=True, port=4789), True, False),
+        (replace(IPV6, name="foo", gbp=True), True, False),
+        (replace(IPIP, name="foo"), True, False),
+    ],
+)
+def test_device_that_keeps_the_port_for_itself_is_named(
+    other: Link | ForeignLink, is_up: bool, bars: bool
+) -> None:
+    assert at_port_of(WANTED, [replace(there(other), up=is_up)]) == (["foo"] if bars else [])
+    assert at_port_of(IPIP, [there(other)]) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "is_ours"),
+    [
+        ("flannel.1", WANTED, True),
+        ("flannel-v6.1", IPV6, True),
+        ("flannel.1x", WANTED, False),
+        ("flannel.1", ForeignLink("flannel.1", "a vxlan device with group", "vxlan"), False),
+        ("flannel.ipip", IPIP, True),
+        ("flannel-ipip", IPIP, False),
+        ("flannel-wg", WireGuard("flannel-wg", 1420), True),
+        ("flannel-wg-v6", WireGuard("flannel-wg-v6", 1420), True),
+        ("flannel-wg-v4", WireGuard("flannel-wg-v4", 1420), False),
+        ("flannel-ipsec", Dummy("flannel-ipsec", 1400), True),
+        ("flannel12", Tun("flannel12", 1472), True),
+        ("flannel12", ForeignLink("flannel12", "another process's device of kind tun", "tun"), True),
+        ("flannel.1", Tun("flannel.1", 1472), False),
+        ("flannel.1", BRIDGE, False),
+        ("flannel.1", replace(BRIDGE, make="bridge"), False),
+    ],
+)
+def test_devices_of_any_flannel_are_known_by_kind_and_name(
+    name: str, make: Link | ForeignLink, is_ours: bool
+) -> None:
+    assert is_flannels(replace(there(make), name=name)) is is_ours
+
+
+@pytest.mark.parametrize(
+    ("mode", "name"), [(0, ""), (1, "xdpdrv"), (2, "xdpgeneric"), (3, "xdpoffload"), (4, "xdp")]
+)
+def test_program_of_xdp_is_told_as_ip_link_does(mode: int, name: str) -> None:
+    data = description() + attribute(43, attribute(2, bytes((mode,))))  # IFLA_XDP, IFLA_XDP_ATTACHED
+    assert seen(data).xdp == name
+    assert seen(description()).xdp == ""
+
+
+def test_other_end_of_a_veth_is_told_with_its_namespace() -> None:
+    data = description("veth1", kind="veth") + u32(5, 9)  # IFLA_LINK
+    assert (seen(data).link, seen(data).namespace) == (9, -1)
+    data += u32(37, 0)  # IFLA_LINK_NETNSID
+    assert (seen(data).link, seen(data).namespace) == (9, 0)
+
+
+def test_device_of_another_namespace_is_asked_for_by_its_number() -> None:
+    body = in_namespace(3, 12)
+    assert struct.unpack_from("=BxHiII", body) == (0, 0, 12, 0, 0)
+    assert attributes(body, 16, len(body)) == {46: struct.pack("=I", 3)}  # IFLA_TARGET_NETNSID
