@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import errno
+import os
 import struct
+from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from flanneld.model import Family
-from flanneld.network.firewall.netlink import Hooked, Netfilter, NoNetfilter, has_guard
-from flanneld.network.rtnetlink.netlink import DumpInterrupted
+from flanneld.network.firewall import netlink
+from flanneld.network.firewall.netlink import Hooked, Netfilter, NoNetfilter, Removal, Removals, has_guard
+from flanneld.network.rtnetlink.netlink import DumpInterrupted, message
 from tests.unit.network.firewall.stand_ins import (
     GETCHAIN,
     GETRULE,
@@ -116,3 +120,100 @@ def test_guard_is_looked_for_by_its_name(kernel: FakeKernel) -> None:
     ]
     kernel.refusal = errno.ENOENT
     assert not has_guard(6)
+
+
+# ---- removals ------------------------------------------------------------------------------------
+
+DELTABLE, DELCHAIN, DELRULE, NEWGEN = 2, 5, 8, 15
+
+
+def gone(kind: int, family: int, *names: bytes) -> bytes:
+    return message(NF_TABLES | kind, 0, bytes((family, 0, 0, 0)) + b"".join(names))
+
+
+RULE_GONE = gone(DELRULE, IPV4, text(1, "nat"), text(2, "POSTROUTING"))
+CHAIN_GONE = gone(DELCHAIN, IPV6, text(1, "filter"), text(3, "FLANNEL-FWD"))
+BY_NFT = message(NF_TABLES | NEWGEN, 0, bytes(4) + text(3, "nft"))
+
+
+class News:
+    """Stands in for the netlink socket: what is received in turn, and what shows that more follows."""
+
+    def __init__(self, told: list[bytes | OSError], fd: int) -> None:
+        self._told = told
+        self._fd = fd
+        self.closed = False
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def close(self) -> None:
+        self.closed = True
+
+    def receive(self) -> bytes:
+        if not self._told:
+            raise BlockingIOError
+        if isinstance(first := self._told.pop(0), OSError):
+            raise first
+        return first
+
+
+LOST = OSError(errno.ENOBUFS, "lost")
+NOTHING_YET = BlockingIOError()
+NAT, FILTER = Removal(4, "nat", "POSTROUTING"), Removal(6, "filter", "FLANNEL-FWD")
+
+
+@pytest.mark.parametrize(
+    ("told", "goes_on", "found"),
+    [
+        ([], True, set()),
+        ([RULE_GONE + CHAIN_GONE + BY_NFT], False, {replace(NAT, by="nft"), replace(FILTER, by="nft")}),
+        (
+            [RULE_GONE, NOTHING_YET, CHAIN_GONE + BY_NFT],
+            True,
+            {replace(NAT, by="nft"), replace(FILTER, by="nft")},
+        ),
+        ([RULE_GONE, NOTHING_YET, CHAIN_GONE + BY_NFT], False, {NAT}),
+        ([RULE_GONE + BY_NFT, NOTHING_YET, CHAIN_GONE], True, {replace(NAT, by="nft")}),
+        ([RULE_GONE + BY_NFT, CHAIN_GONE], False, {replace(NAT, by="nft"), FILTER}),
+        ([LOST, CHAIN_GONE + BY_NFT], False, {Removal(by="nft"), replace(FILTER, by="nft")}),
+        ([gone(DELTABLE, IPV4, text(1, "nat")), BY_NFT], False, {Removal(4, "nat", by="nft")}),
+        ([gone(DELRULE, INET, text(1, "wall"), text(2, "input")), BY_NFT], False, set()),
+    ],
+)
+def test_removals_are_told_with_the_program_that_made_them(
+    told: list[bytes | OSError], goes_on: bool, found: set[Removal]
+) -> None:
+    reader, writer = os.pipe()
+    try:
+        if goes_on:
+            os.write(writer, b"x")
+        news: Any = News(list(told), reader)
+        removals = Removals(news)
+        assert removals.fileno() == reader
+        assert removals.read() == found
+        removals.close()
+        assert news.closed
+    finally:
+        os.close(reader)
+        os.close(writer)
+
+
+def test_failure_to_hear_of_removals_is_an_error() -> None:
+    news: Any = News([OSError(errno.EBADF, "Bad file descriptor")], -1)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        Removals(news).read()
+
+
+def test_kernel_without_netlink_for_netfilter_is_told_from_one_that_refuses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(code: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    for code, kind in ((errno.EPROTONOSUPPORT, NoNetfilter), (errno.EMFILE, OSError)):
+        monkeypatch.setattr(netlink, "NetlinkSocket", lambda code=code, **_: refuse(code))
+        with pytest.raises(kind) as refusal:
+            Netfilter()
+        assert isinstance(refusal.value, NoNetfilter) == (kind is NoNetfilter)
+        assert not has_guard(4)
