@@ -158,6 +158,7 @@ def test_repair_is_described_by_what_was_missing_or_too_many() -> None:
     told = repair({**FORWARD_ONLY, chain: inside[:1]})
     assert told.startswith("missing were filter FLANNEL-FWD -")
     assert "rules)" not in told
+    assert " more" not in told
     assert repair({**FORWARD_ONLY, chain: (*inside, inside[0])}).startswith("too many were ")
 
 
@@ -345,5 +346,6 @@ def test_table_says_what_it_holds() -> None:
         "our rules with memory",
     )
     left = RulesTable("legacy", 6, OURS, None, IptablesRunner(threading.Event()))
+    assert not left.is_swept
     assert left.name == "firewall-ipv6-legacy"
     assert left.what == "removals of an earlier run's rules for IPv6 (legacy)"

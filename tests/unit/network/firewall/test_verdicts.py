@@ -89,6 +89,14 @@ def test_rule_that_may_accept_makes_a_later_drop_uncertain() -> None:
     assert iptables("-A INPUT --unknown 'unbalanced", drop).certain is False
 
 
+def test_first_of_several_rules_that_may_drop_is_told() -> None:
+    first, second = (f"-A INPUT -m limit --limit {rate}/sec -j DROP" for rate in (5, 6))
+    assert iptables(first, second) == Fate(doubt=first, may_drop=True)
+    assert iptables(second, first) == Fate(doubt=second, may_drop=True)
+    last = "-A INPUT -j DROP"
+    assert iptables(first, last, second) == Fate(DROP, last)
+
+
 SETS = """
 create nets hash:net family inet hashsize 1024
 add nets 192.0.2.0/24 comment "peers"
