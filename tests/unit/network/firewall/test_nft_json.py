@@ -38,6 +38,7 @@ def test_our_own_rules_are_understood(family: Family, random: bool) -> None:
     for rules in desired_rules("native", NETS[family], Purpose(True, True, random)).values():
         for ours in rules:
             assert read_rule(ListedRule("forward", 1, **rule_json(family, ours)), family) == ours
+            assert ours.is_plain
 
 
 def test_a_single_address_is_listed_without_a_length() -> None:
@@ -231,6 +232,30 @@ DPORT, FLAGS, PROTOCOLS = payload("udp", "dport"), payload("tcp", "flags"), payl
 def test_comparison_is_a_condition_of_packets(left: Any, op: str, right: Any, tests: list[Test]) -> None:
     sets = {"ports": Raw(b'[53, {"range": [80, 90]}]'), "pairs": Raw(b'[{"concat": ["a", "b"]}]')}
     assert conditions(left, op, right, sets=sets) == tuple(tests)
+
+
+def test_flags_of_tcp_have_the_bits_of_their_order() -> None:
+    for number, name in enumerate(("fin", "syn", "rst", "psh", "ack", "urg", "ecn", "cwr")):
+        assert conditions(FLAGS, "==", name) == (TCP, Test("flags", ((1 << number, 255),)))
+
+
+@pytest.mark.parametrize(
+    ("field", "op", "several", "is_plain"),
+    [
+        ("daddr", "==", True, True),  # destinations that masquerading spares
+        ("daddr", "!=", True, False),
+        ("saddr", "==", True, False),
+        ("daddr", "==", False, True),
+        ("daddr", "!=", False, True),
+        ("saddr", "!=", False, True),
+    ],
+)
+def test_only_destinations_of_a_rule_of_ours_may_be_several(
+    field: str, op: str, several: bool, is_plain: bool
+) -> None:
+    right = {"set": ["10.5.0.1", "10.5.0.2"]} if several else "10.5.0.1"
+    found = rule({"match": {"op": op, "left": payload("ip", field), "right": right}}, {"return": None})
+    assert found.is_plain is is_plain
 
 
 @pytest.mark.parametrize(
