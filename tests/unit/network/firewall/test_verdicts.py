@@ -281,6 +281,47 @@ def test_rules_of_ufw_drop_what_is_not_let_in() -> None:
     assert iptables(rules[0], local, rules[-1], packet=INNER) == Fate(DROP, rules[-1])
 
 
+PORTS, MARKED, ETH = Test("dport", ((8000, 9000),)), Test("mark", ((1, 1),)), Test("iif", ("eth*",))
+
+
+@pytest.mark.parametrize(
+    ("test", "properties", "holds"),
+    [
+        (PORTS, [{"dport": each} for each in (8000, 9000, (8000, 9000))], True),
+        (PORTS, [{"dport": each} for each in (7999, 9001, (1, 7999), (9001, 9500))], False),
+        (PORTS, [{"dport": each} for each in (None, (7999, 8000), (8000, 9001), (9000, 9500))], None),
+        (MARKED, [{"mark": each} for each in (1, 3, 0x101)], True),
+        (MARKED, [{"mark": each} for each in (0, 2)], False),
+        (Test("mark", ((0, 0xFF),)), [{"mark": 0x100}, {"mark": 0}], True),
+        (MARKED, [{"mark": None}], None),
+        (Test("flags", ((2, 0x17),)), [{"flags": 2}, {"flags": 0x42}], True),
+        (Test("flags", ((2, 0x17),)), [{"flags": 0x12}, {"flags": 0}], False),
+        (Test("source_type", ("local",)), [{"iif": ""}], True),
+        (Test("source_type", ("local",)), [{"iif": "eth0"}, {"iif": None}], False),
+        (Test("destination_type", ("local",)), [{"oif": ""}], True),
+        (Test("destination_type", ("local",)), [{"oif": "eth0"}, {"oif": None}], False),
+        (ETH, [{"iif": "eth0"}, {"iif": "eth"}], True),
+        (ETH, [{"iif": "veth0"}, {"iif": ""}], False),
+        (Test("port", ((53, 53),)), [{"sport": 53, "dport": 9}, {"sport": 9, "dport": 53}], True),
+        (Test("port", ((53, 53),)), [{"sport": 9, "dport": 9}], False),
+        (Test("port", ((53, 53),)), [{"sport": None, "dport": 9}], None),
+        (Test("any", ((PORTS, ETH), (MARKED,))), [{"dport": 1, "mark": 1}, {"dport": 8000}], True),
+        (Test("any", ((PORTS, ETH), (MARKED,))), [{"dport": 8000, "iif": "lo"}], False),
+        (Test("any", ((PORTS, ETH),)), [{"dport": None}], None),
+        (Test("any", ((PORTS, ETH),)), [{"dport": None, "iif": "lo"}], False),
+        (Test("protocol"), [{}], False),
+        (UNKNOWN, [{}], None),
+    ],
+)
+def test_condition_holds_or_not_or_is_open(
+    test: Test, properties: list[dict[str, Any]], holds: bool | None
+) -> None:
+    found = {test.holds(replace(PACKET, **each)) for each in properties}
+    assert found == {holds}
+    inverted = {replace(test, negated=True).holds(replace(PACKET, **each)) for each in properties}
+    assert inverted == {None if holds is None else not holds}
+
+
 # ---- nftables -----------------------------------------------------------------------------------
 
 
