@@ -262,11 +262,43 @@ def test_public_ip_in_two_leased_subnets_is_said_to_lie_in_the_longer_prefix() -
         assert "lies in the leased subnet 10.5.4.0/25" in str(claims.refusal(narrow))
 
 
-def test_lease_whose_public_ip_has_left_the_network_is_affected_by_no_subnet_there() -> None:
-    claims = AddressClaims(OWN, RANGES, NO_LEASES.get)
-    claims.update([lease(2, "10.5.7.9")], ())
-    claims.update([lease(2, "198.18.0.2")], ())
-    assert claims.update([lease(7, "198.18.0.7")], ()) == set()
+@pytest.mark.parametrize("left", [1, 0], ids=["while others are inside", "as the last one"])
+@pytest.mark.parametrize("moves", [True, False], ids=["moves out", "is gone"])
+def test_public_ip_that_has_left_the_network_affects_a_subnet_there_once(*, moves: bool, left: int) -> None:
+    inside, around, other = (
+        lease(2, "10.5.7.9", created=1),
+        lease(7, "198.18.0.7", created=2),
+        lease(3, "10.5.9.9"),
+    )
+    now = {each.key: each for each in (inside, around, *[other][:left])}
+    claims = AddressClaims(OWN, RANGES, now.get)
+    claims.update(now.values(), ())
+    assert claims.refusal(around) is not None
+    del now[inside.key]
+    put = [lease(2, "198.18.0.2")] if moves else []
+    now.update({each.key: each for each in put})
+    assert around.key in claims.update(put, () if moves else [inside.key])
+    assert claims.refusal(around) is None
+    assert claims.update([around], ()) == set()
+
+
+@pytest.mark.parametrize(
+    ("subnet", "is_inside"),
+    [
+        ("10.4.255.0/24", False),
+        ("10.5.0.0/24", True),
+        ("10.5.255.0/24", True),
+        ("10.5.255.255/32", True),
+        ("10.6.0.0/24", False),
+        ("10.5.128.0/17", True),
+        ("10.4.0.0/15", False),
+    ],
+)
+def test_subnet_is_inside_the_network_with_all_its_addresses(subnet: str, is_inside: bool) -> None:
+    own = Lease(OWN.attrs, None, OWN.key[1])
+    found = AddressClaims(own, RANGES, NO_LEASES.get).refusal(Lease(LeaseAttrs(), IPv4Network(subnet)))
+    assert ("" if found is None else str(found)).startswith("" if is_inside else "it is outside our network")
+    assert (found is None) is is_inside
 
 
 def test_lease_of_another_host_is_reachable_and_of_concern_only_inside_the_network() -> None:

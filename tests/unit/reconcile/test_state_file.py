@@ -8,13 +8,17 @@ import math
 import os
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
 from pathlib import Path
+from typing import cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from flanneld.model import LeaseAttrs
+from flanneld.model import LeaseAttrs, Uplink
+from flanneld.network.host import HostKernel
+from flanneld.network.rtnetlink.links import SeenLink
+from flanneld.reconcile import last_run
 from flanneld.reconcile.last_run import (
     Device,
     FileStamp,
@@ -23,9 +27,11 @@ from flanneld.reconcile.last_run import (
     RunRecord,
     StateFile,
     StoreAddress,
+    machine_of,
     stamp_of,
 )
 from flanneld.runtime import clock
+from flanneld.state.resources import ForeignLink
 
 STATE = RunRecord(
     boot_id="b6c0d773-d689-4bc9-9153-a38bd10130ec",
@@ -196,3 +202,47 @@ def test_each_writing_of_a_file_has_its_own_stamp(tmp_path: Path) -> None:
 
 def test_this_boot_has_an_identity() -> None:
     assert len(clock.boot_id()) == 36
+
+
+class Interfaces:
+    """A kernel whose interfaces are these, or cannot be read."""
+
+    def __init__(self, *links: SeenLink, unreadable: bool = False) -> None:
+        self._links = {each.name: each for each in links}
+        self._is_unreadable = unreadable
+
+    def link(self, name: str) -> SeenLink | None:
+        if self._is_unreadable:
+            raise OSError
+        return self._links.get(name)
+
+
+ETH0, ETH1 = (
+    SeenLink(index, name, mac, 1500, True, ForeignLink(name, "a plain interface"))
+    for index, name, mac in ((2, "eth0", "02:18:00:00:00:01"), (3, "eth1", "02:18:00:00:00:02"))
+)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "firmware", "expected"),
+    [
+        (Interfaces(ETH0, ETH1), " 4C4C4544\n", Machine("02:18:00:00:00:02", "4c4c4544")),
+        (Interfaces(ETH0), "4c4c4544", Machine("", "4c4c4544")),
+        (Interfaces(unreadable=True), "4c4c4544", Machine("", "4c4c4544")),
+        (Interfaces(ETH1), None, Machine("02:18:00:00:00:02", "")),
+    ],
+    ids=["known", "without the uplink", "unreadable interfaces", "unreadable firmware"],
+)
+def test_machine_is_known_by_its_uplinks_mac_and_its_firmware(
+    kernel: Interfaces,
+    firmware: str | None,
+    expected: Machine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(last_run, "PRODUCT_UUID", uuid := tmp_path / "product_uuid")
+    if firmware is not None:
+        uuid.write_text(firmware)
+    address = IPv4Address("192.0.2.5")
+    uplink = Uplink("eth1", 3, 1500, address, address)
+    assert machine_of(cast("HostKernel", kernel), uplink) == expected
