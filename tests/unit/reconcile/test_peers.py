@@ -106,6 +106,20 @@ def test_first_snapshot_is_desired_but_moves_nothing() -> None:
     assert peers.desired.state == state(route(OLD))
 
 
+@pytest.mark.parametrize("number", [10, 11])
+def test_peers_at_the_start_are_told_of_one_by_one_if_they_are_few(
+    number: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    peers = Peers(OWN, [(IPv4Network("10.1.0.0/16"), 24)], RemovalGuard())
+    leases = [replace(OLD, subnet=IPv4Network(f"10.1.{100 + each}.0/24")) for each in range(number)]
+    take(peers, Snapshot((OWN, *leases)))
+    peers.log_changes(7.0)
+    assert [line.split(" via ")[0] for line in caplog.messages] == [
+        f"Subnet added: {each}" for each in leases if number == 10
+    ]
+
+
 def test_lease_that_was_made_again_behind_our_back_counts_from_then_on() -> None:
     inside = replace(OLD, attrs=replace(OLD.attrs, public_ip=IPv4Address("10.1.99.9")), created=5)
     around = Lease(NEW.attrs, IPv4Network("10.1.99.0/24"), created=7)
