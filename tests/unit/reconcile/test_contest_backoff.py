@@ -93,6 +93,12 @@ def test_second_repair_of_one_entry_within_seconds_is_a_fight(at: list[float]) -
         assert contest_backoff.is_tried() == is_fight
 
 
+@pytest.mark.usefixtures("at")
+def test_repairs_of_one_entry_are_no_fight_unless_a_time_between_them_is_set() -> None:
+    contest_backoff = ContestBackoff()
+    assert not any(contest_backoff.spend([("routes", "a")]) for _ in range(2))
+
+
 def test_repairs_are_forgotten_one_by_one_while_there_is_no_fight(at: list[float]) -> None:
     contest_backoff = ContestBackoff(memory=60, first=0.2, few=3, many=8)
     for seconds, repairs in ((0, 4), (50, 3)):

@@ -94,4 +94,4 @@ def test_first_of_many_bypasses_is_named() -> None:
     watch = EncryptionWatch()
     others = [HostRoute(IPv4Network(f"10.5.{net}.0/24"), STATIC, (("eth1", None),)) for net in (8, 9)]
     watch.look([PAST, *others], {})
-    assert f"route {PAST}, and 2 more;" in watch.problem
+    assert f"route {PAST}, and 2 more; remove it: ip route delete {PAST}" in watch.problem

@@ -2,144 +2,42 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import re
-import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from ipaddress import IPv4Address, IPv4Network
-from pathlib import Path
-from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
-from flanneld import config
 from flanneld.backends import vxlan
-from flanneld.backends.contract import Factory
-from flanneld.backends.host_gw import HostGw
 from flanneld.errors import Fatal, Retryable
-from flanneld.model import Cached, IPAddress, Lease, LeaseAttrs, Snapshot, Uplink
+from flanneld.model import Cached, Snapshot
 from flanneld.network.obstacles import HostNetworks, Obstacle
 from flanneld.network.rtnetlink.kernel import (
-    HostRouteChanged,
     InterfaceChanged,
-    Notification,
-    Overrun,
-    ResourceChanged,
     ResourceRemoved,
-    Unmonitored,
 )
-from flanneld.network.uplink_election import InterfaceChoice
-from flanneld.reconcile.controller import Controller
 from flanneld.reconcile.host_watch import demand_free_names, demand_free_networks
-from flanneld.reconcile.last_run import Device, LastRun, device_of
-from flanneld.reconcile.local_node import LocalNode, UplinkManager, find_uplink
-from flanneld.runtime.supervisor import Supervisor
-from flanneld.state.permits import RemovalGuard
-from flanneld.state.resources import Address, ForeignLink, Ipip, Link, Route, Vxlan
-from tests.unit.simulation.kernel import Kernel
-from tests.unit.simulation.kernel_tables import KernelTable, tables
-from tests.unit.simulation.node import BRIDGE, UPLINK, Inbox
-from tests.unit.simulation.world import World
-
-HERE, PEER = IPv4Address("172.16.0.1"), IPv4Address("172.16.0.2")
-THERE = IPv4Address("172.16.0.77")
-OWN_SUBNET, PEER_SUBNET = IPv4Network("10.5.1.0/24"), IPv4Network("10.5.2.0/24")
-STALE = Vxlan("flannel.7", 7, 2, HERE, 8472, "02:00:00:00:00:07", 1450)
-LEASE = Lease(LeaseAttrs(PEER, backend_type="host-gw"), PEER_SUBNET)
-ROUTE = Route(PEER_SUBNET, UPLINK, PEER)
-VXLAN_LEASE = Lease(
-    LeaseAttrs(PEER, backend_type="vxlan", backend_data={"VNI": 1, "VtepMAC": "02:00:00:00:00:02"}),
+from flanneld.state.resources import Address, ForeignLink, Ipip, Route, Vxlan
+from tests.unit.reconcile.controlled_node import (
+    FAR,
+    HERE,
+    INSIDE,
+    LEASE,
+    OUTSIDE,
+    OVERLAY,
+    PEER,
     PEER_SUBNET,
+    ROUTE,
+    STALE,
+    THERE,
+    VXLAN_LEASE,
+    Node,
 )
-OVERLAY = Route(PEER_SUBNET, "flannel.1", PEER_SUBNET.network_address, onlink=True)
-
-
-class Node:
-    """A host with a bridge for its containers, and the daemon's controller on it."""
-
-    def __init__(self, world: World, make_backend: Factory = HostGw, *, unreadable: str = "") -> None:
-        self._world = world
-        parsed = config.parse('{"Network": "10.5.0.0/16", "Backend": {"Type": "vxlan"}}')
-        self.kernel = kernel = Kernel(UPLINK, (HERE, 16))
-        kernel.add_route(Route(IPv4Network("0.0.0.0/0"), UPLINK, IPv4Address("172.16.0.254")), 3)
-        kernel.add_link(ForeignLink(BRIDGE, "bridge"))
-        kernel.add_address(BRIDGE, OWN_SUBNET.network_address + 1, 24)
-        uplink = find_uplink(kernel, parsed, InterfaceChoice())
-        manager = UplinkManager(kernel, parsed, InterfaceChoice(), make_backend, uplink, None)
-        kernel.add_link(STALE)
-        self.record: dict[str, Any] = {}
-        last_run = LastRun(Path("/nonexistent/subnet.env"), is_dry_run=True)
-        last_run.devices = tuple(filter(None, [self.device(STALE.name)]))
-        last_run.record = self.record.update
-        local = LocalNode(
-            kernel,
-            kernel.monitor,
-            manager,
-            Lease(manager.backend.attributes(), OWN_SUBNET),
-            last_run,
-            lambda left: tuple(self._tables(left, unreadable)),
-        )
-        self.inbox = Inbox(lambda: None, world.now)
-        #: The peers' public IPs each time when leases may have changed.
-        self.told: list[set[IPAddress] | None] = []
-        #: Uplinks after each move, and the network's MTU each time it was lowered.
-        self.moves: list[Uplink] = []
-        self.mtus: list[int] = []
-        self.controller = Controller(
-            local,
-            RemovalGuard(),
-            stop=threading.Event(),
-            make_loop=Supervisor().loop,
-            on_move=lambda: self.moves.append(manager.uplink),
-            on_mtu=lambda: self.mtus.append(manager.mtu),
-            on_synced=lambda: None,
-            on_leases=lambda: self.told.append(self.controller.peers.public_ips()),
-            reread=lambda: None,
-            event_queue=self.inbox,
-        )
-        self.controller.prepare()
-
-    def _tables(self, left: Callable[[], Iterable[Link]], unreadable: str) -> Iterator[KernelTable]:
-        for table in tables(self.kernel, left).values():
-            table.unreadable = table.name == unreadable
-            yield table
-
-    def step(self) -> None:
-        """Let some seconds pass, in which the controller does what is due, and then waits for the next."""
-        for _ in range(3):
-            self._world.time += 1.0
-            due = self.controller.step(self._world.time)
-        assert due > self._world.time
-
-    def device(self, name: str) -> Device | None:
-        seen = self.kernel.link(name)
-        return device_of(seen) if seen else None
-
-    def tell_of(self, name: str, address: IPv4Address | None = None) -> None:
-        """Notify the daemon of a change of an interface."""
-        self.kernel.monitor.tell(InterfaceChanged(self.kernel.indexes.get(name, 0), name, address=address))
-
-    def move(self, name: str = UPLINK) -> None:
-        """Take the address away from the uplink; another one is on this interface then."""
-        self.kernel.delete_address(UPLINK, HERE)
-        if name != UPLINK:
-            self.kernel.add_link(ForeignLink(name, "plain"))
-        self.kernel.add_address(name, THERE, 16)
-        self.kernel.add_route(Route(IPv4Network("0.0.0.0/0"), name, IPv4Address("172.16.0.254")), 3)
-        self.tell_of(UPLINK, HERE)
-        self.step()
-
-    def asks_for(self, *news: Notification) -> bool:
-        """Return True if the daemon looks at something within a second of these notifications."""
-        self.step()
-        self.kernel.monitor.tell(*news)
-        self._world.time += 1.0
-        return self.controller.step(self._world.time) < self._world.time + 1.0
-
-    def routes_to_peer(self) -> list[Route]:
-        return [held.route for held in self.kernel.at(PEER_SUBNET)]
+from tests.unit.simulation.kernel import Kernel
+from tests.unit.simulation.node import BRIDGE, UPLINK
+from tests.unit.simulation.world import World
 
 
 @pytest.fixture
@@ -293,6 +191,32 @@ def test_routes_follow_the_uplink_to_another_interface(node: Node) -> None:
     assert [each.name for each in node.moves] == ["eth1"]
 
 
+def test_any_interface_may_be_the_next_uplink_while_none_is_usable(node: Node) -> None:
+    node.kernel.delete_address(UPLINK, HERE)
+    node.tell_of(UPLINK, HERE)
+    node.step()
+    assert node.moves == []
+    node.kernel.add_link(ForeignLink("eth1", "plain"))
+    node.kernel.add_address("eth1", THERE, 16)
+    node.kernel.add_route(Route(IPv4Network("0.0.0.0/0"), "eth1", IPv4Address("172.16.0.254")), 3)
+    node.tell_of("eth1")
+    node.step()
+    assert [each.name for each in node.moves] == ["eth1"]
+
+
+def test_peer_that_has_come_onto_a_link_is_followed_by_a_backend_that_asks_for_its_way(node: Node) -> None:
+    around = Route(IPv4Network("172.16.0.2/32"), UPLINK, IPv4Address("172.16.0.254"))
+    node.kernel.add_route(around, 3)
+    node.inbox.put([Snapshot((LEASE,))])
+    node.step()
+    assert node.routes_to_peer() == []
+    node.kernel.delete_route(around)
+    node.kernel.monitor.tell(ResourceRemoved(around.key))
+    node.step()
+    assert node.routes_to_peer() == [ROUTE]
+    assert node.moves == []
+
+
 def test_lower_mtu_is_given_to_the_devices_and_told_once(world: World) -> None:
     node = Node(world, vxlan.VxlanBackend)
     node.controller.lower_mtu(1300)
@@ -302,118 +226,6 @@ def test_lower_mtu_is_given_to_the_devices_and_told_once(world: World) -> None:
         assert seen is not None
         assert (seen.make.name, seen.mtu) == ("flannel.1", 1300)
         assert node.mtus == [1300]
-
-
-# ---- what is heard -------------------------------------------------------------------------------
-
-INSIDE, OUTSIDE = IPv4Network("10.5.9.0/24"), IPv4Network("198.51.100.0/24")
-FAR = IPv4Address("192.0.2.9")
-
-
-@pytest.mark.parametrize(
-    ("news", "expected"),
-    [
-        pytest.param(Overrun(), True, id="lost notifications"),
-        pytest.param(Unmonitored(), True, id="a time without notifications"),
-        pytest.param(ResourceRemoved(OVERLAY.key), True, id="our route went"),
-        pytest.param(ResourceRemoved(Route(OUTSIDE, UPLINK).key), False, id="another route went"),
-        pytest.param(ResourceRemoved(Route(INSIDE, "eth1").key), True, id="one into the network went"),
-        pytest.param(
-            ResourceRemoved(Route(OUTSIDE, "eth1").key, gateway=INSIDE[9]), True, id="one by a gateway inside"
-        ),
-        pytest.param(ResourceChanged(OVERLAY), False, id="our route is as it was"),
-        pytest.param(ResourceChanged(replace(OVERLAY, gateway=None)), True, id="our route changed"),
-        pytest.param(ResourceChanged(Route(OUTSIDE, "flannel.1")), True, id="a new route by our device"),
-        pytest.param(ResourceChanged(Route(OUTSIDE, UPLINK, FAR)), False, id="another new route"),
-        pytest.param(ResourceChanged(Route(INSIDE, "eth1")), True, id="a new route into the network"),
-        pytest.param(ResourceChanged(Route(OUTSIDE, "eth1", INSIDE[9])), True, id="a gateway in the network"),
-        pytest.param(HostRouteChanged(OUTSIDE, (FAR,)), False, id="a route of another metric"),
-        pytest.param(HostRouteChanged(INSIDE), True, id="one of another metric into the network"),
-        pytest.param(HostRouteChanged(OUTSIDE, (FAR, INSIDE[9])), True, id="a second gateway inside"),
-        pytest.param(HostRouteChanged(OWN_SUBNET), False, id="a route to our own containers"),
-        pytest.param(InterfaceChanged(2, UPLINK), True, id="the uplink"),
-        pytest.param(InterfaceChanged(2, None), True, id="the uplink, by its number"),
-        pytest.param(InterfaceChanged(99, "flannel.1"), True, id="our device, by its name"),
-        pytest.param(InterfaceChanged(99, "veth1"), False, id="another interface"),
-        pytest.param(InterfaceChanged(99, None), False, id="an unknown interface"),
-        pytest.param(InterfaceChanged(99, "veth1", address=FAR), True, id="an address of another interface"),
-        pytest.param(InterfaceChanged(99, "br7"), True, id="an interface in our network"),
-    ],
-)
-def test_daemon_looks_at_what_may_concern_it_at_once(
-    world: World, news: Notification, expected: bool
-) -> None:
-    node = Node(world, vxlan.VxlanBackend)
-    node.kernel.add_link(ForeignLink("br7", "bridge"))
-    node.kernel.add_address("br7", INSIDE[7], 25)
-    node.tell_of("br7", INSIDE[7])
-    node.inbox.put([Snapshot((VXLAN_LEASE,))])
-    node.step()
-    assert node.asks_for(news) is expected
-
-
-def test_program_that_changed_something_is_named_as_of_this_change(
-    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    writer = "ip (pid 812)"
-    monkeypatch.setattr("flanneld.network.processes.process_at", lambda port: writer if port == 812 else "")
-    node = Node(world, vxlan.VxlanBackend)
-    node.inbox.put([Snapshot((VXLAN_LEASE,))])
-    node.step()
-    for writer in ("ip (pid 812)", "dhcpcd (pid 812)"):
-        caplog.clear()
-        world.time += 20.0
-        node.kernel.delete_route(OVERLAY)
-        node.kernel.monitor.tell(ResourceRemoved(OVERLAY.key, 812))
-        node.step()
-        (line,) = caplog.messages
-        assert line.startswith(f"Restored {OVERLAY}, ")
-        assert line.endswith(f" after a change by {writer}")
-    caplog.clear()
-    world.time += 20.0
-    node.kernel.delete_link("flannel.1")
-    node.kernel.monitor.tell(InterfaceChanged(9, "flannel.1", 812))
-    node.step()
-    assert len(caplog.messages) == 5
-    assert all(line.endswith(" after a change by dhcpcd (pid 812)") for line in caplog.messages)
-
-
-def test_lost_notifications_are_counted_and_all_tables_read(node: Node) -> None:
-    node.inbox.put([Snapshot((LEASE,))])
-    node.step()
-    node.kernel.delete_route(ROUTE)
-    node.kernel.monitor.tell(Overrun())
-    node.step()
-    assert node.routes_to_peer() == [ROUTE]
-    assert node.controller.tables.work.overruns == 1
-
-
-def test_host_that_cannot_be_read_changes_nothing_and_is_told_once(
-    node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    node.inbox.put([Snapshot((LEASE,))])
-    node.step()
-    taken = PEER_SUBNET.network_address + 9
-    for _ in range(2):
-        caplog.clear()
-        node.kernel.add_address(UPLINK, taken, 32)
-        with monkeypatch.context() as broken:
-            broken.setattr(node.kernel, "local", refuse)
-            for _ in range(2):
-                node.tell_of(UPLINK, taken)
-                node.step()
-        assert node.routes_to_peer() == [ROUTE]
-        lines = [line for line in caplog.messages if line.startswith("Cannot read the kernel's tables: ")]
-        assert len(lines) == 1
-        node.step()
-        assert node.routes_to_peer() == []
-        node.kernel.delete_address(UPLINK, taken)
-        node.tell_of(UPLINK, taken)
-        node.step()
-        assert node.routes_to_peer() == [ROUTE]
 
 
 # ---- what a start demands ------------------------------------------------------------------------

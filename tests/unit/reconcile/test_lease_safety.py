@@ -290,6 +290,7 @@ def test_public_ip_that_has_left_the_network_affects_a_subnet_there_once(*, move
         ("10.5.255.0/24", True),
         ("10.5.255.255/32", True),
         ("10.6.0.0/24", False),
+        ("10.6.0.0/32", False),
         ("10.5.128.0/17", True),
         ("10.4.0.0/15", False),
     ],
@@ -307,6 +308,33 @@ def test_lease_of_another_host_is_reachable_and_of_concern_only_inside_the_netwo
     assert claims.is_reachable(lease(7, "198.18.0.7")) is True
     assert claims.concerns(IPv4Network("10.5.7.0/24")) is True
     assert claims.concerns(IPv4Network("192.0.2.0/24")) is False
+
+
+@pytest.mark.parametrize("length", [16, 20, 24, 28, 30, 32])
+def test_what_overlaps_a_network_is_found_whatever_the_size_of_a_cell(length: int) -> None:
+    nets = [
+        IPv4Network(text)
+        for text in (
+            "10.5.0.0/16",
+            "10.5.0.0/20",
+            "10.5.3.0/24",
+            "10.5.3.16/28",
+            "10.5.3.17/32",
+            "10.5.3.18/31",
+            "10.5.4.0/28",
+            "10.5.255.255/32",
+            "10.6.0.0/24",
+        )
+    ]
+    for kept in (nets, *([each] for each in nets)):
+        cells: Cells[str] = Cells({4: length})
+        for each in kept:
+            cells.add(each, str(each))
+        for net in nets:
+            around = {str(each) for each in kept if overlap(each, net)}
+            place = 4, int(net.network_address), 32 - net.prefixlen
+            assert sorted(claim.owner for claim in cells.touching(*place)) == sorted(around)
+            assert not (around and cells.is_free(*place))
 
 
 class CountedOwner:

@@ -172,6 +172,18 @@ def test_subnet_of_a_senseless_lease_is_unclear_until_the_lease_changes(peers: P
     assert peers.view().reasons == {}
 
 
+def test_end_of_a_harm_is_told_once(peers: Peers, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    peers.log_changes(7.0)
+    lan = Obstacle(SUBNET, "br7", "network")
+    peers.look(HostNetworks(frozenset({lan})), made())
+    peers.look(HostNetworks(), made())
+    caplog.clear()
+    for now in (8.0, 9.0):
+        peers.log_changes(now)
+    assert caplog.messages == [f"Lease {SUBNET} no longer harms this host"]
+
+
 def test_unreadable_lease_keeps_its_route_and_is_unclear_until_it_is_read(peers: Peers) -> None:
     assert take(peers, Snapshot((OWN,), frozenset({OLD.key}))) == Plan()
     assert peers.desired.state == state(route(OLD))

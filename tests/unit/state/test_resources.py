@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from ipaddress import IPv4Address, IPv4Network, IPv6Network
+from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from flanneld.state.resources import (
     Address,
@@ -15,7 +17,6 @@ from flanneld.state.resources import (
     Ipip,
     Kind,
     Neighbor,
-    Resource,
     RivalRoute,
     Route,
     Tun,
@@ -66,8 +67,9 @@ def test_what_others_stand_on_is_made_first() -> None:
     ],
     ids=lambda each: each if isinstance(each, str) else "",
 )
-def test_a_resource_has_a_key_and_words(resource: Resource, key: object, words: str) -> None:
+def test_a_resource_has_a_key_and_words(resource: Any, key: object, words: str) -> None:
     assert (resource.key, str(resource)) == (key, words)
+    assert {resource, replace(resource)} == {resource}
 
 
 @pytest.mark.parametrize("net", [NET, NET_V6])
