@@ -93,6 +93,14 @@ def test_earlier_attributes_of_the_lease_outlive_restarts_until_it_is_another(tm
     assert LastRun(tmp_path / "subnet.env").earlier == ()
 
 
+def test_host_without_a_record_has_nothing_of_an_earlier_run(tmp_path: Path) -> None:
+    last = LastRun(tmp_path / "subnet.env")
+    assert (last.devices, last.adopts, last.adopted) == ((), False, frozenset())
+    assert (last.store_addresses, last.store_tried, last.earlier, last.former) == ((), 0, (), ())
+    assert last.claim(MACHINE, "etcd", KEY) is None
+    assert last.path_mtu(MACHINE) == (0, 0)
+
+
 @pytest.mark.parametrize(
     ("theirs", "expected"),
     [
@@ -134,6 +142,7 @@ def test_unmarked_routes_are_adopted_after_another_flanneld(
 
 VXLAN = Vxlan("flannel.1", 1, 2, IPv4Address("198.18.0.1"), 8472, "02:00:00:00:00:01", 1450)
 DEVICE = Device(5, "vxlan", "02:00:00:00:00:01", "flannel.1")
+COMING = replace(DEVICE, index=0)
 
 
 def link(make: Any = VXLAN, index: int = 5, mac: str = "02:00:00:00:00:01", name: str = "") -> SeenLink:
@@ -157,6 +166,23 @@ def link(make: Any = VXLAN, index: int = 5, mac: str = "02:00:00:00:00:01", name
             link(Ipip("flannel.ipip", None, 1480), mac=""),
             False,
             id="another kind",
+        ),
+        pytest.param(COMING, link(index=9), True, id="about to be made"),
+        pytest.param(
+            COMING, link(replace(VXLAN, name="flannel.0")), False, id="about to be made, lower name"
+        ),
+        pytest.param(
+            COMING, link(replace(VXLAN, name="flannel.2")), False, id="about to be made, higher name"
+        ),
+        pytest.param(COMING, link(mac="02:00:00:00:00:09"), False, id="about to be made, another MAC"),
+        pytest.param(replace(COMING, mac=""), link(), True, id="about to be made, MAC not chosen"),
+        pytest.param(replace(COMING, kind="tun"), link(), False, id="about to be made as a tun"),
+        pytest.param(replace(COMING, kind="wireguard"), link(), False, id="about to be made as a wireguard"),
+        pytest.param(
+            COMING,
+            link(ForeignLink("flannel.1", "a device of kind bridge")),
+            False,
+            id="about to be made, and a bridge is there",
         ),
     ],
 )

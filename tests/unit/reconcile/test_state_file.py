@@ -164,7 +164,10 @@ def test_an_unchanged_record_is_not_written_again(path: Path) -> None:
     file.update(adopts=True, store=STATE.store)
     assert stamp_of(path) == before
     file.update(adopts=False)
-    assert stamp_of(path) != before
+    after = stamp_of(path)
+    assert after != before
+    file.update(adopts=False)
+    assert stamp_of(path) == after
 
 
 def test_a_record_that_cannot_be_written_is_said_once(
@@ -178,6 +181,22 @@ def test_a_record_that_cannot_be_written_is_said_once(
     (line,) = caplog.messages
     assert "Cannot write the state file" in line
     assert "make its directory writable" in line
+    blocked.unlink()
+    file.try_again()
+    assert StateFile(blocked / "flanneld.state").load() == RunRecord(boot_id="new")
+    assert file.is_writable()
+    (blocked / "flanneld.state").unlink()
+    blocked.rmdir()
+    blocked.touch()
+    file.update(boot_id="newer")
+    assert len(caplog.messages) == 2
+
+
+def test_dry_run_writes_no_record(path: Path) -> None:
+    file = StateFile(path, is_dry_run=True)
+    assert file.is_writable()
+    file.update(boot_id="new")
+    assert not path.exists()
 
 
 def test_a_fifo_in_its_place_does_not_block(path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from ipaddress import IPv4Address, IPv4Network
+from ipaddress import IPv4Address, IPv4Network, IPv6Address
 
 from flanneld.backends.contract import Host
 from flanneld.backends.vxlan import VxlanBackend
 from flanneld.config import parse
 from flanneld.model import Added, Cached, Event, IPNetwork, Lease, LeaseAttrs, Snapshot, Uplink
+from flanneld.network.firewall.guard import Admitted
 from flanneld.reconcile.peers import Peers
 from flanneld.state.permits import Permits, RemovalGuard
 from flanneld.state.resources import (
     FDB,
+    GUARDS,
     LINKS,
     NEIGHBORS,
     ROUTES,
@@ -121,6 +123,17 @@ def test_ways_to_an_unreadable_lease_stay_and_all_others_go() -> None:
     }
     # The neighbour entry, which tells the MAC, may be read at another time.
     assert list(world.permits.drops({FDB: ways[FDB]})[FDB]) == ways[FDB][:1]
+
+
+def test_guard_lets_in_all_nodes_of_before_while_a_lease_is_unreadable() -> None:
+    stale: dict[str, list[Resource]] = {
+        ROUTES: TUNNELLED,
+        **{GUARDS[ip.version]: [Admitted(ip)] for ip in (IPv4Address("192.0.2.9"), IPv6Address("fd00::9"))},
+    }
+    world = World().hear(synced(unreadable=(UNREADABLE,)))
+    assert set(world.permits.drops(stale)) == {ROUTES}
+    world.hear(synced())
+    assert set(world.permits.drops(stale)) == {*stale}
 
 
 def test_devices_stay_until_all_that_replaces_them_is_there() -> None:
