@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 from collections.abc import Iterator
 from ipaddress import IPv4Address, IPv4Network, IPv6Network, ip_address, ip_network
@@ -153,7 +154,9 @@ def test_addresses_elsewhere_and_in_our_own_subnet_do_not_count(host: Host) -> N
 
 
 @families
-def test_lost_store_is_tried_without_route_and_is_outside_if_it_answers_then(host: Host, family: int) -> None:
+def test_lost_store_is_tried_without_route_and_is_outside_if_it_answers_then(
+    host: Host, family: int, caplog: pytest.LogCaptureFixture
+) -> None:
     host.store.addresses = frozenset({STORE[family]})
     route = host.follow(family)
     host.look()
@@ -164,11 +167,17 @@ def test_lost_store_is_tried_without_route_and_is_outside_if_it_answers_then(hos
     host.kernel.delete_route(route)
     host.store.problem = None
     assert host.look()[STORE[family]] == Obstacle(single(STORE[family]), "eth0", "store")
+    assert host.watch.due == math.inf
     host.restart()
     assert STORE[family] in host.look()
+    trial, result = caplog.messages
+    assert trial.startswith(f"Store unreachable: its address {STORE[family]} lies in the followed subnet ")
+    assert result.startswith(f"Store answers without that route: its address {STORE[family]} is outside")
 
 
-def test_trial_without_answer_ends_after_its_time_and_is_not_repeated_for_ten_minutes(host: Host) -> None:
+def test_trial_without_answer_ends_after_its_time_and_is_not_repeated_for_ten_minutes(
+    host: Host, caplog: pytest.LogCaptureFixture
+) -> None:
     host.follow(4)
     host.look()
     host.store.problem = LOST
@@ -177,6 +186,9 @@ def test_trial_without_answer_ends_after_its_time_and_is_not_repeated_for_ten_mi
     assert STORE[4] in host.look()
     host.time.time += 0.1
     assert STORE[4] not in host.look()
+    assert caplog.messages[1].startswith(
+        "Store unreachable without that route, too, at its address 10.77.0.9; "
+    )
     host.restart()
     host.time.time += 590
     assert STORE[4] not in host.look()
@@ -242,3 +254,10 @@ def test_former_addresses_stay_for_a_day_behind_current_ones(
     if len({*stay, *current}) <= 64:
         assert found.keys() == {*stay, *current}
     assert all(found[each.address].is_outside for each in known if each.address in found)
+
+
+@pytest.mark.parametrize(("number", "kept"), [(64, 64), (65, 64)])
+def test_addresses_are_remembered_up_to_a_limit(number: int, kept: int) -> None:
+    current = [IPv4Address("10.77.0.0") + each for each in range(number)]
+    found = remembered((), current, 1000, answers=True)
+    assert [each.address for each in found] == current[:kept]
