@@ -16,7 +16,7 @@ from flanneld.reconcile import store_watch
 from flanneld.reconcile.last_run import LastRun, StoreAddress
 from flanneld.reconcile.store_watch import StoreTrial
 from flanneld.runtime import clock, waits
-from flanneld.state.resources import PROTO_BOOT, PROTO_FLANNEL, Route
+from flanneld.state.resources import PROTO_BOOT, PROTO_FLANNEL, Route, Vxlan
 from flanneld.subnet.store import Store
 from flanneld.subnet.subnet_file import Previous
 from tests.clock import Clock
@@ -174,6 +174,14 @@ def test_route_of_another_program_stays(host: Host) -> None:
     with pytest.raises(NoAnswer, match=str(LOST)):
         host.ask()
     assert host.attempts == []
+
+
+def test_route_into_a_device_of_an_earlier_run_is_tried_without(host: Host) -> None:
+    host.delete_route(ROUTE)
+    host.add_link(Vxlan("flannel.1", 1, 2, IPv4Address("192.0.2.1"), 8472, "02:00:00:00:00:01", 1450))
+    host.add_route(Route(ROUTE.destination, "flannel.1"), PROTO_BOOT)
+    assert host.ask() == "the leases"
+    assert host.peers() == [OTHER]
 
 
 def test_of_two_addresses_that_were_tried_only_the_one_that_answers_is_outside(
