@@ -23,6 +23,7 @@ from flanneld.reconcile.local_node import LocalNode, UplinkManager, find_uplink
 from flanneld.runtime.supervisor import Supervisor
 from flanneld.state.permits import RemovalGuard
 from flanneld.state.resources import ForeignLink, Link, Route, Vxlan
+from flanneld.subnet.subnet_file import NetworkAndSubnet
 from tests.unit.simulation.kernel import Kernel
 from tests.unit.simulation.kernel_tables import KernelTable, tables
 from tests.unit.simulation.node import BRIDGE, UPLINK, Inbox
@@ -46,7 +47,15 @@ FAR = IPv4Address("192.0.2.9")
 class Node:
     """A host with a bridge for its containers, and the daemon's controller on it."""
 
-    def __init__(self, world: World, make_backend: Factory = HostGw, *, unreadable: str = "") -> None:
+    def __init__(
+        self,
+        world: World,
+        make_backend: Factory = HostGw,
+        *,
+        unreadable: str = "",
+        adopts: bool = False,
+        former: tuple[NetworkAndSubnet, ...] = (),
+    ) -> None:
         self._world = world
         parsed = config.parse('{"Network": "10.5.0.0/16", "Backend": {"Type": "vxlan"}}')
         self.kernel = kernel = Kernel(UPLINK, (HERE, 16))
@@ -57,9 +66,12 @@ class Node:
         manager = UplinkManager(kernel, parsed, InterfaceChoice(), make_backend, uplink, None)
         kernel.add_link(STALE)
         self.record: dict[str, Any] = {}
+        #: Devices each time they were recorded.
+        self.devices: list[tuple[Device, ...]] = []
         last_run = LastRun(Path("/nonexistent/subnet.env"), is_dry_run=True)
         last_run.devices = tuple(filter(None, [self.device(STALE.name)]))
-        last_run.record = self.record.update
+        last_run.adopts, last_run.former = adopts, former
+        last_run.record = self._record
         local = LocalNode(
             kernel,
             kernel.monitor,
@@ -68,6 +80,7 @@ class Node:
             last_run,
             lambda left: tuple(self._tables(left, unreadable)),
         )
+        self.tables: dict[str, KernelTable] = {}
         self.inbox = Inbox(lambda: None, world.now)
         #: The peers' public IPs each time when leases may have changed.
         self.told: list[set[IPAddress] | None] = []
@@ -88,9 +101,15 @@ class Node:
         )
         self.controller.prepare()
 
+    def _record(self, **changes: Any) -> None:
+        self.record.update(changes)
+        if "devices" in changes:
+            self.devices.append(changes["devices"])
+
     def _tables(self, left: Callable[[], Iterable[Link]], unreadable: str) -> Iterator[KernelTable]:
         for table in tables(self.kernel, left).values():
             table.unreadable = table.name == unreadable
+            self.tables[table.name] = table
             yield table
 
     def step(self) -> None:
