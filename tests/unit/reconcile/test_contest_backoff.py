@@ -1,11 +1,18 @@
-"""How long to wait before the next repair."""
+"""How long to wait before the next repair, and what the status of a table says."""
 
 from __future__ import annotations
 
+import re
+from ipaddress import IPv4Network
+
 import pytest
 
-from flanneld.reconcile.upkeep import ContestBackoff
+from flanneld.errors import Fatal, Retryable
+from flanneld.reconcile.upkeep import ContestBackoff, TableState, demand_all
 from flanneld.runtime import clock
+from flanneld.state.resources import Route
+from flanneld.state.table import Failure
+from tests.unit.reconcile.simulated_table import Thing
 
 
 @pytest.fixture
@@ -127,3 +134,48 @@ def test_first_repair_after_a_fight_that_has_ended_is_no_fight(at: list[float]) 
     assert contest_backoff.earliest() == 0.0
     contest_backoff.spend()
     assert not contest_backoff.is_tried()
+
+
+# ---- the status of a table -----------------------------------------------------------------------
+
+ROUTE, SWITCH = Route(IPv4Network("10.5.2.0/24"), "eth0"), Thing("port 7")
+
+
+def status(
+    *failed: Failure, problem: str = "", vital: bool = False, settled: bool = True, contested: bool = False
+) -> TableState:
+    return TableState("things", "the things", "kernel", vital, settled, contested, failed, problem, {})
+
+
+@pytest.mark.parametrize(
+    ("state", "error", "words"),
+    [
+        (status(Failure(ROUTE, "busy")), Fatal, f"the kernel refuses {ROUTE}: busy; run with CAP_NET_ADMIN"),
+        (status(Failure(ROUTE, "busy", "stop it")), Fatal, f"the kernel refuses {ROUTE}: busy; stop it"),
+        (status(Failure(SWITCH, "busy", "stop it"), vital=True), Retryable, "busy; stop it"),
+        (status(problem="no answer", vital=True), Retryable, "cannot read the things: no answer"),
+    ],
+)
+def test_start_ends_for_what_the_kernel_refuses_and_waits_for_what_is_vital(
+    state: TableState, error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=f"^{re.escape(words)}"):
+        demand_all([status(), state])
+
+
+def test_start_goes_on_without_what_is_not_vital() -> None:
+    demand_all([status(), status(vital=True), status(Failure(SWITCH, "busy")), status(problem="no answer")])
+
+
+@pytest.mark.parametrize(
+    ("state", "trouble"),
+    [
+        (status(), ""),
+        (status(settled=False), "the things are not in place"),
+        (status(contested=True), "another program keeps changing the things; see flannelctl logs"),
+        (status(Failure(ROUTE, "busy"), Failure(SWITCH, "off"), contested=True), "busy; off"),
+        (status(Failure(ROUTE, "busy"), problem="no answer"), "no answer"),
+    ],
+)
+def test_trouble_of_a_table_is_its_most_telling_reason(state: TableState, trouble: str) -> None:
+    assert state.trouble == trouble
