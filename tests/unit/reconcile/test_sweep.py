@@ -104,6 +104,12 @@ def test_sweep_is_repeated_until_the_tables_can_be_read(node: Node) -> None:
     assert node.controller.networks == ((NETWORK, OWN_SUBNET),)
 
 
+def test_sweep_that_is_over_is_not_repeated(node: Node, world: World) -> None:
+    node.inbox.put([Snapshot((LEASE,))])
+    node.step()
+    assert node.controller.step(world.time) > world.time + 10.0
+
+
 # ---- another flanneld before ---------------------------------------------------------------------
 
 
