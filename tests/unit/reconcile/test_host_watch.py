@@ -13,12 +13,12 @@ from msgspec.structs import replace
 from flanneld.backends import vxlan
 from flanneld.errors import Fatal, Retryable
 from flanneld.model import Cached, Snapshot
-from flanneld.network.obstacles import HostNetworks, Obstacle
+from flanneld.network.obstacles import HostNetworks, Obstacle, What
 from flanneld.network.rtnetlink.kernel import (
     InterfaceChanged,
     ResourceRemoved,
 )
-from flanneld.reconcile.host_watch import demand_free_names, demand_free_networks
+from flanneld.reconcile.host_watch import demand_free_names, demand_free_networks, networks_around
 from flanneld.state.resources import Address, ForeignLink, Ipip, Route, Vxlan
 from tests.unit.reconcile.controlled_node import (
     FAR,
@@ -272,3 +272,10 @@ def test_networks_on_links_that_are_larger_than_a_subnet_are_warned_of(
     assert [line.split(";")[0] for line in caplog.messages] == [
         "Network overlap: br7 is connected to 10.5.32.0/23"
     ]
+
+
+def test_only_a_connected_network_is_around_those_of_nodes() -> None:
+    wide, ranges = IPv4Network("10.5.32.0/20"), [(IPv4Network("10.5.0.0/16"), 24)]
+    kinds: tuple[What, ...] = ("address", "gateway", "network", "store")
+    found = {kind: Obstacle(wide, "br7", kind) for kind in kinds}
+    assert networks_around(HostNetworks(frozenset(found.values())), ranges) == [found["network"]]

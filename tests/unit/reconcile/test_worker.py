@@ -19,7 +19,7 @@ from flanneld.state.desired import Delta
 from flanneld.state.permits import Knowledge
 from flanneld.state.resources import Resource
 from flanneld.state.table import Claim, Put
-from tests.unit.reconcile.simulated_table import SimulatedTable
+from tests.unit.reconcile.simulated_table import SimulatedTable, Thing
 
 
 def test_each_message_of_a_long_queue_is_a_sign_of_life() -> None:
@@ -70,3 +70,23 @@ def test_outage_of_the_store_keeps_no_old_object_of_this_node_and_replaces_none_
     worker.send(whole, Knowledge(synced=True), whole=True)
     worker.step(1.0)
     assert tables[PEERS].held[PEER.key].resource == PEER
+
+
+def test_what_is_sent_is_written_at_once_and_stays_desired() -> None:
+    table = SimulatedTable()
+    worker = Worker("slow", [table], stop=threading.Event())
+    one, two, three = map(Thing, ("one", "two", "three"))
+    known = Knowledge(synced=True)
+    worker.send(Delta((Put(one), Put(two))), known, whole=True)
+    worker.step(0.0)
+    reads = table.reads
+    worker.send(Delta((Put(three),), (one,)), known)
+    worker.step(1.0)
+    assert table.held.keys() == {two.key, three.key}
+    assert table.reads == reads
+    table.held.clear()
+    worker.step(40.0)
+    assert table.held.keys() == {two.key, three.key}
+    worker.send(Delta((Put(one),)), known, whole=True)
+    worker.step(41.0)
+    assert table.held.keys() == {one.key}
