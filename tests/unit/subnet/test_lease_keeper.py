@@ -520,15 +520,29 @@ def test_holder_within_the_probation_is_a_newcomer(node: Node, store: MemoryStor
     assert store.leases[KEY].attrs == OTHERS
 
 
+@pytest.mark.parametrize("present", [OURS, attrs(3)], ids=["as taken", "as announced since"])
 def test_holder_within_the_probation_keeps_a_lease_that_shows_where_it_was(
-    store: MemoryStore, clock: Clock
+    store: MemoryStore, clock: Clock, present: LeaseAttrs
 ) -> None:
     node = Node(store, clock, store.write(LEASE), earlier=(OTHERS,))
+    node.lease_keeper.announce(present)
     node.settle()
     store.write(replace(LEASE, attrs=OTHERS))  # the store was restored from a backup
     node.settle()
     node.pass_time(PROBATION)
-    assert (node.ended, store.leases[KEY].attrs) == (False, OURS)
+    assert (node.ended, store.leases[KEY].attrs) == (False, present)
+
+
+def test_holder_within_the_probation_yields_if_where_it_was_is_written_again(
+    store: MemoryStore, clock: Clock
+) -> None:
+    node = Node(store, clock, store.write(LEASE), earlier=(OTHERS,))
+    for _ in range(2):
+        store.write(replace(LEASE, attrs=OTHERS))
+        node.settle()
+    node.pass_time(PROBATION)
+    assert isinstance(node.error, Fatal)
+    assert store.leases[KEY].attrs == OTHERS
 
 
 def test_the_older_node_complains_once(
@@ -580,6 +594,38 @@ def test_of_two_nodes_of_old_standing_the_lower_yields_in_the_end(
         one.settle()
     assert (one.ended, other.ended) == (ours == OURS, others == OURS)
     assert store.leases[KEY].attrs == OTHERS
+
+
+@pytest.mark.parametrize("quiet", [0.0, PROBATION])
+def test_older_node_with_the_lower_address_yields_to_the_tenth_write_of_the_other(
+    node: Node, store: MemoryStore, quiet: float
+) -> None:
+    node.pass_time(PROBATION)
+    node.lease_keeper.announce(attrs(3))
+    node.settle()
+    node.pass_time(quiet)
+    for _ in range(MOST_CONTESTS):
+        assert node.lease_keeper.problem == ""
+        store.write(replace(LEASE, attrs=attrs(4)))
+        node.pass_time(CONTEST_SPACING)
+    assert "give each node its own address" in node.lease_keeper.problem
+    assert len(store.attempts) == MOST_CONTESTS
+
+
+@pytest.mark.parametrize("outlasted", [attrs(2), attrs(3)], ids=["a lower one", "one with its attributes"])
+def test_older_node_that_outlasted_another_yields_to_a_higher_one_at_once(
+    node: Node, store: MemoryStore, outlasted: LeaseAttrs
+) -> None:
+    node.pass_time(PROBATION)
+    node.lease_keeper.announce(attrs(3))
+    node.settle()
+    for _ in range(MOST_CONTESTS + 1):
+        store.write(replace(LEASE, attrs=outlasted))
+        node.pass_time(CONTEST_SPACING)
+    assert (node.lease_keeper.problem, store.leases[KEY].attrs) == ("", attrs(3))
+    store.write(replace(LEASE, attrs=attrs(4)))
+    node.settle()
+    assert node.lease_keeper.problem
 
 
 @BOTH_ORDERS
