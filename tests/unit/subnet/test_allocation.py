@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ipaddress import IPv4Network, IPv6Network, ip_network
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_network
 from time import process_time
 
 import pytest
@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flanneld.config import Config, SubnetRange, parse
-from flanneld.model import IPNetwork, LeaseKey
-from flanneld.subnet.allocation import choose, fits, free_subnets, unfollowed
+from flanneld.model import IPNetwork, Lease, LeaseAttrs, LeaseKey
+from flanneld.subnet.allocation import choose, fits, free_subnets, public_ips_in, unfollowed
 from flanneld.subnet.codec import parse_key
 
 
@@ -205,3 +205,24 @@ DUAL = """{"EnableIPv6": true, "Network": "10.0.0.0/8", "IPv6Network": "fd00::/4
 def test_subnet_that_no_node_follows_blocks_nothing(keys: list[str], blocking_nothing: list[str]) -> None:
     found = unfollowed(parse(DUAL), [parse_key(key) for key in keys])
     assert sorted(map(str, found)) == blocking_nothing
+
+
+@pytest.mark.parametrize(
+    ("public_ips", "inside"),
+    [
+        (("10.3.0.0", None), ["10.3.0.0/32"]),
+        (("10.3.255.255", None), ["10.3.255.255/32"]),
+        (("10.2.255.255", None), []),
+        (("10.4.0.0", None), []),
+        ((None, "fd00::1"), ["fd00::1/128"]),
+        (("10.3.0.9", "fd00::1"), ["10.3.0.9/32", "fd00::1/128"]),
+        (("192.0.2.1", "fd00:0:1::"), []),
+        ((None, None), []),
+    ],
+)
+def test_public_ips_of_nodes_are_found_inside_the_networks_only(
+    public_ips: tuple[str | None, str | None], inside: list[str]
+) -> None:
+    four, six = public_ips
+    attrs = LeaseAttrs(IPv4Address(four) if four else None, IPv6Address(six) if six else None)
+    assert [str(net) for net in public_ips_in(BOTH, [Lease(attrs, FOUR, SIX)])] == inside
