@@ -17,8 +17,16 @@ from tests.local_etcd import DEADLINE, LocalEtcd, Relay, Serve, answering, serve
 #: By name, what a server does that is not etcd, and what is said of it.
 OF_HTTP: dict[str, tuple[Serve, str]] = {
     "redirects": (answering(http("307 Away", "", "Location: http://u:pw@else/x")), "redirects to else"),
+    "redirects below": (answering(http("399 Away", "", "Location: /x")), "redirects to another path"),
+    "redirects to no URL": (answering(http("300 Away", "", "Location: http://[pw")), "redirects to nowhere"),
+    "odd success": (answering(http("299 Odd", "[]")), "HTTP 299"),
+    "refusal": (answering(http("400 Bad", "[]")), "HTTP 400"),
     "foreign JSON": (answering(http("200 OK", '{"hello": "world"}')), "JSON that is not etcd's"),
-    "too deep": (answering(http("200 OK", "[" * 100_000)), "no JSON object"),
+    "too deep": (answering(http("200 OK", "[" * 100_000)), "200 with something that is no JSON object"),
+    "page": (
+        answering(http("200 OK", "<html>", "Content-Type: text/html; charset=utf-8")),
+        "HTTP 200 with text/html that is no JSON object",
+    ),
 }
 
 

@@ -47,13 +47,16 @@ def client(*endpoints: str, timeouts: EtcdTimeouts = LASTING) -> V2Client:
     return V2Client(transport_to(*endpoints, timeouts=timeouts))
 
 
+KEY = '{"action": "get", "node": {"key": "/key", "value": "", "modifiedIndex": 3, "createdIndex": 3}}'
 MISBEHAVIOUR: dict[str, tuple[Serve, str]] = {
     **OF_HTTP,
     "error": (answering(http("500 Oops", '{"message":"Raft","cause":"no leader"}')), "Raft: no leader"),
     "v2 API off": (answering(http("404 Not Found", "404 page not found\n")), "--enable-v2"),
     "JSON of wrong types": (answering(http("200 OK", '{"action": 1, "node": []}')), "not etcd's"),
     "JSON list": (answering(http("200 OK", "[]", "X-Etcd-Index: 5")), "no JSON object"),
-    "absurd index": (answering(http("200 OK", "{}", f"X-Etcd-Index: {'9' * 9000}")), "not etcd's"),
+    "no index": (answering(http("200 OK", KEY)), "not etcd's"),
+    "negative index": (answering(http("200 OK", KEY, "X-Etcd-Index: -5")), "not etcd's"),
+    "absurd index": (answering(http("200 OK", KEY, f"X-Etcd-Index: {'9' * 20}")), "not etcd's"),
 }
 
 
@@ -71,6 +74,11 @@ def test_only_an_answer_of_an_etcd_that_works_counts_as_contact(answer: bytes, i
     with server(answering(answer)) as url, contextlib.suppress(Retryable, NotFound):
         V2Client(transport_to(url, timeouts=LASTING), begun.set).fetch("/key")
     assert begun.is_set() is is_contact
+
+
+def test_index_of_an_answer_may_have_19_digits() -> None:
+    with server(answering(http("200 OK", KEY, f"X-Etcd-Index: {'9' * 19}"))) as url:
+        assert client(url).fetch("/key").at.index == int("9" * 19)
 
 
 @each_of(MISBEHAVIOUR)

@@ -20,6 +20,7 @@ from flanneld.model import Added, Event, Lease, LeaseAttrs, Removed, Snapshot
 from flanneld.option_values import RemoteServer
 from flanneld.runtime import clock
 from flanneld.subnet.remote.store import RemoteOptions, RemoteStore
+from tests.lab.impostor import http
 from tests.local_etcd import answering, server
 from tests.unit.subnet.remote.servers import exchange
 
@@ -233,6 +234,28 @@ def test_config_that_is_no_text_is_an_error_with_a_remedy() -> None:
         manager = manager_of(url)
         with pytest.raises(Retryable, match=r"the config is no text\); "):
             manager.network_config()
+        manager.close()
+
+
+@pytest.mark.parametrize(
+    ("cursor", "index", "asof"),
+    [
+        ("11", 7, 7),
+        ("11", 0, 11),
+        ("9" * 19, 0, int("9" * 19)),
+        ("9" * 20, 0, 0),
+        ("-11", 0, 0),
+        ("", 0, 0),
+    ],
+)
+def test_lease_is_as_old_as_its_index_or_else_as_the_answer_if_that_is_a_number(
+    cursor: str, index: int, asof: int
+) -> None:
+    lease = {"Subnet": "10.5.12.0/24", "Attrs": {"PublicIP": "10.99.0.11"}, "Index": index}
+    body = json.dumps({"snapshot": [lease], "cursor": cursor})
+    with server(answering(http("200 OK", body))) as url:
+        manager = manager_of(url)
+        assert [each.asof for each in manager.read_leases()] == [asof]
         manager.close()
 
 
