@@ -6,7 +6,6 @@ import itertools
 import json
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
 from typing import Any, Self
 
@@ -19,13 +18,11 @@ from flanneld.model import Added, Event, Lease, LeaseAttrs, LeaseTable, Snapshot
 from flanneld.runtime import clock
 from flanneld.runtime.supervisor import Supervisor
 from flanneld.subnet.codec import format_key
-from flanneld.subnet.etcd.api_choice import open_client, open_etcd
-from flanneld.subnet.etcd.both import BothStores
+from flanneld.subnet.etcd.api_choice import open_etcd
 from flanneld.subnet.etcd.store import EtcdStore
-from flanneld.subnet.etcd.transport import EtcdOptions, EtcdTimeouts, Servers, Transport
+from flanneld.subnet.etcd.transport import EtcdOptions, EtcdTimeouts
 from flanneld.subnet.lease_keeper import LeaseKeeper
-from flanneld.subnet.store import Deliver, LocalFacts, Store
-from tests.clock import Clock
+from flanneld.subnet.store import LocalFacts, Store
 from tests.lab.wait import wait_for
 from tests.local_etcd import LocalEtcd, running_etcd
 
@@ -524,31 +521,6 @@ def test_a_start_while_one_refuses_us_removes_nothing() -> None:
         node.watch()
         wait_for(lambda: "10.5.2.0/24" in node.peers(), 10, "the peer of v2")
         assert all(isinstance(event, Added) for event in node.events)
-
-
-class Watched(EtcdStore):
-    """A store whose watch is alive whenever a test says so."""
-
-    def __init__(self, api: str) -> None:
-        transport = Transport(Servers(EtcdOptions(("http://127.0.0.1:1",))), EtcdTimeouts())
-        super().__init__(open_client(api, transport), "/network", "etcd", pause_time=0.0)
-
-    def watch(self, deliver: Deliver, alive: Callable[[], None]) -> None:
-        del deliver
-        self.beat = alive
-
-
-def test_watch_of_both_is_alive_as_long_as_neither_is_silent() -> None:
-    moved, one, other = Clock(), Watched("v3"), Watched("v2")
-    alive: list[float] = []
-    moved.time = 10.0
-    with clock.replaced(moved):
-        with suppress(Cancelled):
-            BothStores(one, other).watch(lambda _: None, lambda: alive.append(moved.time))
-        for time, side in ((10.0, one), (189.0, one), (190.0, one), (191.0, one), (192.0, other)):
-            moved.time = time
-            side.beat()
-    assert alive == [10.0, 189.0, 192.0]
 
 
 def test_a_watch_that_fails_ends_all_with_what_was_wrong(node: Node) -> None:

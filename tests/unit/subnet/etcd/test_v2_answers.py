@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flanneld.errors import Retryable
-from flanneld.subnet.etcd.keys import Conflict, KeyReply, NotFound, Position, StoredKey
+from flanneld.errors import NoAnswer, Retryable
+from flanneld.subnet.etcd.keys import Conflict, KeyReply, NoSuchApi, NotFound, Position, StoredKey
 from flanneld.subnet.etcd.transport import Answer
-from flanneld.subnet.etcd.v2_messages import check_history, read
+from flanneld.subnet.etcd.v2_messages import changes, check_history, read
 from flanneld.subnet.failover import ServerFailed
 from flanneld.subnet.list_watch import RelistNeeded
 
@@ -55,8 +55,19 @@ ANSWERS = st.builds(
 )
 
 
+ENTRY = b'{"action": "set", "node": {"key": "/k", "modifiedIndex": 5}}'
+FOUND = KeyReply("set", StoredKey("/k", "", None, 5), (), AT)
+
+
 def answer(status: int, body: Any) -> Answer:
     return Answer("http://a:1", status, AT, "application/json", body=json.dumps(body).encode())
+
+
+def failure_of(refused: Answer) -> Retryable | ServerFailed:
+    with pytest.raises((Retryable, ServerFailed)) as caught:
+        read(refused)
+    assert isinstance(caught.value, Retryable | ServerFailed)
+    return caught.value
 
 
 @given(ANSWERS)
@@ -109,6 +120,124 @@ def test_each_error_of_etcd_has_its_meaning(status: int, code: int, expected: ty
     assert type(caught.value) is expected
     if isinstance(caught.value, NotFound):
         assert caught.value.at == Position(42, "cafe")
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "expected", "words"),
+    [
+        (401, b"no JSON", Retryable, "etcd at http://a:1 refuses access (HTTP 401)"),
+        (403, b"{}", Retryable, "etcd at http://a:1 refuses access (HTTP 403)"),
+        (402, b"{}", ServerFailed, "HTTP 402, no reason given"),
+        (402, b"no JSON", ServerFailed, "HTTP 402 with text/plain that is no JSON object"),
+        (400, b'{"errorCode": 110}', Retryable, "etcd at http://a:1 refuses access (HTTP 400)"),
+        (403, b'{"errorCode": 7}', Retryable, "etcd at http://a:1 refuses: no reason given (error 7)"),
+        (404, b'{"errorCode": 100, "message": "m"}', Retryable, "etcd at http://a:1 refuses: m (error 100)"),
+        (404, b"no JSON", ServerFailed, "it has no v2 API"),
+        (412, b'{"errorCode": 101, "message": "m", "cause": "c"}', Conflict, "m: c"),
+        (400, b'{"errorCode": "x", "cause": "c"}', ServerFailed, "HTTP 400, c"),
+        (400, b'{"message": "%s", "cause": "c"}' % (b"x" * 201), ServerFailed, f"HTTP 400, {'x' * 200}: c"),
+        (499, b'{"message": 5}', ServerFailed, "HTTP 499, no reason given"),
+        (500, b"no JSON", ServerFailed, "HTTP 500, no reason given"),
+        (500, b'{"errorCode": 101, "message": "no leader"}', ServerFailed, "HTTP 500, no leader"),
+        (204, b"{}", ServerFailed, "HTTP 204, no reason given"),
+        (299, ENTRY, ServerFailed, "HTTP 299, no reason given"),
+        (400, ENTRY, ServerFailed, "HTTP 400, no reason given"),
+        (201, b"{}", ServerFailed, "it answers with JSON that is not etcd's"),
+        (200, b"no JSON", ServerFailed, "HTTP 200 with text/plain that is no JSON object"),
+    ],
+)
+def test_refusal_is_told_in_the_words_of_etcd(
+    status: int, body: bytes, expected: type[Exception], words: str
+) -> None:
+    failure = failure_of(Answer("http://a:1", status, AT, "text/plain", body=body))
+    assert (type(failure), failure.problem) == (expected, words)
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "words"),
+    [
+        (403, b"{}", "-etcd-username"),
+        (404, b"no JSON", "--enable-v2"),
+        (400, b'{"errorCode": 300, "message": "no leader"}', "it has no quorum"),
+        (503, b'{"errorCode": 300, "cause": "no leader"}', "it has no quorum"),
+        (503, b'{"errorCode": 300}', "see the log of etcd"),
+    ],
+)
+def test_refusal_has_the_remedy_of_its_cause(status: int, body: bytes, words: str) -> None:
+    assert words in failure_of(Answer("http://a:1", status, AT, body=body)).remedy
+
+
+@pytest.mark.parametrize(("body", "kind"), [(b"no JSON", NoSuchApi), (b"{}", NoAnswer)])
+def test_server_without_the_api_is_told_from_one_that_does_not_answer(
+    body: bytes, kind: type[Retryable]
+) -> None:
+    failure = failure_of(Answer("http://a:1", 404, AT, body=body))
+    assert isinstance(failure, ServerFailed)
+    assert failure.kind is kind
+
+
+LARGEST = (1 << 63) - 1
+
+
+@pytest.mark.parametrize(
+    ("entry", "node"),
+    [
+        ({}, StoredKey("/k", "v", None, 5)),
+        ({"value": None}, StoredKey("/k", "", None, 5)),
+        ({"createdIndex": 4}, StoredKey("/k", "v", None, 5, created=4)),
+        ({"createdIndex": None}, StoredKey("/k", "v", None, 5)),
+        ({"ttl": 9}, StoredKey("/k", "v", 9, 5)),
+        ({"ttl": None}, StoredKey("/k", "v", None, 5)),
+        ({"ttl": -LARGEST}, StoredKey("/k", "v", -LARGEST, 5)),
+        ({"ttl": LARGEST}, StoredKey("/k", "v", LARGEST, 5)),
+        ({"value": None, "ttl": LARGEST}, StoredKey("/k", "", LARGEST, 5)),
+        ({"value": None, "expiration": "2030-01-01T00:00:00Z"}, StoredKey("/k", "", 0, 5)),
+        ({"value": None, "nodes": [{"key": "/k/a", "modifiedIndex": 1}]}, StoredKey("/k", "", None, 5)),
+        ({"ttl": LARGEST + 1}, None),
+        ({"ttl": -LARGEST - 1}, None),
+        ({"ttl": 1.5}, None),
+        ({"key": None}, None),
+        ({"value": 5}, None),
+        ({"modifiedIndex": None}, None),
+        ({"modifiedIndex": 1.5}, None),
+        ({"createdIndex": "4"}, None),
+    ],
+)
+def test_key_is_read_as_etcd_and_its_proxies_write_it_and_in_no_other_form(
+    entry: dict[str, Any], node: StoredKey | None
+) -> None:
+    body = {"action": "get", "node": {"key": "/k", "value": "v", "modifiedIndex": 5} | entry}
+    if node is None:
+        with pytest.raises(ServerFailed, match="not etcd's"):
+            read(answer(200, body))
+    else:
+        assert read(answer(200, body)) == KeyReply("get", node, (), AT)
+
+
+@pytest.mark.parametrize(
+    ("body", "found"),
+    [
+        (ENTRY, [FOUND]),
+        (ENTRY + b"\n" + ENTRY, [FOUND, FOUND]),
+        (None, [KeyReply("", None, (), AT)]),
+    ],
+)
+def test_stream_has_a_change_in_each_line(body: bytes | None, found: list[KeyReply]) -> None:
+    assert changes(Answer("http://a:1", 200, AT, body=body)) == found
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "words"),
+    [
+        (200, b"", "no JSON object"),
+        (200, ENTRY + b"\n[]", "no JSON object"),
+        (500, b'{\n"message": "no leader"\n}', "HTTP 500, no leader"),
+        (199, ENTRY, "HTTP 199"),
+    ],
+)
+def test_stream_that_is_none_is_refused_as_a_whole(status: int, body: bytes, words: str) -> None:
+    with pytest.raises(ServerFailed, match=words):
+        changes(Answer("http://a:1", status, AT, body=body))
 
 
 def test_history_goes_on_only_in_the_same_cluster_and_forwards() -> None:
