@@ -12,7 +12,7 @@ import pytest
 
 from flanneld.config import Config
 from flanneld.errors import Cancelled, NoAnswer, Retryable
-from flanneld.model import Event, Lease, LeaseAttrs, Removed
+from flanneld.model import Event, IPAddress, Lease, LeaseAttrs, Removed
 from flanneld.runtime import clock
 from flanneld.subnet.embedded.store import PREFIX, EmbeddedClient, open_file
 from flanneld.subnet.etcd.both import BothStores
@@ -23,6 +23,7 @@ from tests.clock import Clock
 
 CONFIG = '{"Network":"10.5.0.0/16"}'
 KEY = f"{PREFIX}/subnets/10.5.1.0-24"
+ADDRESSES: frozenset[IPAddress] = frozenset({IPv4Address("203.0.113.2")})
 DOWN, LACKING = NoAnswer("it is down", "start it"), NoSuchApi("it has no such API", "switch it on")
 
 
@@ -63,10 +64,16 @@ class Api(EmbeddedClient):
 
 
 class Side(EtcdStore):
-    """A store on one API whose watch is alive whenever a test says so."""
+    """A store on one API whose watch is alive, or fails, whenever a test says so."""
+
+    broken: Retryable | None = None
 
     def __init__(self, client: Api) -> None:
-        super().__init__(client, PREFIX, "two files", pause_time=0.0)
+        super().__init__(client, PREFIX, "two files", pause_time=0.0, addresses=lambda: ADDRESSES)
+
+    @property
+    def problem(self) -> Retryable | None:
+        return self.broken
 
     def watch(self, deliver: Deliver, alive: Callable[[], None]) -> None:
         del deliver
@@ -155,6 +162,15 @@ def test_api_that_is_missing_is_left_out_and_named_once(
         assert node.config().source == CONFIG
     assert caplog.messages == warnings
     assert node.store.name == " and ".join(f"etcd {each} at two files under {PREFIX}" for each in names)
+
+
+def test_configs_must_say_the_same_and_that_of_v3_is_taken(node: Node) -> None:
+    node.v2.put(f"{PREFIX}/config", CONFIG.replace(":", " : "))
+    assert node.config().source == CONFIG
+    found = node.v2.store.get(f"{PREFIX}/config")[0]
+    node.v2.store.replace(found.key, CONFIG.replace("10.5", "10.6"), None, found.modified)
+    with pytest.raises(Retryable, match="are different; make them equal, or remove the one that is wrong"):
+        node.config()
 
 
 # ---- our lease -------------------------------------------------------------------------------------
@@ -260,6 +276,21 @@ def test_endpoints_are_published_in_one_while_the_other_is_down(node: Node, down
 
 
 # ---- watching --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("in_v3", "in_v2", "told"),
+    [(None, None, None), (DOWN, None, DOWN), (None, LACKING, LACKING), (DOWN, LACKING, DOWN)],
+)
+def test_problem_of_either_watch_is_that_of_both(
+    node: Node, in_v3: Retryable | None, in_v2: Retryable | None, told: Retryable | None
+) -> None:
+    node.sides[0].broken, node.sides[1].broken = in_v3, in_v2
+    assert node.store.problem is told
+
+
+def test_addresses_are_those_of_the_servers_of_both(node: Node) -> None:
+    assert node.store.addresses == ADDRESSES
 
 
 def test_watch_of_both_is_alive_as_long_as_neither_is_silent(node: Node) -> None:
