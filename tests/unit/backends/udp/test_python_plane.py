@@ -29,6 +29,7 @@ from flanneld.backends.udp.proxy.plane import (
 
 SOURCE, TARGET, TUN = IPv4Address("10.5.1.2"), IPv4Address("10.5.9.9"), IPv4Address("10.5.1.0")
 UDP, ICMP = 17, 1
+UDP_GRO = 104  # linux/udp.h
 
 
 def packet(
@@ -325,3 +326,12 @@ def test_the_receive_buffer_is_as_large_as_this_user_may_make_it(
     before = one.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
     tune(one.fileno())
     assert before < one.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) <= 2 * RECEIVE_BUFFER
+
+
+def test_datagrams_come_one_by_one_whatever_had_the_socket_before(
+    ends: tuple[socket.socket, socket.socket],
+) -> None:
+    one, _ = ends
+    one.setsockopt(socket.IPPROTO_UDP, UDP_GRO, 1)
+    tune(one.fileno())
+    assert one.getsockopt(socket.IPPROTO_UDP, UDP_GRO) == 0
