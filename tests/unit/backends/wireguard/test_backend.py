@@ -245,6 +245,11 @@ def test_a_family_that_the_peer_lacks_is_left_out() -> None:
     assert called_at(made(V4), peer(DUAL)) == [("flannel-wg", "192.0.2.6", 51820)]
 
 
+def test_a_peer_without_any_address_lacks_that_of_ipv6_in_mode_auto() -> None:
+    with pytest.raises(Refused, match="announces no public IPv6 address"):
+        leads(made(DUAL, Mode="auto"), peer(DUAL, public_ip=None, public_ipv6=None))
+
+
 def test_the_lease_of_another_backend_leads_nowhere() -> None:
     with pytest.raises(OtherBackend):
         leads(made(), peer(backend_type="vxlan"))
