@@ -66,7 +66,8 @@ class Journal:
         self._base: str | None = None
         self._entries: dict[str, JournalEntry] | None = None
         self._lines = 0
-        self._is_torn = False
+        # Forces the first write to rewrite the file, which also repairs an incomplete last line.
+        self._is_torn = True
         self._once = Once()
 
     @property
@@ -135,8 +136,6 @@ class Journal:
 
     def _load(self) -> dict[str, JournalEntry]:
         entries: dict[str, JournalEntry] = {}
-        # Forces the first write to rewrite the file, which also repairs an incomplete last line.
-        self._is_torn = True
         with suppress(FileNotFoundError):
             # An incomplete last line was cut off by a kill, before its command started.
             for line in files.read(self.path, _MAX_SIZE).split(b"\n")[:-1]:
