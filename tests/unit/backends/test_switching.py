@@ -117,12 +117,16 @@ def test_both_families_of_both_are_announced() -> None:
     assert announced(both, "wireguard") == wireguard
 
 
-def test_without_ipv4_the_data_of_ipv6_have_the_key() -> None:
+@pytest.mark.parametrize(
+    ("backend_type", "data"), [("vxlan", {"VNI": 1, "VtepMAC": "0a:00:00:00:00:06"}), ("host-gw", None)]
+)
+def test_without_ipv4_the_data_of_ipv6_have_the_key(backend_type: str, data: dict[str, Any] | None) -> None:
     public = IPv6Address("fd77::6")
-    vxlan = LeaseAttrs(None, public, "vxlan", None, {"VNI": 1, "VtepMAC": "0a:00:00:00:00:06"})
+    first = LeaseAttrs(None, public, backend_type, None, data)
     wireguard = LeaseAttrs(None, public, "wireguard", None, {"PublicKey": THEIRS, "Port": 51821})
-    both = with_also(vxlan, wireguard)
+    both = with_also(first, wireguard)
     assert both.backend_data is None
+    assert {**both.backend_v6_data, "Also": None} == {**(data or {}), "Also": None}
     assert announced(both, "wireguard") == wireguard
 
 

@@ -52,13 +52,14 @@ def made(
     v6 = IPv6Address("fd77::5") if ipv6 else None
     uplink = Uplink("eth0", 2, 1500, IPv4Address("192.168.0.5"), IPv4Address("203.0.113.5"), v6, v6)
     services = services or HostServices(run=CommandRunner(threading.Event()).run)
+    return Extension(config, host(uplink, stored, identity, services))
 
+
+def host(uplink: Uplink, stored: LeaseAttrs | None, identity: str | None, services: HostServices) -> Host:
     def nothing(_: object) -> None:
         return None
 
-    return Extension(
-        config, Host(uplink, stored, nothing, nothing, bytes, identity=identity, **asdict(services))
-    )
+    return Host(uplink, stored, nothing, nothing, bytes, identity=identity, **asdict(services))
 
 
 def peer(
@@ -167,6 +168,16 @@ def test_startup_has_the_network_and_our_lease() -> None:
 def test_only_a_shutdowncommand_undoes_something_at_the_end() -> None:
     assert made().exit_policy is ExitPolicy.KEEP
     assert made({"ShutdownCommand": "true"}).exit_policy is ExitPolicy.REMOVE
+
+
+@pytest.mark.parametrize("types", [("extension", "host-gw"), ("host-gw", "extension")])
+def test_no_other_backend_runs_beside_its_commands(types: tuple[str, str]) -> None:
+    backend = {"Type": types[0], "Also": {"Type": types[1]}}
+    config = parse(json.dumps({"Network": "10.1.0.0/16", "Backend": backend}))
+    address = IPv4Address("192.168.0.5")
+    uplink = Uplink("eth0", 2, 1500, address, address)
+    with pytest.raises(Fatal, match="extension cannot run beside another one"):
+        registry.factory_for(config)(config, host(uplink, None, None, HostServices()))
 
 
 @pytest.mark.parametrize(

@@ -224,6 +224,19 @@ def test_peer_with_another_key_or_interval_is_not_the_wanted_one(
     assert read(table, wanted) == [peer()]
 
 
+@pytest.mark.parametrize("psk", [Secret(b"a" * 32), Secret(b"z" * 32)])
+def test_in_a_mesh_only_the_preshared_key_makes_a_peer_another_one(
+    kernel: FakeKernel, time: Time, psk: Secret
+) -> None:
+    """Its endpoint and interval follow the search for it."""
+    del kernel, time
+    table = WireGuardTable([DEVICE], mesh=Mesh(bytes(32), MESH_PORT, 0))
+    put(table, peer())
+    wanted = peer(endpoint=AWAY, keepalive=7)
+    assert read(table, wanted) == [wanted]
+    assert read(table, peer(psk=psk)) == [peer()]
+
+
 def test_endpoint_of_a_live_peer_may_roam_and_a_dead_one_gets_its_leases_again(
     kernel: FakeKernel, table: WireGuardTable, time: Time
 ) -> None:
