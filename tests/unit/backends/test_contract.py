@@ -16,6 +16,7 @@ from flanneld.backends.contract import (
     ExitPolicy,
     Host,
     Option,
+    OtherBackend,
     OuterPackets,
     Overhead,
     carried,
@@ -25,6 +26,7 @@ from flanneld.backends.contract import (
     peers_public_ip,
     ports,
     read_options,
+    require_type,
 )
 from flanneld.backends.host_gw import HostGw
 from flanneld.backends.registry import BUILT_IN
@@ -250,6 +252,23 @@ def test_options_get_their_defaults_or_what_the_network_has() -> None:
 def test_an_option_that_is_unusable_ends_the_daemon(options: dict[str, Any], reason: str) -> None:
     with pytest.raises(Fatal, match=f"^{reason}$"):
         read_options(network(4, **options), OPTIONS)
+
+
+# ---- a peer's type -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("theirs", "named"), [("vxlan", "vxlan"), ("", "nameless"), ("x" * 64, "x" * 64)])
+def test_node_with_another_backend_is_told_by_it(theirs: str, named: str) -> None:
+    with pytest.raises(OtherBackend) as failed:
+        require_type(Lease(LeaseAttrs(backend_type=theirs), SUBNET), "host-gw")
+    assert failed.value.problem == f"{SUBNET} is a {named} node, we run host-gw"
+
+
+@pytest.mark.parametrize("theirs", ["x" * 65, "vx\nlan"])
+def test_type_that_no_backend_has_tells_nothing(theirs: str) -> None:
+    with pytest.raises(Refused, match=f"{SUBNET} has a backend type that is none") as failed:
+        require_type(Lease(LeaseAttrs(backend_type=theirs), SUBNET), "host-gw")
+    assert not isinstance(failed.value, OtherBackend)
 
 
 # ---- a peer's public IP ----------------------------------------------------------------------------
