@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from flanneld.backends import registry
 from flanneld.backends.contract import Host, OtherBackend
-from flanneld.backends.ipsec.backend import DEVICE, Ipsec
+from flanneld.backends.ipsec.backend import DEVICE, Ipsec, IpsecConfig
 from flanneld.backends.ipsec.resources import (
     CHARON,
     CONNECTIONS,
@@ -31,7 +32,7 @@ from flanneld.backends.ipsec.vici import sections
 from flanneld.config import parse
 from flanneld.errors import Fatal, Refused
 from flanneld.model import Lease, LeaseAttrs, Secret, Uplink
-from flanneld.network.xfrm import guards, tunnel_policies
+from flanneld.network.xfrm import POLICIES, guards, tunnel_policies
 from flanneld.state.resources import Address, Blackhole, Dummy, Resource, Route
 from flanneld.state.table import TunnelSession
 from flanneld.subnet.codec import format_attrs
@@ -50,7 +51,7 @@ def made(uplink: Uplink | None = None, network: dict[str, Any] | None = None, **
     backend = {"Type": "ipsec", "PSK": PSK, **options}
     config = parse(json.dumps({"Network": str(NETWORK), "Backend": backend, **(network or {})}))
     uplink = uplink or Uplink("eth0", 2, 1500, HERE, HERE)
-    return Ipsec(config, Host(uplink, None, lambda _: None, lambda _: None, bytes))
+    return Ipsec(config, Host(uplink, None, lambda _: None, lambda _: None, bytes, call=at_once))
 
 
 def test_ipsec_backend_is_registered_and_encrypts() -> None:
@@ -89,6 +90,30 @@ def test_resources_of_a_peer() -> None:
         IkeConnection(HERE, HERE, SUBNET, THEIRS, THERE, PROPOSAL),
     ]
     assert list(made().peer(OWN, PEER)) == desired
+
+
+def test_nodes_without_a_subnet_have_no_tunnel() -> None:
+    backend = made()
+    assert list(backend.peer(Lease(OWN.attrs), PEER)) == []
+    assert list(backend.peer(OWN, Lease(PEER.attrs))) == []
+    assert not any(isinstance(each, Address) for each in backend.local(Lease(OWN.attrs)))
+
+
+def test_policies_are_there_before_charon_and_charon_before_its_connections() -> None:
+    tables = made().tables()
+    assert [each.name for each in tables] == [POLICIES, CHARON, CONNECTIONS]
+    assert tables[2].needs == {POLICIES, CHARON}
+
+
+def test_digest_tells_all_that_sas_are_negotiated_with() -> None:
+    settings = IpsecConfig(KEY, udp_encap=False, esp_proposal=PROPOSAL)
+    others = [
+        replace(settings, psk=Secret(KEY.value + b"x")),
+        replace(settings, udp_encap=True),
+        replace(settings, esp_proposal="aes256"),
+    ]
+    assert IpsecConfig(Secret(PSK.encode()), False, PROPOSAL).digest == settings.digest
+    assert len({each.digest for each in (settings, *others)}) == 4
 
 
 def test_a_node_behind_nat_sends_from_its_own_address() -> None:
@@ -130,6 +155,12 @@ def test_other_families_and_small_links_are_refused() -> None:
         made(network={"EnableIPv6": True, "IPv6Network": "fd00::/48"})
     with pytest.raises(Fatal, match="inside ESP"):
         made(Uplink("eth0", 2, 100, HERE, HERE))
+
+
+@pytest.mark.parametrize("addresses", [(None, HERE), (HERE, None)])
+def test_an_uplink_without_ipv4_is_refused(addresses: tuple[IPv4Address | None, IPv4Address | None]) -> None:
+    with pytest.raises(Fatal, match="eth0 has no IPv4 address; give it one"):
+        made(Uplink("eth0", 2, 1500, *addresses))
 
 
 def test_a_key_of_96_bytes_is_long_enough() -> None:
