@@ -403,6 +403,24 @@ def test_datagrams_come_merged_only_while_the_native_plane_has_the_socket(tun: T
         assert not gro_of(bench)
 
 
+def test_a_kernel_without_udp_offloads_suffices(tun: Tun) -> None:
+    """It refuses their options as any kernel does on a socket of TCP."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as wire:
+        assert native_plane_on(tun, wire).counters()["sent_packets"] == 0
+
+
+def test_socket_that_refuses_options_for_another_reason_is_a_failure(tun: Tun) -> None:
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as wire,
+        pytest.raises(OSError, check=lambda failure: failure.errno == errno.EOPNOTSUPP),
+    ):
+        native_plane_on(tun, wire)
+
+
+def native_plane_on(tun: Tun, wire: socket.socket) -> NativePlane:
+    return NativePlane(Wire(tun.name, wire.fileno(), IPv4Address(TUN_ADDRESS), 1472, 1, False))
+
+
 # ---- the choice ------------------------------------------------------------------------------------
 
 
