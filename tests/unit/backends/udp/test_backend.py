@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from msgspec.structs import replace
 from flanneld.backends import registry
 from flanneld.backends.contract import Host
 from flanneld.backends.udp.backend import Udp
-from flanneld.backends.udp.control import ProxyPeer, UdpProxy
+from flanneld.backends.udp.control import PROXIES, PROXY_PEERS, ProxyPeer, UdpProxy
+from flanneld.backends.udp.proxy import native
 from flanneld.config import Config, parse
 from flanneld.errors import Fatal, Refused
 from flanneld.model import Lease, LeaseAttrs, Uplink
@@ -129,6 +131,40 @@ def test_udp_carries_the_ipv4_part_of_a_dual_stack_network() -> None:
     assert list(backend.peer(OWN, replace(peer(), ipv6_subnet=IPv6Network("fd00:0:0:6::/64")))) == [
         ProxyPeer("flannel0", SUBNET, PUBLIC)
     ]
+
+
+def test_an_uplink_without_ipv4_is_fatal() -> None:
+    with pytest.raises(Fatal, match="eth0 has no IPv4 address; give it one"):
+        made(uplink=replace(UPLINK, address=None))
+
+
+def test_the_native_data_plane_may_be_insisted_on_where_it_was_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    *_, pump = made({"DataPlane": "native"}).local(OWN)
+    assert pump == replace(PUMP, data_plane="native")
+    native._library.cache_clear()
+    monkeypatch.setattr(native, "__file__", str(tmp_path / "native.py"))
+    with pytest.raises(
+        Fatal, match=r"there is no native data plane: .* was not built; .*; or set Backend\.DataPlane to auto"
+    ):
+        made({"DataPlane": "native"})
+    made({"DataPlane": "auto"})
+
+
+def test_one_udp_port_is_for_one_network_of_a_host() -> None:
+    assert made({"Port": 9000}).claims() == ("UDP port 9000",)
+
+
+def test_the_pump_is_there_before_its_peers() -> None:
+    tables = made().tables()
+    assert [each.name for each in tables] == [PROXIES, PROXY_PEERS]
+    assert tables[1].needs == {PROXIES}
+
+
+def test_nodes_without_a_subnet_have_a_device_at_most() -> None:
+    assert list(made().local(Lease(LeaseAttrs()))) == [Tun("flannel0", 1472)]
+    assert list(made().peer(OWN, Lease(LeaseAttrs(PUBLIC)))) == []
 
 
 def test_the_backend_is_found_by_name() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import select
+import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from ipaddress import IPv4Address, IPv4Network
 from itertools import count
@@ -22,7 +25,7 @@ from flanneld.backends.udp.proxy import __main__ as server_module
 from flanneld.backends.udp.proxy.__main__ import ProxyServer
 from flanneld.backends.udp.tables import ProxyPeerTable, ProxyTable
 from flanneld.state.resources import Resource
-from flanneld.state.table import Put, Scope, Table
+from flanneld.state.table import Changes, Put, Scope, Table
 
 HOST = IPv4Address("192.0.2.1")
 MANY = [(IPv4Network((0x0A000000 + (i << 8), 24)), IPv4Address(0xC6120000 + i)) for i in range(5000)]
@@ -62,18 +65,18 @@ class Idle:
         return {"sent": 7, "received": 0}
 
 
+def settings() -> UdpProxy:
+    return UdpProxy(f"test{os.getpid()}.{next(_numbers)}", HOST, 8285, IPv4Address("10.5.1.0"), 1472)
+
+
 class Running:
     """A pump of which only the process is missing. ``device_stays`` is what it decided at its end."""
 
-    def __init__(self) -> None:
-        self.settings = UdpProxy(
-            f"test{os.getpid()}.{next(_numbers)}", HOST, 8285, IPv4Address("10.5.1.0"), 1472
-        )
+    def __init__(self, listen: Callable[[str], socket.socket] = control.listen) -> None:
+        self.settings = settings()
         self.plane = Idle()
         self.device_stays: list[bool] = []
-        listener = control.new_socket()
-        listener.bind(control.address_of(self.settings.tun))
-        listener.listen()
+        listener = listen(self.settings.tun)
         self.server = ProxyServer(self.settings, self.plane, "for the test", listener)
         self.thread = threading.Thread(target=self._run)
         self.thread.start()
@@ -245,6 +248,78 @@ def test_a_closing_daemon_leaves_the_pump_alone(pump: Running, client: ProxyClie
     assert held(table) == [pump.settings]
     table.close(remove=False)
     assert ProxyClient(pump.settings.tun).hello().settings == pump.settings
+
+
+def test_a_pump_that_is_unwanted_leaves_its_device(pump: Running, client: ProxyClient) -> None:
+    assert ProxyTable(client).drop([pump.settings]).removed == [pump.settings]
+    assert pump.ended()
+    assert pump.device_stays == [True]
+
+
+def test_the_end_of_the_backend_takes_pump_and_device_along(pump: Running, client: ProxyClient) -> None:
+    ProxyTable(client).close(remove=True)
+    assert pump.ended()
+    assert pump.device_stays == [False]
+
+
+def test_a_pump_that_was_found_is_told_once(
+    pump: Running, client: ProxyClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    table = ProxyTable(client)
+    assert held(table) == held(table) == [pump.settings]
+    assert caplog.messages == [
+        f"Adopted the running {pump.settings}, process {os.getpid()}",
+        f"Using the idle data plane: for the test; process {os.getpid()}",
+    ]
+
+
+def test_a_pump_whose_usual_name_was_taken_is_found_and_that_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pump = Running(control.listen_elsewhere)
+    client = ProxyClient(pump.settings.tun)
+    assert held(ProxyTable(client)) == [pump.settings]
+    name = control.address_of(pump.settings.tun).replace("\0", "@")
+    assert caplog.messages == [f"Another process poses as the udp proxy at {name}; find it with: ss -xlp"]
+    client.leave(device_stays=True)
+    assert pump.ended()
+
+
+def test_the_end_of_a_pump_is_a_change_of_its_table(
+    pump: Running, client: ProxyClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    table = ProxyTable(client)
+    assert (table.fileno(), table.changes()) == (-1, [])
+    held(table)
+    assert table.changes() == []
+    pump.plane.fail(OSError(77, "File descriptor in bad state"))
+    poll = select.poll()
+    poll.register(table.fileno(), select.POLLIN)
+    assert poll.poll(60_000)
+    assert table.changes() == [Changes()]
+    assert caplog.messages == ["The udp proxy ended: the idle data plane: File descriptor in bad state"]
+    assert (table.fileno(), table.changes()) == (-1, [])
+
+
+@pytest.mark.parametrize(
+    ("host", "is_taken", "reason"),
+    [
+        ("192.0.2.1", False, "192.0.2.1:0, UDP: Cannot assign requested address"),
+        ("127.0.0.1", False, "there is no device {tun}"),
+        ("127.0.0.1", True, "127.0.0.1:{port}, UDP: in use by .*, which has to be stopped"),
+    ],
+    ids=["another host's address", "no device", "a port in use"],
+)
+def test_a_pump_that_does_not_start_says_why(host: str, is_taken: bool, reason: str) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as other:
+        other.bind(("127.0.0.1", 0))
+        port = other.getsockname()[1] if is_taken else 0
+        wanted = replace(settings(), local=IPv4Address(host), port=port)
+        (failure,) = ProxyTable(ProxyClient(wanted.tun)).put([Put(wanted)]).failed
+    assert failure.resource == wanted
+    told = reason.format(tun=wanted.tun, port=port)
+    assert re.fullmatch(f"no udp proxy for {wanted.tun}: {told}", failure.reason)
 
 
 def test_a_pump_of_another_version_is_not_the_wanted_one(pump: Running) -> None:
