@@ -11,6 +11,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from importlib.machinery import EXTENSION_SUFFIXES
 from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
 from typing import Any, NoReturn, Self
@@ -451,7 +452,8 @@ def test_without_its_library_the_native_plane_is_not_offered() -> None:
     assert offers("python") == [(PythonPlane, "as DataPlane says")]
     ((kind, why),) = offers("auto")
     assert kind is PythonPlane
-    assert re.fullmatch("no native one: .* was not built; install flanneld again .*", why)
+    library = f"_udp_pump{EXTENSION_SUFFIXES[0]}"
+    assert re.fullmatch(f"no native one: {library} was not built; install flanneld again .*", why)
     with pytest.raises(OSError, match=r"no native data plane: .* was not built") as failed:
         offers("native")
     assert failed.value.errno == errno.ENOSYS
