@@ -249,13 +249,17 @@ class MeshTask:
         if now >= self._ask_at:
             self._reflect(local)
         try:
-            self._announce(own_endpoints(uplink, self._mesh.ports, self._seen, self._name), now)
-            self._read(local, now)
+            has_answered = self._announce(
+                own_endpoints(uplink, self._mesh.ports, self._seen, self._name), now
+            )
+            has_answered |= self._read(local, now)
         except Retryable as reason:
             self._outage.failed(reason)
-            self._announce_at = self._read_at = clock.now() + _READ
+            self._announce_at = self._read_at = again = clock.now() + _READ
+            self._repeat_at = max(self._repeat_at, again)
         else:
-            self._outage.over()
+            if has_answered:
+                self._outage.over()
         return clock.now() + _STEP
 
     def _follow(self, uplink: Uplink, now: float) -> None:
@@ -287,29 +291,32 @@ class MeshTask:
             log.info("NAT between this node and its peers: %s", nat.value)
         self._mesh.nat, self._seen = nat, seen
 
-    def _announce(self, endpoints: str, now: float) -> None:
+    def _announce(self, endpoints: str, now: float) -> bool:
+        """Publish our endpoints if it is time. Return True if the store took them."""
         is_news = endpoints != self._announced and now >= self._announce_at
         if not is_news and now < self._repeat_at:
-            return
+            return False
         # What is known from the start is announced at once, and what peers have told us once a minute.
         self._announce_at = now + _ANNOUNCE if self._seen else now
         self._store.publish_endpoints(self._mesh.name, endpoints)
         self._announced, self._repeat_at = endpoints, now + _REPEAT
+        return True
 
-    def _read(self, local: Collection[IPAddress], now: float) -> None:
-        """Read while peers are searched for, ever more rarely if these stay the same."""
+    def _read(self, local: Collection[IPAddress], now: float) -> bool:
+        """Read while peers are searched for, ever more rarely if these stay the same. Return True if so."""
         searched = self._mesh.searched
         if searched - self._sought:
             self._pause = _READ
             self._read_at = min(self._read_at, now)
         self._sought = searched
         if not searched or now < self._read_at:
-            return
+            return False
         try:
             self._texts = self._store.endpoints()
         finally:  # a name may have got another address while the store is down
             self._publish({name: text for name, text in self._texts.items() if name in searched}, local)
         self._read_at, self._pause = now + self._pause, min(2 * self._pause, _READ_AT_LAST)
+        return True
 
     def _publish(self, texts: Mapping[str, str], local: Collection[IPAddress]) -> None:
         """Look names up, and let the table try the endpoints. The last addresses of a name stay."""
