@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from contextlib import suppress
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from flanneld.backends.extension.backend import (
     expanded,
     told,
 )
+from flanneld.compat.glog import V
 from flanneld.config import parse
 from flanneld.errors import Fatal, Refused, Retryable
 from flanneld.model import Lease, LeaseAttrs, Uplink
@@ -230,6 +232,25 @@ def test_a_command_that_says_nothing_is_not_in_the_log(caplog: pytest.LogCapture
     caplog.set_level("INFO")
     commands().run(ConfigCommand("SubnetAddCommand", "true"), {})
     assert not caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("true", "Ran SubnetAddCommand for a peer"),
+        ("echo no; echo key >&2; exit 3", "SubnetAddCommand for a peer exited with status 3: no key"),
+        ("sleep 60", "SubnetAddCommand for a peer failed: SubnetAddCommand did not end within 1 s"),
+    ],
+    ids=["without output", "refused", "late"],
+)
+@pytest.mark.parametrize("verbosity", [0, 1])
+def test_details_of_a_command_are_for_the_verbose_log(
+    caplog: pytest.LogCaptureFixture, text: str, message: str, verbosity: int
+) -> None:
+    caplog.set_level(V(verbosity))
+    with suppress(ConfigCommandFailed):
+        commands(1.0).run(ConfigCommand("SubnetAddCommand", text), {}, "", "a peer")
+    assert [each.partition(";")[0] for each in caplog.messages] == ([message] if verbosity else [])
 
 
 def test_a_program_that_is_not_installed_is_named() -> None:

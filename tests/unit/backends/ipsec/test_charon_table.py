@@ -292,3 +292,19 @@ def test_charon_of_an_earlier_run_is_ended_by_another_backend(place: Place) -> N
     wait_for(lambda: not lives(place.pid), 60, "charon's end")
     assert list(stale.read(Scope({}))) == []
     assert not list(stale_charon())
+
+
+def test_charon_that_may_not_be_ended_is_told_apart_from_one_that_has_ended(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(place.table())
+
+    def refuse(*_: object) -> None:
+        raise PermissionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "kill", refuse)
+        assert not charon.end_running(place.pid)
+    assert charon.end_running(place.pid)
+    wait_for(lambda: not lives(place.pid), 60, "charon's end")
+    assert charon.end_running(place.pid)
