@@ -193,7 +193,7 @@ def ask(path: str, command: str, message: Section | None = None) -> ReadSection:
 def _failure(failure: OSError) -> Retryable:
     if isinstance(failure, TimeoutError | BlockingIOError):
         return CharonHangs("charon does not answer", "see what it does")
-    return NoCharon(f"charon is not reached: {cause_of(failure) or os.strerror(failure.errno or 0)}")
+    return NoCharon(f"charon is not reached: {cause_of(failure)}")
 
 
 def find_charon() -> str:

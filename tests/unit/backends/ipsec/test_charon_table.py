@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -127,6 +128,16 @@ def test_charon_that_was_not_found_yet_tells_nothing(place: Place) -> None:
     table = place.table()
     assert (table.fileno(), table.changes(), place.told) == (-1, [], [])
     table.close(remove=False)
+
+
+@pytest.mark.usefixtures("place")
+def test_charon_that_is_not_reached_is_told_by_the_cause() -> None:
+    with pytest.raises(charon.NoCharon, match="charon is not reached: No such file or directory"):
+        charon.ask(charon.SOCKET, "version")
+    with socket.socket(socket.AF_UNIX) as closed:
+        closed.bind(charon.SOCKET)
+    with pytest.raises(charon.NoCharon, match="charon is not reached: Connection refused"):
+        charon.ask(charon.SOCKET, "version")
 
 
 def test_charon_outlives_the_daemon_and_serves_the_next_one(
