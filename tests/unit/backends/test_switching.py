@@ -12,21 +12,26 @@ from msgspec.structs import replace
 from flanneld.backends import registry
 from flanneld.backends.contract import (
     Backend,
+    ExitPolicy,
     Host,
     OtherBackend,
     announced,
     require_type,
     with_also,
 )
+from flanneld.backends.host_gw import HostGw
+from flanneld.backends.ipsec.tables import StaleCharonTable
+from flanneld.backends.switching import Switching, refuse_pair
 from flanneld.backends.vxlan import vtep_mac
 from flanneld.backends.wireguard import keys
 from flanneld.backends.wireguard.backend import peer_data
 from flanneld.compat.json import Fields
-from flanneld.config import ConfigError, parse
+from flanneld.config import Config, ConfigError, parse
 from flanneld.errors import Fatal, Refused
 from flanneld.model import Lease, LeaseAttrs, Uplink
 from flanneld.reconcile.host_watch import leaks
 from flanneld.state.resources import Blackhole, FdbEntry, Kind, Link, Neighbor, Resource, Route
+from flanneld.state.table import Table
 from flanneld.subnet.codec import format_attrs, parse_attrs
 from flanneld.subnet.kube.nodes import KubeNode, wanted_notes
 from flanneld.subnet.kube.nodes import announced as read_annotations
@@ -235,6 +240,70 @@ def test_the_former_mac_is_read_from_where_it_was_announced() -> None:
 def test_identities_of_both_are_decided_once() -> None:
     backend: Any = made("host-gw", "vxlan")
     assert backend.identity() == (None, {4: "0a:00:00:00:00:05"})
+
+
+def test_a_node_has_what_both_need_of_the_host() -> None:
+    backend = made("vxlan", "wireguard")
+    assert [*backend.claims()] == [*made("vxlan", "host-gw").claims(), *made("host-gw", "wireguard").claims()]
+    assert [each.name for each in backend.tables()] == ["wireguard"]
+    assert [each.name for each in made("wireguard", "host-gw").tables()] == ["wireguard"]
+    assert made("vxlan", "host-gw").tables() == ()
+
+
+def test_only_the_unencrypted_device_of_an_encrypted_network_is_clear() -> None:
+    assert made("wireguard", "vxlan").clear_devices(OWN) == {"flannel.1"}
+    assert made("wireguard", "host-gw").clear_devices(OWN) == frozenset()
+    assert made("vxlan", "wireguard").clear_devices(OWN) == frozenset()
+
+
+class Kept(HostGw):
+    """A backend with a table whose objects stay when the daemon ends."""
+
+    def tables(self) -> tuple[Table, ...]:
+        return (StaleCharonTable(),)
+
+
+class Removed(Kept):
+    exit_policy = ExitPolicy.REMOVE
+
+
+class Bare(HostGw):
+    """A backend without tables: nothing is there to be removed."""
+
+    exit_policy = ExitPolicy.REMOVE
+
+
+def config_of(backend_type: str) -> Config:
+    return parse(json.dumps({"Network": "10.1.0.0/16", "Backend": {"Type": backend_type}}))
+
+
+def test_two_backends_must_agree_on_what_is_removed_at_the_end() -> None:
+    def refuse(one: type[Backend], other: type[Backend]) -> None:
+        refuse_pair((config_of("one"), one), (config_of("other"), other))
+
+    with pytest.raises(Fatal, match="one and other differ in what is removed when the daemon ends"):
+        refuse(Kept, Removed)
+    refuse(Kept, Kept)
+    refuse(Kept, Bare)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "policy"),
+    [
+        (Kept, Bare, ExitPolicy.KEEP),
+        (Bare, Kept, ExitPolicy.KEEP),
+        (Removed, HostGw, ExitPolicy.REMOVE),
+        (HostGw, Removed, ExitPolicy.REMOVE),
+    ],
+)
+def test_the_end_is_that_of_the_backend_with_tables(
+    one: type[HostGw], other: type[HostGw], policy: ExitPolicy
+) -> None:
+    host_gw = config_of("host-gw")
+    address = IPv4Address("192.0.2.5")
+    host = Host(Uplink("eth0", 2, 1500, address, address), None, lambda _: None, lambda _: None, bytes)
+    pair = Switching("host-gw", one(host_gw, host), other(host_gw, host), allows_clear=False)
+    assert pair.exit_policy is policy
 
 
 # ---- refused configs ------------------------------------------------------------------------------
