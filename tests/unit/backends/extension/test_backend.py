@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from msgspec.structs import asdict
+from msgspec.structs import asdict, replace
 
 from flanneld.backends import registry
 from flanneld.backends.contract import ExitPolicy, Host, HostServices, OtherBackend
 from flanneld.backends.extension.backend import (
+    PEERS,
+    STARTUP,
     ConfigCommand,
     ConfigCommandFailed,
     ConfigCommands,
@@ -30,6 +32,7 @@ from flanneld.errors import Fatal, Refused, Retryable
 from flanneld.model import Lease, LeaseAttrs, Uplink
 from flanneld.reconcile.local_node import services_of_dry_run
 from flanneld.runtime.command import CommandRunner
+from flanneld.state.table import Put, Scope, Table
 
 OWN = Lease(LeaseAttrs(), IPv4Network("10.1.5.0/24"), IPv6Network("fd00:0:0:5::/64"))
 THEIRS = IPv4Address("192.168.0.6"), IPv6Address("fd77::6")
@@ -180,6 +183,51 @@ def test_no_other_backend_runs_beside_its_commands(types: tuple[str, str]) -> No
     uplink = Uplink("eth0", 2, 1500, address, address)
     with pytest.raises(Fatal, match="extension cannot run beside another one"):
         registry.factory_for(config)(config, host(uplink, None, None, HostServices()))
+
+
+ADDS = {"SubnetAddCommand": "true"}
+
+
+def peers_of(tmp_path: Path, boot: str, key: str, options: dict[str, Any]) -> Table:
+    """Return the table of peers of a run in this directory."""
+    run = CommandRunner(threading.Event()).run
+    services = HostServices(run=run, boot_id=lambda: boot, beside=lambda suffix: tmp_path / f"fl.{suffix}")
+    startup, peers = made(ADDS | options, identity=key, services=services).tables()
+    assert (startup.name, peers.name, peers.needs) == (STARTUP, PEERS, frozenset({STARTUP}))
+    return peers
+
+
+@pytest.mark.parametrize(
+    ("boot", "key", "options", "stands"),
+    [
+        ("one", "key", {}, True),
+        ("one", "key", {"SubnetRemoveCommand": "true", "CheckCommand": "true"}, True),
+        ("other", "key", {}, False),
+        ("one", "other", {}, False),
+        ("one", "key", {"SubnetAddCommand": "echo"}, False),
+        ("one", "key", {"Shell": False}, False),
+        ("one", "key", {"PostStartupCommand": "true"}, False),
+        ("one", "key", {"ShutdownCommand": "true"}, False),
+    ],
+    ids=[
+        "the same", "other commands", "another boot", "another key", "another SubnetAddCommand",
+        "without a shell", "PostStartupCommand", "ShutdownCommand",
+    ],
+)  # fmt: skip
+def test_setups_of_an_earlier_run_stand_if_nothing_has_changed_beneath_them(
+    tmp_path: Path, boot: str, key: str, options: dict[str, Any], stands: bool
+) -> None:
+    (setup,) = made().peer(OWN, peer())
+    assert isinstance(setup, PeerSetup)
+    peers_of(tmp_path, "one", "key", {}).put([Put(setup)])
+    assert (tmp_path / "fl.extension").exists()
+    (found,) = peers_of(tmp_path, boot, key, options).read(Scope({}))
+    assert found.resource == replace(setup, stands=stands)
+
+
+@pytest.mark.parametrize("seconds", [1, 20])
+def test_the_shortest_and_the_longest_time_limit_are_taken(seconds: int) -> None:
+    made({"TimeLimitSeconds": seconds})
 
 
 @pytest.mark.parametrize(
