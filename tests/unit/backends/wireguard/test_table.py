@@ -60,8 +60,10 @@ def endpoint_of(raw: bytes) -> Endpoint:
 class FakeKernel:
     """One device. It refuses messages by their number, and counts what it is sent."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = DEVICE) -> None:
+        self.name = name
         self.index = 5
+        self.fails = self.is_closed = False
         self.is_there = True
         self.key: tuple[Secret, int] | None = None
         self.peers: dict[bytes, SeenPeer] = {}
@@ -70,8 +72,10 @@ class FakeKernel:
         self.messages = self.reads = 0
 
     def read(self, name: str) -> SeenDevice | None:
-        assert name == DEVICE
+        assert name == self.name
         self.reads += 1
+        if self.fails:
+            raise OSError(errno.ENOBUFS, "No buffer space available")
         if not self.is_there:
             return None
         secret, port = self.key or (None, 0)
@@ -86,12 +90,12 @@ class FakeKernel:
         return self.refused
 
     def close(self) -> None:
-        raise AssertionError("the table is not closed here")
+        self.is_closed = True
 
     def _set(self, body: bytes) -> None:
         assert body[:4] == b"\1\1\0\0"  # WG_CMD_SET_DEVICE, version 1
         given = dict(inner(body[4:]))
-        assert given[2] == DEVICE.encode() + b"\0"
+        assert given[2] == self.name.encode() + b"\0"
         if 3 in given:
             self.key = Secret(given[3]), struct.unpack("=H", given[6])[0]
             assert given[7] == bytes(4)
@@ -402,3 +406,64 @@ def test_mesh_without_a_search_is_read_every_5_s(kernel: FakeKernel, time: Time)
         time.time = 2000.0 + second
         table.look()
     assert kernel.reads == 3
+
+
+def test_greeting_that_could_not_be_sent_is_sent_later(kernel: FakeKernel, time: Time) -> None:
+    found = Mesh(bytes(32), MESH_PORT, 25)
+    table = WireGuardTable([DEVICE], mesh=found)
+    put(table, peer(), allowed(FIRST))
+    kernel.peers[ONE] = changed(kernel.peers[ONE], last_handshake=time.wall())
+    found.greets = kernel.fails = True
+    table.look()
+    assert found.greets
+    kernel.fails = False
+    time.time += 1
+    table.look()
+    assert not found.greets
+    assert kernel.peers[ONE].keepalive == SEARCH_KEEPALIVE
+
+
+class TwoDevices:
+    """A kernel with a device for each family."""
+
+    def __init__(self) -> None:
+        self.devices = {name: FakeKernel(name) for name in (DEVICE, "wg6")}
+
+    def read(self, name: str) -> SeenDevice | None:
+        return self.devices[name].read(name)
+
+    def write(self, bodies: Sequence[bytes]) -> dict[int, int]:
+        for body in bodies:
+            name = dict(inner(body[4:]))[2].rstrip(b"\0").decode()
+            self.devices[name].write([body])
+        return {}
+
+
+def test_of_two_devices_each_tries_the_endpoints_of_its_family(
+    monkeypatch: pytest.MonkeyPatch, time: Time
+) -> None:
+    kernel = TwoDevices()
+    monkeypatch.setattr(table_module, "WireGuardDevices", lambda: kernel)
+    found = Mesh(bytes(32), MESH_PORT, 0)
+    elsewhere: Endpoint = (ip_address("192.0.2.7"), 1)
+    found.published = {name_of(ONE): (AWAY, elsewhere)}
+    table = WireGuardTable([DEVICE, "wg6"], mesh=found)
+    put(table, *(WgPeer(name, ONE, None, 51820, 0, PSK) for name in kernel.devices))
+    tried: dict[str, set[Endpoint | None]] = {name: set() for name in kernel.devices}
+    for _ in range(30):
+        time.time += 1
+        table.look()
+        for name, device in kernel.devices.items():
+            tried[name].add(device.peers[ONE].endpoint)
+    assert tried == {DEVICE: {elsewhere}, "wg6": {AWAY}}
+
+
+def test_socket_to_the_kernel_is_closed_at_the_end_and_peers_stay(
+    kernel: FakeKernel, table: WireGuardTable
+) -> None:
+    table.close(remove=True)
+    assert not kernel.is_closed  # it was never opened
+    put(table, peer())
+    table.close(remove=True)
+    assert kernel.is_closed
+    assert kernel.peers.keys() == {ONE}
