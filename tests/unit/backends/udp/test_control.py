@@ -220,6 +220,16 @@ def test_an_answer_of_another_version_is_no_pump_of_ours() -> None:
         thread.join()
 
 
+def test_the_pump_of_another_device_is_no_pump_of_ours() -> None:
+    name = settings().tun
+    pump = Running(lambda _: control.listen(name))
+    client = ProxyClient(name)
+    with pytest.raises(NoProxy, match="the process that answers is no udp proxy"):
+        client.hello()
+    client.leave(device_stays=True)
+    assert pump.ended()
+
+
 # ---- the tables ------------------------------------------------------------------------------------
 
 

@@ -6,13 +6,17 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 
+from flanneld.backends.udp import client as client_module
 from flanneld.backends.udp import control
-from flanneld.backends.udp.tables import PERIOD, Activity, ProxyWatchdog, activity, verdict
+from flanneld.backends.udp.client import NoProxy, ProxyClient, ProxySilent
+from flanneld.backends.udp.tables import PERIOD, Activity, ProxyTable, ProxyWatchdog, activity, verdict
+from flanneld.state.table import Scope
 from tests.clock import Clock
 
 #: Listens under the name that it is given, says so, and does nothing more.
@@ -114,3 +118,49 @@ def test_a_pump_that_answers_is_asked_again_and_its_end_is_noticed(daemon_clock:
     assert watchdog.look()
     assert not watchdog.look()  # There is none any more.
     watchdog.close()
+
+
+def test_a_pump_that_does_not_answer_is_silent_and_ended_by_its_successor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(client_module, "ANSWER_PATIENCE", 0.1)
+    name = f"test{os.getpid()}.silent"
+    client = ProxyClient(name)
+    with mute(name) as process:
+        with pytest.raises(ProxySilent, match=f"no udp proxy for {name}: it does not answer"):
+            client.hello()
+        with pytest.raises(ProxySilent):
+            list(ProxyTable(client).read(Scope({})))
+        assert process.poll() is None
+        client.leave(device_stays=True)
+        assert process.wait(20) == -signal.SIGKILL
+    assert client.fileno() < 0
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (b"", "the process has ended"),
+        (control.END_REASON + b"worn out", "worn out"),
+        (control.LIST + b"x", "multiple of"),
+    ],
+    ids=["nothing", "its reason", "nonsense"],
+)
+def test_peers_of_a_pump_that_ends_meanwhile_cannot_be_known(answer: bytes, reason: str) -> None:
+    name = f"test{os.getpid()}.ending"
+    with control.listen(name) as listener:
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(100)
+                if answer:
+                    connection.send(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        client = ProxyClient(name)
+        with pytest.raises(NoProxy, match=f"no udp proxy for {name}: .*({reason})"):
+            client.peers()
+        thread.join()
+        assert client.fileno() < 0
