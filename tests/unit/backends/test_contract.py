@@ -223,6 +223,7 @@ def test_firewalls_are_told_the_ports_of_the_network_s_families(
 
 OPTIONS = (
     Option("Number", "number", 7, least=1, most=9),
+    Option("Size", "size", 0),
     Option("Switch", "switch", False),
     Option("Word", "word", "none"),
     Option("Any", "anything", (), made=lambda value: ("made of", value)),
@@ -230,13 +231,12 @@ OPTIONS = (
 
 
 def test_options_get_their_defaults_or_what_the_network_has() -> None:
-    assert read_options(network(4), OPTIONS) == {
-        "number": 7, "switch": False, "word": "none", "anything": ("made of", None)
-    }  # fmt: skip
-    given: dict[str, Any] = {"Number": 9, "Switch": True, "Word": "some", "Any": [1]}
-    assert read_options(network(4, **given), OPTIONS) == {
-        "number": 9, "switch": True, "word": "some", "anything": ("made of", [1])
-    }  # fmt: skip
+    fields = ("number", "size", "switch", "word", "anything")
+    defaults = (7, 0, False, "none", ("made of", None))
+    assert read_options(network(4), OPTIONS) == dict(zip(fields, defaults, strict=True))
+    given: dict[str, Any] = {"Number": 9, "Size": 65535, "Switch": True, "Word": "some", "Any": [1]}
+    found = (9, 65535, True, "some", ("made of", [1]))
+    assert read_options(network(4, **given), OPTIONS) == dict(zip(fields, found, strict=True))
     assert read_options(network(4, Number=1), OPTIONS)["number"] == 1
 
 
@@ -245,6 +245,8 @@ def test_options_get_their_defaults_or_what_the_network_has() -> None:
     [
         ({"Number": 0}, "Backend.Number is 0; set it to a number from 1 to 9"),
         ({"Number": 10}, "Backend.Number is 10; set it to a number from 1 to 9"),
+        ({"Size": -1}, "Backend.Size is -1; set it to a number from 0 to 65535"),
+        ({"Size": 65536}, "Backend.Size is 65536; set it to a number from 0 to 65535"),
         ({"Switch": 1}, "the network config is wrong: .*Switch.*; correct Backend in the store"),
         ({"Word": 1}, "the network config is wrong: .*Word.*; correct Backend in the store"),
     ],
