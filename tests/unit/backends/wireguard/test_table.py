@@ -262,6 +262,15 @@ def test_endpoint_of_a_live_peer_may_roam_and_a_dead_one_gets_its_leases_again(
     assert kernel.peers[ONE].endpoint == (ip_address("192.0.2.9"), 1)
 
 
+def test_roamed_peer_of_an_earlier_run_stays_until_its_lease_changes(
+    kernel: FakeKernel, table: WireGuardTable, time: Time
+) -> None:
+    put(WireGuardTable([DEVICE]), peer())
+    kernel.peers[ONE] = changed(kernel.peers[ONE], endpoint=AWAY, last_handshake=time.wall())
+    assert read(table, peer()) == [peer()]
+    assert read(table, peer(endpoint=(ip_address("192.0.2.9"), 1))) == [peer(endpoint=AWAY)]
+
+
 def changed_peer(each: WgPeer, endpoint: Endpoint) -> WgPeer:
     return WgPeer(each.device, each.public_key, *endpoint, each.keepalive, each.preshared_key)
 
