@@ -395,7 +395,8 @@ def test_a_config_that_cannot_work_ends_the_daemon(options: dict[str, Any], reas
 @pytest.mark.parametrize("numbers", [(1, 65535, 0, 0), (65535, 1, 65535, 65535)])
 def test_the_smallest_and_the_largest_numbers_are_taken(numbers: tuple[int, ...]) -> None:
     names = ("ListenPort", "ListenPortV6", "MTU", "PersistentKeepaliveInterval")
-    made(DUAL, **dict(zip(names, numbers, strict=True)))
+    options: dict[str, Any] = dict(zip(names, numbers, strict=True))
+    made(DUAL, **options)
 
 
 def test_two_devices_need_two_ports() -> None:
