@@ -86,9 +86,10 @@ def test_a_clock_that_was_set_back_is_noticed_once_a_session_would_have_been_ren
 
 
 def test_only_the_first_few_are_named() -> None:
-    text = table.sentence("flannel-wg", [peer(1, number=number) for number in range(7)])
+    text = table.sentence("flannel-wg", [peer(1, number=number) for number in range(8)])
     assert text.count("192.0.2.6:51820") == 5
-    assert " and 2 more; " in text
+    assert " and 3 more; " in text
+    assert "more" not in table.sentence("flannel-wg", [peer(1, number=number) for number in range(5)])
     lone = table.sentence(
         "flannel-wg", [SeenPeer(bytes(32)), SeenPeer(bytes(32), endpoint=(ip_address("::1"), 5))]
     )
