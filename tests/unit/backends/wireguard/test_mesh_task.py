@@ -10,7 +10,7 @@ from ipaddress import IPv4Address, ip_address, ip_network
 
 import pytest
 
-from flanneld.backends.wireguard.mesh import Mesh, MeshTask, Nat, ask_peers, parse, text_of, to_ask
+from flanneld.backends.wireguard.mesh import Mesh, MeshTask, Nat, ask_peers, name_of, parse, text_of, to_ask
 from flanneld.errors import Retryable
 from flanneld.model import IPAddress, Uplink
 from flanneld.network.genetlink import Endpoint
@@ -202,6 +202,10 @@ def test_peers_that_do_not_answer_as_they_should_tell_nothing() -> None:
         found = ask_peers(peers.getsockname()[1])([ip_address(each) for each in told])
         thread.join(60)
     assert list(map(text_of, found)) == ["203.0.113.9:4000"]
+
+
+def test_name_of_a_node_has_no_slash_which_would_divide_the_key_of_a_store() -> None:
+    assert name_of(b"\xff" * 32) == 42 * "_" + "8="
 
 
 # ---- announcing ------------------------------------------------------------------------------------
