@@ -312,7 +312,7 @@ def is_lost(peer: PeerStatus) -> bool:
 
 def peers_table(source: DataSource, *, is_wide: bool = False) -> TextTable:
     """Return one line for each other node, as the daemon has it: nothing is sent."""
-    told, now = source.status.each_peer, known(source.status.time) or 0.0
+    told, now = source.status.each_peer, known(source.status.time)
 
     def of_sessions(show: Callable[[SessionStatus], str]) -> Callable[[PeerStatus], str]:
         """Show the sessions of a peer: one, or one for each family."""
@@ -342,13 +342,18 @@ def _probe(last: ProbeStatus | None) -> str:
     return "no answer" if last.rtt is None else f"{1000 * last.rtt:.2f} ms"
 
 
-def handshake(session: SessionStatus, now: float) -> str:
-    """Show how long ago keys were last agreed on; a clock set back makes that the future."""
+def handshake(session: SessionStatus, now: float | None) -> str:
+    """Show how long ago keys were last agreed on; a clock set back makes that the future.
+
+    ``now`` is the daemon's time, None if it does not tell that.
+    """
     stamp = session.handshake
     if session.state == "silent":
         return "no answer"
     if stamp is None:
         return "none yet"
+    if now is None:
+        return when(stamp)
     return f"{now - stamp:.0f} s ago" if stamp <= now else "in the future"
 
 

@@ -228,7 +228,7 @@ def _session(target: IPAddress, peer: PeerStatus, told: Status) -> Iterator[Hop]
     for session in known(peer.sessions) or ():
         if _subnet_with(target, networks([session.subnet])):
             state = {"established": State.OK, "silent": State.PROBLEM}.get(session.state, State.UNKNOWN)
-            age = handshake(session, known(told.time) or 0.0)
+            age = handshake(session, known(told.time))
             note = "packets are sent there and no handshake succeeds" if state == State.PROBLEM else ""
             yield Hop("session", f"{session.endpoint or 'no endpoint'}, handshake: {age}", state, note)
 
