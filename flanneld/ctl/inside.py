@@ -218,15 +218,19 @@ def _unanswered(at: Container, tunnels: Iterable[PathToPeer], behind: Iterable[I
             if lost and not survey.unanswered(each.target, size):
                 with entered(Path(at.path)):  # a limit of the node's answers is over by now
                     lost = survey.unanswered(each.target, size)
-                number = f"{lost} of {survey.SAMPLE} echoes" if lost > 1 else f"echoes of {size} bytes"
                 if lost:
-                    return f"{number} to {each.target}"
+                    return f"{lost_echoes(lost, size)} to {each.target}"
         asked = {*[target for target in behind if target.version == family and not through][:_PEERS]}
         with entered(Path(at.path)):
             asked -= taken(asked, _HOPS)
         for target in taken(asked, _HOPS - 1):
             return f"packets for {target} as far as its node"
     return ""
+
+
+def lost_echoes(number: int, size: int) -> str:
+    """Say what gets no answer of a sample whose largest packets have ``size`` bytes: one alone is that."""
+    return f"{number} of {survey.SAMPLE} echoes" if number > 1 else f"echoes of {size} bytes"
 
 
 def _led(
