@@ -161,7 +161,10 @@ def _without_behaviour(tree: ast.Module) -> Iterator[Span]:
         match node:
             case ast.arg(annotation=ast.expr() as part) | ast.AnnAssign(annotation=part):
                 yield _span(part)
-            case ast.FunctionDef(returns=ast.expr() as part):
+            case (
+                ast.FunctionDef(returns=ast.expr() as part)
+                | ast.If(test=ast.Name(id="TYPE_CHECKING") as part)
+            ):
                 yield _span(part)
             case ast.Call(func=ast.Name(id="zip"), keywords=guards):
                 yield from map(_span, guards)
