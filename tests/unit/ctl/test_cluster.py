@@ -99,6 +99,20 @@ def test_rule_names_the_node_that_breaks_it(rule: str, changes: dict[str, Any], 
     assert any(name in finding.evidence for name in who)
 
 
+@pytest.mark.parametrize(
+    ("left", "said"),
+    [
+        (3000.0, []),
+        (2999.0, ["its lease ends in 50 min"]),
+        (1.0, ["its lease ends in 0 min"]),
+        (0.0, ["its lease has expired"]),
+        (-60.0, ["its lease has expired"]),
+    ],
+)
+def test_lease_that_ends_within_50_minutes_was_not_renewed(left: float, said: list[str]) -> None:
+    assert [each.text for each in remarks(cluster(expires=NOW + left))] == said
+
+
 def test_advice_for_another_mtu_names_the_backends_with_an_option_for_it() -> None:
     ((_, finding),) = cluster_findings(remarks(cluster(told=replace(TOLD, mtu=1400))))
     assert isinstance(finding.remedy, str)

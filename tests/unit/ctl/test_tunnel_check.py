@@ -89,6 +89,12 @@ def test_silent_tunnel_is_told_with_the_public_ip_of_its_family(
     assert refused.cure.startswith("see that flannel runs there with the same Backend.Port")
 
 
+def test_silent_tunnel_of_wireguard_may_go_to_the_public_ip_of_another_family() -> None:
+    paths = (path("tunnel", 1450, "fc00:5::"), UNDERLAY[1], TUNNEL4)
+    (finding,) = tunnels(with_backend("wireguard", paths=paths))
+    assert finding.problem == "no packet comes back through the tunnel to fd00::2"
+
+
 def many(number: int) -> tuple[Facts, list[str]]:
     names = [f"10.5.{each}.0/24" for each in range(2, 2 + number)]
     peers = [
