@@ -271,6 +271,7 @@ def test_rule_that_drops_is_the_evidence(rule: str, doubt: str, words: str) -> N
             "clsact",
             (
                 ("eth0", "ingress pref 1 flower"),
+                ("eth", "egress pref 7 bpf"),
                 ("eth1", "egress pref 7 bpf"),
                 ("eth0", "ingress pref 2 bpf"),
             ),
@@ -318,7 +319,7 @@ ODD = CniFile("/etc/cni/net.d/05 odd.conf", ("bridge", "tuning"))
     ("confs", "changes", "found"),
     [
         (
-            (ODD, FLANNEL),
+            (ODD, FLANNEL, replace(FLANNEL, path="/etc/cni/net.d/20-flannel.conflist")),
             {},
             (HINT, "if that plug-in is no longer used: rm '/etc/cni/net.d/05 odd.conf', and restart the"),
         ),
@@ -340,6 +341,10 @@ ODD = CniFile("/etc/cni/net.d/05 odd.conf", ("bridge", "tuning"))
 def test_first_cni_config_decides(
     confs: tuple[CniFile, ...], changes: dict[str, Any], found: tuple[Severity, str] | None
 ) -> None:
-    told_of = said("cni", replace(replace(WELL, cni=confs), **changes))
+    facts = replace(replace(WELL, cni=confs), **changes)
+    told_of = said("cni", facts)
     assert [each[0] for each in told_of] == ([found[0]] if found else [])
     assert found is None or told_of[0][2].startswith(found[1])
+    if confs[0] is ODD:
+        before = f"{ODD.path} names bridge, tuning, and comes before {FLANNEL.path}"
+        assert evidence("cni", facts) == [before]

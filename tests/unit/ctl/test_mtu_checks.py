@@ -90,6 +90,12 @@ DUAL = ("10.5.0.0/16", "fc00::/48")
         (WELL, 1500, {"flannel.1": 1450}, []),
         (
             WELL,
+            1300,
+            {"flannel.1": 1280},
+            ["raise the MTU of eth0, or set Backend.MTU in the network config"],
+        ),
+        (
+            WELL,
             1499,
             {"flannel.1": 1450},
             ["raise the MTU of eth0, or set Backend.MTU in the network config"],
