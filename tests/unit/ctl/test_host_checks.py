@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from flanneld.ctl.checks import Facts
 from flanneld.ctl.checks.host import CniFile, LeftRules
+from flanneld.ctl.doctor import examine
 from flanneld.ctl.drops import MASQUERADES, REDIRECTS, Drop
 from flanneld.ctl.paths import DISCOVERY, PathToPeer
 from flanneld.findings import Severity
@@ -244,6 +245,19 @@ def test_rule_is_a_problem_a_hint_or_nothing(
     for _, what, how in found:
         assert what == f"{problem}: chain c of table ip t"
         assert how.startswith(cure)
+
+
+@pytest.mark.parametrize(
+    ("verb", "harm"),
+    [
+        ("drops", "no packet of a container gets to or from other nodes that way"),
+        (MASQUERADES, "containers there see an address of this node as the sender"),
+        (REDIRECTS, "they get to another receiver"),
+    ],
+)
+def test_harm_of_a_rule_is_that_of_what_it_does(verb: str, harm: str) -> None:
+    facts = replace(WELL, filtered=(replace(OWN_CHAIN, verb=verb),))
+    assert [each.why.startswith(harm) for check, each in examine(facts) if check.name == "filters"] == [True]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from flanneld.ctl.checks import Facts, LackingFeature
 from flanneld.ctl.compare import Comparison, Difference, ShadowingRoute
 from flanneld.ctl.losses import Lost
 from flanneld.ctl.paths import FROM_CONTAINERS, FROM_NODES, TO_CONTAINERS, TO_NODES
+from flanneld.model import Family
 from flanneld.network import host_settings
 from flanneld.state.resources import Resource
 from tests.unit.ctl.findings import HINT, document, evidence, number, said
@@ -392,7 +393,7 @@ def test_way_that_packets_do_not_take_is_told_with_what_corrects_it(
 
 AWAY = replace(CONTAINER, reached_by="eth0")
 TO_PEER = Lost(FROM_CONTAINERS, "route", "10.5.2.2", "why")
-OVER_IPV6 = frozenset({6})
+OVER_IPV6: frozenset[Family] = frozenset({6})
 
 
 @pytest.mark.parametrize(
