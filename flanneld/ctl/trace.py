@@ -21,7 +21,7 @@ from flanneld.ctl.drops import Drop, bases_of, drops_towards, masquerading_rules
 from flanneld.ctl.losses import Lost, does_not_forward, host_addresses, lost_packets
 from flanneld.ctl.nodes import handshake
 from flanneld.ctl.output import State
-from flanneld.ctl.paths import parsed, reached_peers
+from flanneld.ctl.paths import container_of, parsed, reached_peers
 from flanneld.diagnostics.status import PeerStatus, Status, known, networks, resources
 from flanneld.errors import FlannelError
 from flanneld.model import Family, IPAddress, IPNetwork
@@ -65,7 +65,7 @@ def examine(target: IPAddress, told: Status, sender: IPAddress | None) -> list[H
                 f"no container with {sender} is found here",
                 "run as root; flannel's containers have namespaces",
             )
-        first = [_from_container(container, told)]
+        first = [from_container(container, told)]
         devices = {**devices, sender.version: container.attached_to}
     names = {link.index: link.name for link in found.links}
     peers = [parsed(each) for each in reached_peers(told) if _subnet_with(target, each.networks)]
@@ -78,7 +78,8 @@ def examine(target: IPAddress, told: Status, sender: IPAddress | None) -> list[H
     return [*first, *hops]
 
 
-def _from_container(container: Container, told: Status) -> Hop:
+def from_container(container: Container, told: Status) -> Hop:
+    """Return the hop of a container that sends the packet (pure)."""
     shown = f"{container.address} on {container.attached_to}, MTU {container.mtu}"
     mtu = known(told.mtu)
     if not container.is_routed:
@@ -149,7 +150,7 @@ def _seen_source(target: IPAddress, told: Status, way: RouteTaken, rules_of: Mas
     if rules is None:
         yield Hop("source", "", State.UNKNOWN, "the rules cannot be read: run as root")
         return
-    packet = Packet(None, way.device, own[2 % own.num_addresses], target)
+    packet = Packet(None, way.device, container_of(own), target)
     rule = next((each for each in rules if each.matches(packet)), None)
     if rule and rule.verdict == MASQUERADE:
         seen = f"this node's address on {way.device}"

@@ -11,8 +11,11 @@ from msgspec.structs import replace
 
 from flanneld.ctl.compare import ActualState, RouteTaken
 from flanneld.ctl.drops import Drop
+from flanneld.ctl.inside import Container
+from flanneld.ctl.losses import Lost
 from flanneld.ctl.output import State
-from flanneld.ctl.trace import Hop, trace
+from flanneld.ctl.paths import TO_CONTAINERS
+from flanneld.ctl.trace import Hop, from_container, trace
 from flanneld.model import IPAddress
 from flanneld.network.firewall.fate import Rule
 from flanneld.network.firewall.rules import FLANNEL_POSTRTG, Nets, Purpose, desired_rules
@@ -233,3 +236,167 @@ def test_what_drops_the_packets_here_is_a_hop_with_its_rule() -> None:
     )
     assert (unsure.hop, unsure.state) == ("filter", "unknown")
     assert unsure.note.endswith("its policy; unless this rule passes them: limit accept # handle 3")
+
+
+CONTAINER = Container(
+    "/run/netns/a", "eth0", ip_address("10.5.1.7"), True, 1450, reached_by="cni0", attached_to="cni0"
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "note"),
+    [
+        ({}, ""),
+        ({"is_routed": False, "reached_by": ""}, "it has no route to the containers of other nodes"),
+        ({"reached_by": "eth0"}, "packets for it leave by eth0"),
+        ({"reached_by": "a0"}, "packets for it leave by a0"),
+        ({"reached_by": ""}, "packets for it leave by no interface"),
+        ({"mtu": 1451}, "its MTU is above that of the network, 1450: recreate it"),
+        ({"mtu": 1449}, ""),
+    ],
+)
+def test_container_that_sends_is_a_hop_with_what_is_wrong_there(changes: dict[str, Any], note: str) -> None:
+    at = replace(CONTAINER, **changes)
+    hop = from_container(at, status_of({**DOCUMENT, "mtu": 1450}))
+    assert (hop.hop, hop.found) == ("container", f"10.5.1.7 on cni0, MTU {at.mtu}")
+    assert hop.state == ("PROBLEM" if note else "ok")
+    assert hop.note.startswith(note)
+    assert bool(hop.note) == bool(note)
+    assert from_container(replace(CONTAINER, mtu=9000), status_of({})).state == "ok"
+
+
+def test_hops_that_are_well_have_no_note() -> None:
+    assert {hop.note for hop in hops("10.5.2.7").values()} == {""}
+    assert hops("10.5.2.7")["device"].found == "flannel.1, MTU 1450, up"
+
+
+@pytest.mark.parametrize(
+    ("without", "link", "note"),
+    [
+        ((LINK,), LINK, "there is no flannel.1"),
+        ((), replace(LINK, up=False), "has up off, wanted on"),
+    ],
+)
+def test_device_that_is_missing_or_down_is_a_problem(
+    without: tuple[Resource, ...], link: Vxlan, note: str
+) -> None:
+    kernel = found(*without, link=link)
+    if without:
+        kernel = ActualState(kernel.objects, kernel.links[:1])
+    told = trace(ip_address("10.5.2.7"), status_of(DOCUMENT), kernel, lambda ip: WAYS[str(ip)])
+    (device,) = [hop for hop in told if hop.hop == "device"]
+    assert (device.state, device.note) == ("PROBLEM", note)
+
+
+def test_device_of_another_configuration_that_is_down_is_a_problem() -> None:
+    device = hops("10.5.2.7", link=replace(LINK, up=False), document={**DOCUMENT, "local": []})["device"]
+    assert (device.found, device.note) == ("flannel.1, MTU 1450, down", "is down")
+
+
+@pytest.mark.parametrize(
+    ("ways", "state", "note"),
+    [
+        ({}, "ok", ""),
+        ({"192.0.2.2": RouteTaken("eth1")}, "unknown", "the uplink is eth0"),
+        ({"192.0.2.2": RouteTaken("")}, "PROBLEM", "the uplink is eth0"),
+    ],
+)
+def test_tunnel_that_leaves_by_another_interface_is_told(
+    ways: dict[str, RouteTaken], state: str, note: str
+) -> None:
+    both = {**DOCUMENT["peers"][0], "public_ips": ["2001:db8::2", "192.0.2.2"]}
+    way = hops("10.5.2.7", document={**DOCUMENT, "peers": [both]}, ways={**WAYS, **ways})
+    assert (way["uplink"].state, way["uplink"].note) == (state, note)
+    assert way["uplink"].found.startswith("192.0.2.2 ")
+
+
+def test_public_ip_of_another_family_is_no_way() -> None:
+    six = {**DOCUMENT["peers"][0], "public_ips": ["2001:db8::2"]}
+    assert "uplink" not in hops("10.5.2.7", document={**DOCUMENT, "peers": [six]})
+
+
+def test_neighbour_is_the_gateway_of_the_route() -> None:
+    other = replace(NEIGH, address=BASE - 1, mac="02:00:00:00:00:09")
+    objects = [object_of(each) for each in (other, NEIGH, FDB, ROUTE)]
+    way = hops("10.5.2.7", document={**DOCUMENT, "peers": [{**DOCUMENT["peers"][0], "objects": objects}]})
+    assert way["neigh"].found == str(NEIGH)
+    assert way["fdb"].found == str(FDB)
+
+
+CAUSES = ("filter", "forwarding", "rule", "no rule", "route", "no route", "uplink", "arp")
+
+
+@pytest.mark.parametrize(
+    ("without", "shown"),
+    [((), CAUSES[:6]), ((ROUTE,), CAUSES[:4])],
+    ids=["no hop is wrong", "a hop is wrong"],
+)
+def test_losses_are_hops_unless_a_hop_tells_them(
+    without: tuple[Resource, ...], shown: tuple[str, ...]
+) -> None:
+    lost = [Lost(TO_CONTAINERS, each, "", f"because of {each}") for each in CAUSES]
+    told = trace(
+        ip_address("10.5.2.7"), status_of(DOCUMENT), found(*without), lambda ip: WAYS[str(ip)], lost=lost
+    )
+    lookups = [hop for hop in told if hop.hop == "lookup"]
+    assert [hop.note for hop in lookups] == [f"because of {each}" for each in shown]
+    assert {(hop.found, hop.state) for hop in lookups} == {(TO_CONTAINERS, "PROBLEM")}
+
+
+@pytest.mark.parametrize(
+    ("way", "document", "state"),
+    [
+        (RouteTaken("cni0"), DOCUMENT, "ok"),
+        (RouteTaken("lo", is_here=True), DOCUMENT, "ok"),
+        (RouteTaken("eth0"), DOCUMENT, "PROBLEM"),
+        (RouteTaken("flannel.1"), DOCUMENT, "PROBLEM"),
+        (RouteTaken(""), DOCUMENT, "PROBLEM"),
+        (RouteTaken("flannel.1"), {**DOCUMENT, "devices": []}, "ok"),
+    ],
+)
+def test_packet_for_our_container_must_not_leave_by_the_uplink_or_the_tunnel(
+    way: RouteTaken, document: dict[str, Any], state: str
+) -> None:
+    route = hops("10.5.1.7", document=document, ways={"10.5.1.7": way})["route"]
+    assert route.state == state
+    assert route.note == ("" if state == "ok" else NO_BRIDGE)
+
+
+NO_BRIDGE = "no bridge of this node has this subnet: is the container runtime up?"
+
+
+@pytest.mark.parametrize("state", ["refused", "unsafe", "contested"])
+def test_lease_that_is_not_used_is_told_with_its_conflicts(state: str) -> None:
+    peer = {**DOCUMENT["peers"][0], "state": state, "conflicts": ["10.5.3.0/24", "10.5.4.0/24"]}
+    lease = hops("10.5.2.7", document={**DOCUMENT, "peers": [peer]})["lease"]
+    assert (lease.state, lease.note) == ("PROBLEM", f"{state}: 10.5.3.0/24, 10.5.4.0/24")
+
+
+@pytest.mark.parametrize(
+    ("way", "lease", "state"),
+    [(RouteTaken("eth0"), "the leases are not known", "unknown"), (RouteTaken(""), "", "PROBLEM")],
+)
+def test_route_to_an_address_of_an_unknown_node_is_shown(way: RouteTaken, lease: str, state: str) -> None:
+    host = {"network": DOCUMENT["network"], "lease": DOCUMENT["lease"]}
+    told = hops("10.5.2.7", document=host, ways={"10.5.2.7": way})
+    assert told["lease"].note.startswith(lease)
+    assert told["route"].state == state
+    assert hops("10.5.99.7", ways={"10.5.99.7": way})["route"].state == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("target", "way", "document"),
+    [
+        ("203.0.113.1", RouteTaken(""), DOCUMENT),
+        ("203.0.113.1", RouteTaken("lo", is_here=True), DOCUMENT),
+        ("2001:db8::1", RouteTaken("eth0"), DOCUMENT),
+        ("203.0.113.1", RouteTaken("eth0"), {**DOCUMENT, "lease": None}),
+    ],
+    ids=["no route", "this host", "another family", "no lease"],
+)
+def test_source_is_told_only_of_packets_that_leave(
+    target: str, way: RouteTaken, document: dict[str, Any]
+) -> None:
+    told = hops(target, document=document, ways={target: way})
+    assert list(told) == ["lease", "route"]
+    assert told["route"].state == ("ok" if way.device else "PROBLEM")
