@@ -245,9 +245,9 @@ def _shape(number: int, each: Vertex, x: float, y: float) -> str:
     title = f"<title>{html.escape(each.name)} {each.state}</title>"
     r = _RADIUS * (1.4 if each.is_own else 1)
     if each.state == State.OK:
-        return f'<circle {attributes} cx="{x:.1f}" cy="{y:.1f}" r="{r}">{title}</circle>'
+        return f'<circle {attributes} cx="{x:.1f}" cy="{y:.1f}" r="{r:.1f}">{title}</circle>'
     turned = f' transform="rotate(45 {x:.1f} {y:.1f})"' if each.state == State.HINT else ""
-    corner = f'x="{x - r:.1f}" y="{y - r:.1f}" width="{2 * r}" height="{2 * r}"'
+    corner = f'x="{x - r:.1f}" y="{y - r:.1f}" width="{2 * r:.1f}" height="{2 * r:.1f}"'
     return f"<rect {attributes} {corner}{turned}>{title}</rect>"
 
 

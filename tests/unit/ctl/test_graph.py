@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import re
 from html.parser import HTMLParser
 
@@ -112,3 +114,103 @@ def test_quotes_and_backslashes_of_others_stay_inside_the_strings_of_dot() -> No
     for line in dot(found):
         assert re.fullmatch(r'(?:[^"\\]|"(?:[^"\\]|\\.)*")*', line)
     assert sum(" -- " in line for line in dot(found)) == len(edges(found)) == 1
+
+
+def test_drawing_has_this_node_in_the_middle_and_a_shape_for_each_state() -> None:
+    found = vertices(COLUMNS, [row(2), row(3, "PROBLEM"), row(4, "hint"), OWN])
+    lines = [
+        each for each in page(found, COLUMNS[4:-1], MADE) if re.match(r"</?(svg|line|circle|rect)", each)
+    ]
+    assert [each.partition("<title>")[0] for each in lines] == [
+        '<svg viewBox="-72 -72 144 144" aria-hidden="true">',
+        '<line id="l1" class="PROBLEM" x1="0" y1="0" x2="-19.2" y2="17.6"/>',
+        '<line id="l2" class="hint" x1="0" y1="0" x2="3.2" y2="-36.6"/>',
+        '<line id="l3" class="ok" x1="0" y1="0" x2="27.4" y2="35.7"/>',
+        '<circle id="s0" class="shape ok own" cx="0.0" cy="0.0" r="9.8">',
+        '<rect id="s1" class="shape PROBLEM" x="-26.2" y="10.6" width="14.0" height="14.0">',
+        '<rect id="s2" class="shape hint" x="-3.8" y="-43.6" width="14.0" height="14.0"'
+        ' transform="rotate(45 3.2 -36.6)">',
+        '<circle id="s3" class="shape ok" cx="27.4" cy="35.7" r="7.0">',
+        "</svg>",
+    ]
+
+
+@pytest.mark.parametrize("with_own", [True, False])
+def test_shapes_lie_inside_the_drawing_and_apart(*, with_own: bool) -> None:
+    found = [each for each in cluster() if with_own or not each.is_own]
+    reader = Reader()
+    reader.feed("\n".join(page(found, COLUMNS[4:-1], MADE)))
+    (view,) = reader.of("svg")
+    left, top, width, height = map(float, str(view["viewbox"]).split())
+    shapes = [
+        *((float(str(each["cx"])), float(str(each["cy"]))) for each in reader.of("circle")),
+        *(
+            (float(str(each["x"])) + size / 2, float(str(each["y"])) + size / 2)
+            for each in reader.of("rect")
+            for size in [float(str(each["width"]))]
+        ),
+    ]
+    assert all(left + 10 < x < left + width - 10 and top + 10 < y < top + height - 10 for x, y in shapes)
+    cells = {(round(x / 15), round(y / 15)) for x, y in shapes}
+    assert len(cells) == len(shapes) == len(found)
+    assert len(reader.of("line")) == (len(found) - 1 if with_own else 0)
+
+
+def test_page_is_one_document_with_a_cell_of_each_row_for_each_column(html: str, read: Reader) -> None:
+    assert html.startswith('<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">')
+    assert html.endswith("</script></body></html>")
+    for tag in (
+        "html",
+        "head",
+        "style",
+        "body",
+        "header",
+        "main",
+        "svg",
+        "div",
+        "table",
+        "thead",
+        "tbody",
+        "p",
+    ):
+        assert html.count(f"<{tag}>") + html.count(f"<{tag} ") == html.count(f"</{tag}>") > 0
+    columns = [each for each in read.of("th") if each.get("scope") == "col"]
+    rows = len([each for each in read.of("tr") if "id" in each])
+    assert len(columns) == 5 + len(COLUMNS[4:-1])
+    assert len(read.of("td")) + len(read.of("th")) == (rows + 1) * len(columns)
+    for tag in ("style", "script"):
+        content = html.partition(f"<{tag}>")[2].partition(f"</{tag}>")[0]
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        assert f"{tag}-src 'sha256-{digest}'" in html
+
+
+def test_page_counts_nodes_by_state_and_shows_what_is_not_known_as_a_dash() -> None:
+    few = vertices(COLUMNS, [(*row(2)[:5], "-", *row(2)[6:]), row(3, "PROBLEM", "no answer"), OWN])
+    assert few[2].facts == tuple(
+        (name, value) for name, value in zip(COLUMNS[4:-1], OWN[4:-1], strict=True) if name != "vni"
+    )
+    text = "\n".join(page(few, COLUMNS[4:-1], MADE))
+    assert "<title>flannel: 3 nodes</title>" in text
+    assert f"<p>1 PROBLEM, 2 ok. As seen from one node, {MADE}.</p>" in text
+    assert (
+        "<td>0.4 ms</td><td>vxlan</td><td>-</td><td>8472</td><td>1450</td><td>1.0</td><td>etcd v3</td></tr>"
+        in text
+    )
+    assert '<td class="state">PROBLEM</td><td class="note">no answer</td>' in text
+
+
+def test_graph_for_graphviz_has_a_shape_and_a_colour_for_each_state() -> None:
+    found = vertices(COLUMNS, [row(2), row(3, "PROBLEM", "no answer"), row(4, "hint"), OWN])
+    red, brown, green = '"#c62828"', '"#b26a00"', '"#2e7d32"'
+    assert list(dot(found))[2:] == [
+        f'  "10.5.1.0/24" [label="10.5.1.0/24\\n198.18.0.1", shape=doublecircle, color={green}];',
+        f'  "10.0.3.0/24" [label="10.0.3.0/24\\n198.18.0.3\\nno answer", shape=box, color={red}];',
+        f'  "10.0.4.0/24" [label="10.0.4.0/24\\n198.18.0.4", shape=diamond, color={brown}];',
+        f'  "10.0.2.0/24" [label="10.0.2.0/24\\n198.18.0.2", shape=ellipse, color={green}];',
+        f'  "10.5.1.0/24" -- "10.0.3.0/24" [color={red}];',
+        f'  "10.5.1.0/24" -- "10.0.4.0/24" [color={brown}];',
+        f'  "10.5.1.0/24" -- "10.0.2.0/24" [color={green}];',
+        "}",
+    ]
+    assert edges(found)[0] == {"from": "10.5.1.0/24", "to": "10.0.3.0/24", "state": "PROBLEM"}
+    assert edges(found[1:]) == []
