@@ -4,23 +4,40 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from ipaddress import IPv4Address, ip_address
+from ipaddress import IPv4Address, ip_address, ip_network
 from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from flanneld.backends import registry
-from flanneld.backends.contract import Host
+from flanneld.backends.contract import Host, OuterPackets
 from flanneld.config import parse
-from flanneld.ctl.paths import PathToPeer, paths, peer_named, sample
+from flanneld.ctl import paths as module
+from flanneld.ctl.compare import RouteTaken
+from flanneld.ctl.paths import (
+    DISCOVERY,
+    FROM_CONTAINERS,
+    TO_CONTAINERS,
+    PathToPeer,
+    addresses_behind,
+    chosen_of,
+    container_of,
+    flows,
+    listed,
+    paths,
+    peer_named,
+    sample,
+    some,
+)
 from flanneld.diagnostics.status import PeerStatus
 from flanneld.errors import FlannelError
 from flanneld.model import IPAddress, Uplink
 from flanneld.network.survey import Sized, largest
-from flanneld.state.resources import Address
+from flanneld.state.resources import Address, Route
 from tests.unit.ctl.documents import object_of, status_of
 
 PSKS = {"ipsec": "x" * 96}
@@ -162,3 +179,170 @@ def test_peer_is_named_and_shown_by_its_node_where_the_store_tells_that() -> Non
     assert named.place == named.name == f"{other.name} (worker-2)"
     assert other.place == f"{other.name} ({other.public_ips[0]})"
     assert other.name == ",".join(PEER["subnets"])
+
+
+# ---- flows --------------------------------------------------------------------------------------------
+
+V4, V6 = ("10.5.2.0/24", "10.5.1.0/24"), ("fd00:5:0:2::/64", "fd00:5:0:1::/64")
+
+
+def dual(**changes: Any) -> dict[str, Any]:
+    """A node with both families, whose peer announces its IPv6 address first."""
+    routes = [Route(ip_network(net[0]), "flannel.1", ip_network(net[0])[0]) for net in (V4, V6)]
+    peer = {
+        "subnets": [V4[0], V6[0]],
+        "public_ips": ["2001:db8::2", "192.0.2.2"],
+        "state": "in the kernel",
+        "objects": [object_of(each) for each in routes],
+    }
+    ranges = [{"network": "10.5.0.0/16", "subnet_len": 24}, {"network": "fd00:5::/48", "subnet_len": 64}]
+    return {
+        "network": {"backend": "vxlan", "ranges": ranges},
+        "uplink": {"name": "eth0", "mtu": 1500, "addresses": ["192.0.2.1", "2001:db8::1"]},
+        "lease": {"subnets": [V4[1], V6[1]]},
+        "peers": [peer | changes],
+    }
+
+
+def test_flows_of_both_families_are_between_addresses_of_one() -> None:
+    told = status_of(dual())
+    found = list(flows(told, chosen_of(told), {4: "cni0", 6: "cni6"}))
+    ends = {(each.name, str(each.packet.source), str(each.packet.destination)) for each in found}
+    assert ends == {
+        ("UDP 8472 from its peers", "192.0.2.2", "192.0.2.1"),
+        ("UDP 8472 to its peers", "192.0.2.1", "192.0.2.2"),
+        ("UDP 8472 from its peers", "2001:db8::2", "2001:db8::1"),
+        ("UDP 8472 to its peers", "2001:db8::1", "2001:db8::2"),
+        (DISCOVERY, "2001:db8::2", "2001:db8::1"),
+        (FROM_CONTAINERS, "10.5.1.2", "10.5.2.2"),
+        (TO_CONTAINERS, "10.5.2.2", "10.5.1.2"),
+        (FROM_CONTAINERS, "fd00:5:0:1::2", "fd00:5:0:2::2"),
+        (TO_CONTAINERS, "fd00:5:0:2::2", "fd00:5:0:1::2"),
+    }
+    assert {(each.family, each.packet.iif) for each in found if each.name == FROM_CONTAINERS} == {
+        (4, "cni0"),
+        (6, "cni6"),
+    }
+    assert {each.packet.icmp for each in found if each.name == DISCOVERY} == {
+        "nd-neighbor-solicit",
+        "nd-neighbor-advert",
+    }
+    assert {str(each) for each in found if each.name == TO_CONTAINERS} == {
+        f"{kind} {TO_CONTAINERS}" for kind in ("TCP", "ICMP")
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({"public_ips": ["2001:db8::2"], "subnets": [V6[0]]}, {6}),
+        ({"public_ips": ["192.0.2.2"], "subnets": [V4[0]]}, {4}),
+        ({"public_ips": [], "objects": []}, set()),
+    ],
+    ids=["IPv6", "IPv4", "neither"],
+)
+def test_flows_to_a_peer_are_of_the_families_that_it_has(changes: dict[str, Any], names: set[int]) -> None:
+    told = status_of(dual(**changes))
+    assert {each.family for each in flows(told, chosen_of(told), {})} == names
+
+
+@pytest.mark.parametrize(
+    ("subnet", "container"),
+    [
+        ("10.5.2.0/24", "10.5.2.2"),
+        ("10.5.2.0/31", "10.5.2.0"),
+        ("10.5.2.4/32", "10.5.2.4"),
+        ("fd00::/64", "fd00::2"),
+    ],
+)
+def test_container_is_inside_its_subnet_however_small(subnet: str, container: str) -> None:
+    assert str(container_of(ip_network(subnet))) == container
+
+
+@pytest.mark.parametrize(
+    ("packets", "text"),
+    [
+        ([], ""),
+        ([OuterPackets("udp", 500)], "UDP port 500"),
+        ([OuterPackets("udp", 500), OuterPackets("esp")], "UDP port 500 and IP protocol 50"),
+        (
+            [OuterPackets("udp", 500), OuterPackets("ipencap"), OuterPackets("gre")],
+            "UDP port 500, IP protocol 4 and IP protocol gre",
+        ),
+        ([OuterPackets("udp", 7, "ListenPort")], "the UDP port of Backend.ListenPort (7)"),
+        ([OuterPackets("udp", 7, "Port")], "UDP port 7"),
+    ],
+)
+def test_packets_between_nodes_are_named_for_people(packets: list[OuterPackets], text: str) -> None:
+    assert listed(packets) == text
+
+
+@pytest.mark.parametrize(
+    ("changes", "note"),
+    [
+        ({"carried": 1450}, ""),
+        (
+            {"carried": 1350, "headers": 50},
+            "larger packets of containers are lost: set Backend.MTU to 1400 or",
+        ),
+        (
+            {"carried": 1350, "headers": 0},
+            "larger packets of containers are lost: set Backend.MTU to 1350 or",
+        ),
+        ({"name": "underlay", "carried": 1350, "headers": 50}, "larger packets are lost or taken apart: set"),
+    ],
+)
+def test_note_of_a_path_names_the_mtu_that_fits(changes: dict[str, Any], note: str) -> None:
+    path = replace(PathToPeer("tunnel", ip_address("10.5.2.0"), 1450, None), **changes)
+    assert path.note.startswith(note)
+    assert bool(path.note) == bool(note)
+    inside = {"tunnel": 1350, "underlay": 1300}[path.name]
+    assert (f"to {inside + path.headers} or less, which leaves {inside} inside the tunnel;" in path.note) == (
+        path.headers > 0
+    )
+
+
+def test_peers_are_spread_over_all_and_refused_ones_are_left_out() -> None:
+    states = ["in the kernel", "refused", "unsafe", "pending"]
+    peers = [PEER | {"subnets": [f"10.6.{n}.0/24"], "state": states[n % 4]} for n in range(256)]
+    chosen = [each.status.name for each in chosen_of(status_of({"peers": peers}))]
+    assert chosen == [f"10.6.{n}.0/24" for n in range(0, 256, 4)]
+    few = chosen_of(status_of({"peers": peers[:12]}))
+    assert [each.status.state for each in few] == ["in the kernel", "pending"] * 3
+
+
+OUTSIDE, INSIDE = "203.0.113.0/24", "10.6.9.0/24"
+
+
+@pytest.mark.parametrize(
+    ("networks", "names"),
+    [
+        ([], ["10.6.0.0/24", "10.6.1.0/24"]),
+        ([OUTSIDE], ["10.6.0.0/24", "10.6.1.0/24"]),
+        ([INSIDE, INSIDE], ["10.6.0.0/24", "10.6.1.0/24", INSIDE]),
+        (["10.6.1.0/24"], ["10.6.0.0/24", "10.6.1.0/24"]),
+        (["198.18.0.8/29", "10.6.8.0/23"], ["10.6.0.0/24", "10.6.1.0/24", "10.6.8.0/24"]),
+    ],
+    ids=["none", "of nobody", "of one", "of one of the few", "by its node"],
+)
+def test_some_peers_are_a_few_and_one_in_each_network(networks: list[str], names: list[str]) -> None:
+    peers = [
+        peer_of(PEER | {"subnets": [f"10.6.{n}.0/24"], "public_ips": [f"198.18.0.{n}"]}) for n in range(20)
+    ]
+    chosen = some(peers, list(map(ip_network, networks)), 2)
+    assert [each.status.name for each in chosen] == names
+
+
+@pytest.mark.parametrize(
+    ("device", "carried", "targets"),
+    [("eth0", 1500, ["10.5.2.2"]), ("flannel.1", 1500, []), ("eth0", None, [])],
+    ids=["without a tunnel", "through a tunnel", "the node is silent"],
+)
+def test_containers_behind_a_node_are_those_without_a_tunnel(
+    device: str, carried: int | None, targets: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    route = Route(ip_network(V4[0]), device, ip_address("192.0.2.2"))
+    told = status_of(dual(objects=[object_of(route)]))
+    monkeypatch.setattr(module, "route_lookup", lambda: lambda _: RouteTaken(device, ip_address("192.0.2.2")))
+    there = [PathToPeer("underlay", ip_address("192.0.2.2"), 1500, carried, V4[0])]
+    assert list(map(str, addresses_behind(told, there))) == targets
