@@ -39,7 +39,6 @@ class TextTable(Struct, frozen=True, gc=False):
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
-    title: str = ""
 
 
 def in_lines(lines: Iterable[str]) -> TextTable:
@@ -57,8 +56,6 @@ def show(tables: Sequence[TextTable], out: TextIO | None = None) -> None:
 
 def table_lines(table: TextTable) -> Iterator[str]:
     """Yield a table's lines: columns two spaces apart, without trailing spaces."""
-    if table.title:
-        yield table.title
     rows = [[printable(cell) for cell in row] for row in table.rows]
     if table.columns:
         rows.insert(0, [column.upper() for column in table.columns])
@@ -85,9 +82,7 @@ def _show_rich(tables: Sequence[TextTable], out: TextIO) -> bool:
         return False
     console = Console(file=out)
     for table in tables:
-        drawn = RichTable(
-            title=table.title or None, title_justify="left", show_header=bool(table.columns), box=None
-        )
+        drawn = RichTable(show_header=bool(table.columns), box=None)
         for column in table.columns or [""] * len(table.rows[0] if table.rows else ()):
             drawn.add_column(column.upper(), overflow="fold")
         for row in table.rows:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from flanneld.ctl.output import TextTable, show
+from flanneld.ctl.output import TextTable, show, when
 
 
 def shown(*tables: TextTable) -> str:
@@ -51,6 +51,19 @@ def test_a_terminal_gets_colours_and_the_same_words() -> None:
     show([TABLE], terminal)
     assert "[red]not a colour\\x1b[0m" in " ".join(terminal.getvalue().split())
     assert terminal.getvalue() != shown(TABLE)
+
+
+@pytest.mark.parametrize("columns", [(), ("what", "why")])
+def test_a_terminal_gets_all_of_a_long_text(columns: tuple[str, ...]) -> None:
+    terminal = Terminal()
+    show([TextTable(columns, [("advice", "x" * 300)])], terminal)
+    assert terminal.getvalue().count("x") == 300
+    assert ("WHAT" in terminal.getvalue()) is bool(columns)
+
+
+@pytest.mark.parametrize(("stamp", "text"), [(None, "never"), (0.0, "never"), (1e300, "1e+300 s after 1970")])
+def test_time_that_is_none_or_out_of_range_is_told(stamp: float | None, text: str) -> None:
+    assert when(stamp) == text
 
 
 def test_without_rich_a_terminal_gets_plain_text(monkeypatch: pytest.MonkeyPatch) -> None:
