@@ -125,3 +125,60 @@ def test_archive_that_exists_is_refused(tmp_path: Path, capsys: pytest.CaptureFi
     path.touch()
     assert run(["bundle", str(path), f"--subnet-file={tmp_path / 'subnet.env'}"], {}) == USAGE
     assert "exists" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("secrets", "text", "masked"),
+    [
+        ({"abcd"}, "x abcd y", "x *** y"),
+        ({"abc"}, "x abc y", "x abc y"),
+        ({"abcd", "abcdef"}, "abcdef abcd", "*** ***"),
+        ({""}, "text", "text"),
+    ],
+    ids=["four letters", "a short one", "one within another", "none"],
+)
+def test_known_secrets_are_masked_the_longest_first_unless_short(
+    secrets: set[str], text: str, masked: str
+) -> None:
+    assert redact(text, secrets) == masked
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("PASSWORD=abc", {"abc"}),
+        ('export  API_KEY = "a b" ', {"a b"}),
+        ("TOKEN", set()),
+        ("TOKEN_FILE=/x", set()),
+        ("NAME=TOKEN=x", set()),
+    ],
+)
+def test_variable_is_secret_by_its_whole_name(line: str, found: set[str]) -> None:
+    assert secrets_in(line) == found
+
+
+@pytest.mark.parametrize(
+    ("name", "folder"), [("a.tar.gz", "a"), ("a.tar", "a"), ("a.gz", "a"), ("a.tgz", "a.tgz"), ("a", "a")]
+)
+def test_files_lie_in_a_folder_with_the_archives_name(name: str, folder: str, tmp_path: Path) -> None:
+    bundle.write(tmp_path / name, [("one", "1"), ("b/two", "\udcff2")], set())
+    with tarfile.open(tmp_path / name) as archive:
+        assert [(each.name, each.size, each.mode) for each in archive] == [
+            (f"{folder}/one", 1, 0o600),
+            (f"{folder}/b/two", 7, 0o600),
+        ]
+
+
+def test_archive_that_cannot_be_written_is_told_with_the_reason(tmp_path: Path) -> None:
+    with pytest.raises(FlannelError, match=r"cannot write .*No such file or directory; name another file"):
+        bundle.write(tmp_path / "none" / "a.tar.gz", [], set())
+
+
+def test_files_that_others_may_read_hold_no_secrets(tmp_path: Path) -> None:
+    for mode in (0o600, 0o640, 0o604, 0o400):
+        (tmp_path / f"{mode:o}").write_text(f"content {mode:o}\n")
+        (tmp_path / f"{mode:o}").chmod(mode)
+    (tmp_path / "folder").mkdir(0o700)
+    found = bundle.known_secrets(Options(secret_dir=str(tmp_path)))
+    assert {each for each in found if each.startswith("content")} == {"content 600", "content 400"}
+    assert "content" not in str(bundle.known_secrets(Options(secret_dir=str(tmp_path / "none"))))
