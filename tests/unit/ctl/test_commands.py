@@ -77,7 +77,10 @@ def test_graph_is_in_the_form_that_is_asked_for(
     form: str, first: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert ran(tmp_path, {}, "graph", f"--format={form}") == FINE
-    assert capsys.readouterr().out.splitlines()[0] == first
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == first
+    shown = [name for name in ("rtt", "backend", "mtu", "store") for line in lines if f">{name}</th>" in line]
+    assert shown == (["rtt", "backend", "mtu", "store"] if form == "html" else [])
 
 
 def test_graph_for_programs_has_nodes_and_edges(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -383,6 +383,16 @@ def test_neighbours_that_are_fixed_by_hand_are_those_of_both_families() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("address", "setting"),
+    [("192.0.2.1", "ipv4/ip_forward"), ("2001:db8::1", "ipv6/conf/all/forwarding")],
+)
+def test_host_forwards_a_family_unless_its_setting_is_0(address: str, setting: str) -> None:
+    file = Path("/proc/sys/net", setting)
+    is_on = file.exists() and file.read_text() != "0\n"
+    assert does_not_forward(ip_address(address)) is not is_on
+
+
 @pytest.mark.parametrize(("text", "value"), [("12\n", 12), ("-1", -1), ("x", 0), ("", 0), (None, 0)])
 def test_number_in_a_file_is_0_without_one(text: str | None, value: int, tmp_path: Path) -> None:
     file = tmp_path / "number"
