@@ -116,6 +116,7 @@ def test_only_hosts_on_the_link_are_asked_by_arp_and_only_our_duplicates_are_tol
         "198.18.0.1": LookupResult(index, None, None, RTN_UNICAST),
         "198.18.0.2": LookupResult(index, None, gateway, RTN_UNICAST),
         "198.18.0.3": LookupResult(index + 1, None, None, RTN_UNICAST),
+        "10.6.0.0": LookupResult(index, None, None, RTN_UNICAST),  # the end of a tunnel
     }
     failed = [SeenAddress(index, ip_address(text), 64, IFA_F_DADFAILED) for text in ("fe80::1", "fd05:1::1")]
 

@@ -64,6 +64,14 @@ def test_each_of_two_peers_with_one_subnet_is_looked_up() -> None:
         ]
 
 
+@pytest.mark.parametrize(("subnet", "address"), [("10.5.2.4/32", "10.5.2.4"), ("10.5.2.4/31", "10.5.2.5")])
+def test_small_subnet_is_looked_up_by_an_address_inside(subnet: str, address: str) -> None:
+    route = Route(ip_network(subnet), "flannel.1")
+    told = status_of({"peers": [{"subnets": [subnet], "objects": [object_of(route)]}]})
+    found = by_lookup(told, ActualState({route: True}, ()), lambda _: RouteTaken(""), {subnet})
+    assert list(found) == [ShadowingRoute(subnet, f"{address} nowhere")]
+
+
 def test_a_packet_on_the_wanted_route_makes_none() -> None:
     assert found_by_lookup(document(ROUTE), OURS) == []
     assert found_by_lookup(document(local=(ROUTE_TO_ALL,)), RouteTaken("flannel0")) == []
