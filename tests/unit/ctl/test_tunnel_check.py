@@ -8,15 +8,16 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from flanneld.ctl.checks import Facts
+from flanneld.ctl.checks import Facts, see_first
 from flanneld.ctl.doctor import examine
 from flanneld.ctl.drops import MASQUERADES, Drop
 from flanneld.ctl.losses import Lost
 from flanneld.ctl.paths import TO_NODES, PathToPeer
+from flanneld.diagnostics.status import Status
 from flanneld.findings import Finding, Severity
 from flanneld.state.resources import Route
 from tests.unit.ctl.documents import object_of
-from tests.unit.ctl.test_checks import DOCUMENT, OFF_LINK, WELL, path, told
+from tests.unit.ctl.test_checks import DOCUMENT, OFF_LINK, WELL, link, path, told
 
 PEER = "10.5.2.0/24"
 DROP = Drop("chain INPUT of table ip filter", "UDP 8472", "-j DROP", (), families=frozenset({4}))
@@ -195,3 +196,34 @@ def test_public_ip_need_answer_only_as_a_gateway_without_a_tunnel(
 ) -> None:
     facts = told(lambda d: d["peers"][0].update(objects=[object_of(each) for each in routes]))
     assert len(tunnels(replace(facts, paths=paths, passing=frozenset(passing)))) == number
+
+
+XDP = (replace(link("eth0"), xdp="xdpgeneric"), *WELL.links[1:])
+DOUBT = replace(DROP, doubt="limit rate")
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        (WELL, ""),
+        (replace(WELL, filtered=(DROP,)), ""),
+        (replace(WELL, filtered=(DOUBT, DOUBT)), "see first whether this rule drops them: -j DROP; else "),
+        (
+            replace(WELL, filtered=(replace(DOUBT, rule=""), replace(DOUBT, rule="-p udp"))),
+            f"see first whether this rule drops them: policy of {DROP.chain}; -p udp; else ",
+        ),
+        (
+            replace(WELL, links=XDP),
+            "see first whether the XDP program of eth0 does: ip link set dev eth0 xdpgeneric off; else ",
+        ),
+        (
+            replace(WELL, links=XDP, filtered=(DOUBT,)),
+            "see first whether this rule drops them: -j DROP or the XDP program of eth0 does:"
+            " ip link set dev eth0 xdpgeneric off; else ",
+        ),
+        (replace(WELL, status=Status()), ""),
+    ],
+    ids=["nothing", "a sure rule", "a doubtful rule", "a policy", "a program", "both", "no uplink"],
+)
+def test_doubtful_causes_on_this_host_are_looked_at_before_the_network(facts: Facts, words: str) -> None:
+    assert see_first(facts) == words
