@@ -213,6 +213,6 @@ def test_only_the_packets_of_the_named_peer_are_followed() -> None:
     assert (drops("10.6.0.7"), drops("10.6.1.7"), drops("10.6.2.7")) == (["0"], ["1"], [])
 
 
-@pytest.mark.parametrize("firewall", [None, {"place": "none"}])
+@pytest.mark.parametrize("firewall", [None, {"place": "none"}, {"place": "elsewhere"}])
 def test_without_a_place_of_rules_no_masquerading_rules_are_known(firewall: dict[str, Any] | None) -> None:
     assert masquerading_rules(status_of({"firewall": firewall} if firewall else {}), 4) is None

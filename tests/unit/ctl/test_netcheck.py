@@ -410,8 +410,8 @@ def test_large_echoes_may_be_filtered_where_large_queries_come_back(
 
 
 MANY = [
-    {"subnets": [f"10.5.{number}.0/24"], "state": "refused" if number == 2 else "in the kernel"}
-    for number in range(2, 20)
+    {"subnets": [f"10.5.{number}.0/24"], "state": state}
+    for number, state in enumerate(["contested", "refused", *["in the kernel"] * 9], 1)
 ]
 
 
