@@ -123,6 +123,13 @@ def test_a_setting_is_named_that_the_backend_takes_its_mtu_from(name: str) -> No
     assert (inner(1500, MTU=1400) == lowered) == ("set Backend.MTU" in note)
 
 
+def test_backend_without_headers_has_paths_of_the_whole_mtu() -> None:
+    document = {**DOCUMENT, "network": {"backend": "host-gw"}, "mtu": 1500}
+    found = paths([peer_of(PEER)], status_of(document), asked)
+    assert [(each.required, each.headers) for each in found] == [(1500, 0), (1500, 0)]
+    assert "inside the tunnel" not in found[0].note
+
+
 def test_document_without_an_uplink_has_only_paths_through_the_tunnel() -> None:
     document = {**DOCUMENT, "network": {"backend": "ipip"}}
     del document["uplink"]

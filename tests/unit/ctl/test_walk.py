@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from flanneld.ctl.netcheck import Series, Stage, Walk, spoilt
+from flanneld.ctl.nodes import read
 from flanneld.ctl.output import State
+from flanneld.ctl.source import DataSource
 from flanneld.model import IPAddress
 from flanneld.state.resources import Address
 from tests.unit.ctl.documents import object_of, status_of
@@ -148,3 +150,23 @@ def test_lost_queries_are_sent_without_checksums(echo: tuple[float, ...], state:
         (result,) = spoilt(told.each_peer[0], found, port, told)
     assert result.state == state
     assert result.found.startswith(text)
+
+
+def test_nodes_answer_queries_and_silent_ones_echoes_there_and_at_their_public_ip() -> None:
+    peers = [
+        {"subnets": [f"127.0.{number}.0/24"], "public_ips": [public]}
+        for number, public in ((7, "127.0.0.7"), (8, "127.0.0.8"))
+    ]
+    with node() as port:
+        told = status_of(document(answer_port=port, peers=peers))
+        cluster = read(DataSource("daemon", told))
+    assert [(each.answers, each.told and each.told.version) for each in cluster.nodes] == [
+        ("daemon", "1")
+    ] * 2
+    assert cluster.own == {"127.0.6.0"}
+    told = status_of(document(answer_port=closed_port(), peers=peers))
+    silent = read(DataSource("daemon", told)).nodes
+    assert [(each.answers, each.echo.arrived, each.underlay.arrived) for each in silent] == [
+        ("kernel", True, True)
+    ] * 2
+    assert cluster.now > 0
