@@ -1,18 +1,35 @@
-"""Which connection has to go for another one."""
+"""Which connection has to go for another one, how long one may last, and what a failed request costs."""
 
 from __future__ import annotations
 
 import os
 import resource
 import socket
+import struct
 import subprocess
 import sys
-from contextlib import ExitStack
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
-from flanneld.runtime.server import _CROWDED, ConnectionOrigin, Limits, _lifted, _source, to_evict
+from flanneld.runtime.server import (
+    _CROWDED,
+    READABLE,
+    ConnectionOrigin,
+    Conversation,
+    Limits,
+    PolledServer,
+    _lifted,
+    _source,
+    to_evict,
+)
+from tests.clock import Clock
+from tests.lab.wait import PATIENCE, wait_for
+
+DEADLINE = 20.0 * PATIENCE
 
 LIMITS = Limits(3.0, connections=6, per_source=3, reserved=2)
 HERE, ELSEWHERE = (
@@ -103,3 +120,133 @@ def test_clients_of_one_ipv6_subnet_are_one_source() -> None:
         assert _source(server, ("::1", 5000, 0, 0)).is_local
         mapped = ConnectionOrigin("192.0.2.7", is_local=False)
         assert _source(server, ("::ffff:192.0.2.7", 5000, 0, 0)) == mapped
+
+
+Handler = Callable[[socket.socket], object]
+
+
+def in_a_thread(handle: Handler) -> Callable[[socket.socket], Conversation]:
+    """Return the conversation that leaves each request to a thread."""
+
+    def talk(connection: socket.socket) -> Conversation:
+        yield READABLE
+        connection.setblocking(True)
+        return connection, lambda: handle(connection)
+
+    return talk
+
+
+@contextmanager
+def serving(handle: Handler, limits: Limits) -> Iterator[tuple[PolledServer, Callable[[], socket.socket]]]:
+    """Serve meanwhile; yield the server, and what connects to it."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = listener.getsockname()
+    server = PolledServer(listener, in_a_thread(handle), limits, "Cannot answer")
+    thread = threading.Thread(target=server.serve)
+    thread.start()
+    with ExitStack() as clients:
+        clients.callback(thread.join, DEADLINE)
+        clients.callback(server.close)
+        yield (
+            server,
+            lambda: clients.enter_context(socket.create_connection(address, timeout=DEADLINE)),
+        )
+    assert not thread.is_alive()
+
+
+def answer(connection: socket.socket) -> None:
+    connection.sendall(b"yes " + connection.recv(10))
+
+
+def test_silent_client_is_cut_off_once_its_time_is_over_though_nothing_else_happens() -> None:
+    with serving(answer, Limits(0.01, 10, 10, threads=1)) as (server, connect):
+        assert connect().recv(10) == b""
+        wait_for(lambda: server.connections == 0)
+
+
+def test_end_of_a_server_ends_its_connections_and_frees_its_port_and_the_size_of_stacks() -> None:
+    def tell_size_of_stacks(connection: socket.socket) -> None:
+        connection.sendall(b"%d" % threading.stack_size())
+
+    assert threading.stack_size() == 0
+    with serving(tell_size_of_stacks, Limits(DEADLINE, 10, 10, threads=1)) as (server, connect):
+        client, silent = connect(), connect()
+        address = client.getpeername()
+        client.sendall(b"?")
+        assert 0 < int(client.recv(10)) < 1 << 20
+        wait_for(lambda: server.connections == 1)
+        server.close()
+        assert silent.recv(10) == b""
+        with pytest.raises(ConnectionRefusedError):
+            wait_for(lambda: socket.create_connection(address).close())
+    assert threading.stack_size() == 0
+
+
+def test_request_that_finds_no_free_thread_is_refused_and_that_is_told_once_a_minute(
+    daemon_clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    may_end = threading.Event()
+
+    def hold(connection: socket.socket) -> None:
+        answer(connection)
+        may_end.wait(DEADLINE)
+
+    def ask() -> socket.socket:
+        client = connect()
+        client.sendall(b"1")
+        return client
+
+    with serving(hold, Limits(DEADLINE, 10, 10, threads=1)) as (server, connect):
+        served = ask()
+        assert served.recv(10) == b"yes 1"
+        told = []
+        for seconds in (0.0, 59.0, 1.0):
+            daemon_clock.time += seconds
+            refused = ask()
+            with pytest.raises(ConnectionResetError):
+                assert refused.recv(10)
+            told.append(len(caplog.messages))
+        assert told == [1, 1, 2]
+        assert caplog.messages[1].startswith("Too many connections: refusing one of ('127.0.0.1', ")
+        assert server.connections == 1
+        may_end.set()
+        assert served.recv(10) == b""
+        wait_for(lambda: server.connections == 0)
+        assert ask().recv(10) == b"yes 1"
+
+
+def test_request_that_fails_through_a_bug_is_told_with_its_client_and_harms_no_other(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def handle(connection: socket.socket) -> None:
+        if connection.recv(1) == b"!":
+            raise ZeroDivisionError
+        answer(connection)
+
+    with serving(handle, Limits(DEADLINE, 10, 10, threads=1)) as (server, connect):
+        client = connect()
+        client.sendall(b"!")
+        assert client.recv(10) == b""
+        wait_for(lambda: server.connections == 0)
+        assert caplog.messages == [f"Cannot answer of {client.getsockname()}"]
+        client = connect()
+        client.sendall(b"12")
+        assert client.recv(10) == b"yes 2"
+
+
+def test_client_that_has_gone_is_told_as_one(caplog: pytest.LogCaptureFixture) -> None:
+    has_gone = threading.Event()
+
+    def handle(connection: socket.socket) -> None:
+        has_gone.wait(DEADLINE)
+        connection.sendall(connection.recv(10))
+
+    with serving(handle, Limits(DEADLINE, 10, 10, threads=1)) as (server, connect):
+        client = connect()
+        client.sendall(b"1")
+        wait_for(lambda: server.connections == 1)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        client.close()  # with a reset
+        has_gone.set()
+        wait_for(lambda: server.connections == 0)
+        assert caplog.messages == ["Cannot answer of a client that has gone"]
