@@ -44,7 +44,7 @@ def is_a_hosts(address: IPAddress) -> bool:
     octet = number >> (address.max_prefixlen - 8)
     if number in _NO_HOST[family] or octet in _OF_NO_HOST[family]:
         return False
-    return family == 4 or number >> 32 != _MAPPED
+    return number >> 32 != _MAPPED  # nothing is left of IPv4
 
 
 class Secret(Struct, frozen=True, gc=False):

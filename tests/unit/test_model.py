@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
 from typing import Any
 
 import pytest
@@ -26,6 +26,7 @@ from flanneld.model import (
     Snapshot,
     Uplink,
     contests,
+    is_a_hosts,
     is_same_node,
     lies_in,
     name_of,
@@ -332,3 +333,21 @@ def test_one_node_is_one_public_ip_in_the_first_family_that_ours_has(
     theirs: LeaseAttrs, ours: LeaseAttrs, expected: bool
 ) -> None:
     assert is_same_node(theirs, ours) is expected
+
+
+@pytest.mark.parametrize(
+    ("texts", "expected"),
+    [
+        pytest.param(("192.0.2.1", "1.0.0.0", "126.0.0.1", "128.0.0.1", "223.255.255.255"), True, id="IPv4"),
+        pytest.param(("240.0.0.1", "255.255.255.254"), True, id="the reserved ones of IPv4"),
+        pytest.param(("2001:db8::1", "fd00::1", "fe80::1", "::2", "fe00::"), True, id="IPv6"),
+        pytest.param(("64:ff9b::c000:201", "::fffe:c000:201", "1::ffff:c000:201"), True, id="near mapped"),
+        pytest.param(("0.0.0.0", "0.0.0.1", "0.255.255.255", "::"), False, id="unspecified"),
+        pytest.param(("127.0.0.1", "127.255.255.255", "::1"), False, id="loopback"),
+        pytest.param(("224.0.0.1", "239.255.255.255", "ff02::1", "ffff::"), False, id="multicast"),
+        pytest.param(("255.255.255.255",), False, id="broadcast"),
+        pytest.param(("::ffff:192.0.2.1", "::ffff:0:0", "::ffff:ffff:ffff"), False, id="mapped"),
+    ],
+)
+def test_address_can_be_that_of_one_host(texts: tuple[str, ...], expected: bool) -> None:
+    assert [is_a_hosts(ip_address(text)) for text in texts] == [expected] * len(texts)

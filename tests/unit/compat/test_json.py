@@ -190,6 +190,26 @@ def test_nothing_but_a_string_is_a_string(value: str) -> None:
         fields(f'{{"Type": {value}}}').string("Type", "")
 
 
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [
+        ('{"Also": ["a", "b"]}', ["a", "b"]),
+        ('{"Also": ["a"], "also": []}', []),
+        ('{"Also": null}', []),
+        ("{}", []),
+    ],
+)
+def test_array_of_strings_may_be_absent_or_null(text: str, read: list[str]) -> None:
+    assert fields(text).strings("Also") == read
+
+
+@pytest.mark.parametrize("value", ['"a"', '{"a":"b"}', '["a",1]', "[null]", "false", "0", '""'])
+def test_nothing_but_strings_is_in_an_array_of_strings(value: str) -> None:
+    with pytest.raises(GoJsonError) as caught:
+        fields(f'{{"Also": {value}}}').strings("Also")
+    assert str(caught.value) == f"Backend.Also must be an array of strings, found {value}"
+
+
 def test_an_error_tells_a_number_that_was_found() -> None:
     with pytest.raises(GoJsonError, match=r"^Backend\.Port must be .*, found -8472$"):
         fields('{"port": -8472}').uint("Port", 0)
