@@ -68,8 +68,10 @@ def _serve_status(node: Node) -> None:
 
 def _probe_peers(node: Node) -> None:
     number = node.options.peer_probes
-    if not number or node.member is None or node.controller is None:
+    if not number:
         return
+    assert node.member is not None
+    assert node.controller is not None
     from flanneld.reconcile.probes import Prober
 
     heartbeat = partial(node.tasks.heartbeat, "prober")
@@ -79,8 +81,10 @@ def _probe_peers(node: Node) -> None:
 
 
 def _follow_path_mtu(node: Node) -> None:
-    if not node.options.follow_path_mtu or node.member is None or node.controller is None:
+    if not node.options.follow_path_mtu:
         return
+    assert node.member is not None
+    assert node.controller is not None
     from flanneld.reconcile.probes import MTU_TASK, PathMtuFollower, answering
 
     if not answering(node.member.lease, node.controller.peers.local_resources()):
@@ -93,8 +97,9 @@ def _follow_path_mtu(node: Node) -> None:
 def _meet_peers(node: Node) -> None:
     """Announce our endpoints, and read those of peers, if the backend has a mesh."""
     controller = node.controller
-    mesh = controller.tables.mesh if controller else None
-    if controller is None or mesh is None:
+    assert controller is not None
+    mesh = controller.tables.mesh
+    if mesh is None:
         if node.options.public_name:
             log.warning('-public-name has no effect: it is for wireguard with "Mesh": true')
         return
