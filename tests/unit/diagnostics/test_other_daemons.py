@@ -41,6 +41,10 @@ def test_a_daemon_is_known_by_its_name_and_call(names: list[str], words: list[st
             "systemctl stop flanneld@blue.service",
         ),
         (
+            "1:x:/a.slice/flanneld@red.service\n0::/flanneld@blue.service",
+            "systemctl stop flanneld@red.service",
+        ),
+        (
             "0::/kubepods.slice/kubepods-pod1.slice/cri-containerd-0123.scope\n",
             "kubectl delete its DaemonSet",
         ),
@@ -72,3 +76,22 @@ def test_a_child_that_has_yet_to_become_another_program_is_no_daemon(tmp_path: P
     (tmp_path / "102/status").unlink()  # it ends while it is looked at
     process(tmp_path, 200, 1, "/opt/bin/flanneld", "-subnet-file=/other.env")
     assert [daemon.pid for daemon in running(tmp_path)] == [100, 200]
+
+
+def test_this_process_and_those_that_started_it_are_no_other_daemons(tmp_path: Path) -> None:
+    (tmp_path / "self/ns").mkdir(parents=True)
+    (tmp_path / "self/ns/net").touch()
+    process(tmp_path, os.getpid(), 1_000_000, "/opt/bin/flanneld", "-ip-masq")
+    process(tmp_path, 1_000_000, 1_000_001, "/opt/bin/flanneld-run")
+    process(tmp_path, 1_000_001, 1, "/opt/bin/flanneld-service")
+    process(tmp_path, 1_000_002, 1, "/opt/bin/flanneld")
+    assert [daemon.pid for daemon in running(tmp_path)] == [1_000_002]
+
+
+def test_daemon_of_another_network_namespace_is_none_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "self/ns").mkdir(parents=True)
+    (tmp_path / "self/ns/net").touch()
+    process(tmp_path, 1_000_000, 1, "/opt/bin/flanneld")
+    (tmp_path / "1000000/ns/net").unlink()
+    (tmp_path / "1000000/ns/net").touch()
+    assert list(running(tmp_path)) == []
