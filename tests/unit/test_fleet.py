@@ -17,7 +17,7 @@ from flanneld import fleet as network_module
 from flanneld.backends import registry
 from flanneld.backends.contract import Backend, Host
 from flanneld.config import Config, parse
-from flanneld.errors import Fatal, Retryable
+from flanneld.errors import Cancelled, Fatal, Retryable
 from flanneld.fleet import Claims, Fleet, Network
 from flanneld.model import Uplink
 from flanneld.network_names import Choice
@@ -27,6 +27,7 @@ from flanneld.runtime.process import HostClaims, Notifier
 from flanneld.runtime.supervisor import Supervisor
 from flanneld.runtime.waits import Backoff
 from flanneld.startup import clash
+from tests.clock import Clock
 from tests.lab.wait import wait_for
 
 ADDRESS = IPv4Address("192.0.2.1")
@@ -161,6 +162,85 @@ def test_networks_that_come_up_at_once_are_reported_in_order_and_ready_once(
     assert manager.heard.count("READY") == 1
 
 
+class Ears(Notifier):
+    """Service manager that remembers what it hears."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[str] = []
+
+    def status(self, text: str) -> None:
+        self.heard.append(text)
+
+    def ready(self) -> None:
+        self.heard.append("READY")
+
+
+@pytest.fixture
+def networks(monkeypatch: pytest.MonkeyPatch) -> dict[str, Network]:
+    """The networks that have been started, by name; they serve nothing."""
+    started: dict[str, Network] = {}
+    monkeypatch.setattr(Network, "run", lambda each: started.__setitem__(each.name, each))
+    return started
+
+
+def test_daemon_is_ready_once_one_network_is_up_and_each_other_has_said_why_it_is_not(
+    tmp_path: Path, networks: dict[str, Network], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    manager, options = Ears(), Options(networks=("blue", "green", "red"), subnet_dir=str(tmp_path))
+    fleet = Fleet(options, {}, Supervisor(), manager, None, lambda: "# more\n")
+    assert fleet.missing() == ["the names of the networks are not known yet"]
+    fleet.start()
+    wait_for(lambda: len(networks) == 3)
+    assert fleet.missing() == [f"network {name}: not up yet" for name in ("blue", "green", "red")]
+    networks["blue"].problem = "unknown backend"
+    networks["green"].notifier.status("starting")
+    networks["red"].notifier.ready()
+    assert "READY" not in manager.heard
+    networks["green"].notifier.status("waiting for the store: silent")
+    missing = ["network blue: unknown backend", "network green: waiting for the store: silent"]
+    assert manager.heard[-2:] == [f"1 of 3 networks are up; {'; '.join(missing)}", "READY"]
+    assert caplog.messages[-1] == "Ready: red"
+    assert fleet.missing() == missing
+    assert fleet.metrics("")[2].decode().splitlines() == [
+        "# TYPE flannel_network_up gauge",
+        'flannel_network_up{network="blue"} 0',
+        'flannel_network_up{network="green"} 0',
+        'flannel_network_up{network="red"} 1',
+        "# more",
+    ]
+    networks["red"].notifier.stopping()
+    networks["blue"].notifier.status("starting")
+    assert manager.heard[-1].startswith("0 of 3 networks are up; ")
+    assert manager.heard.count("READY") == 1
+
+
+def test_daemon_is_not_ready_while_each_network_only_says_why_it_is_not_up(
+    tmp_path: Path, networks: dict[str, Network]
+) -> None:
+    manager = Ears()
+    Fleet(Options(networks=("red",), subnet_dir=str(tmp_path)), {}, Supervisor(), manager, None, str).start()
+    wait_for(lambda: networks)
+    networks["red"].notifier.status("waiting for the store: silent")
+    assert "READY" not in manager.heard
+
+
+def test_task_that_is_overdue_is_told_with_the_name_of_its_network(
+    tmp_path: Path, networks: dict[str, Network], clock: Clock
+) -> None:
+    supervisor = Supervisor(clock=clock)
+    fleet = Fleet(Options(networks=("red",), subnet_dir=str(tmp_path)), {}, supervisor, Ears(), None, str)
+    fleet.start()
+    wait_for(lambda: networks)
+    networks["red"].supervisor = Supervisor(clock=clock)
+    networks["red"].supervisor.heartbeat("reconciler", 10.0)
+    supervisor.heartbeat("network names", 20.0)
+    for told in ([], ["network red: reconciler"], ["network names", "network red: reconciler"]):
+        assert [line.partition(" has ")[0] for line in fleet.overdue()] == told
+        clock.time += 11.0
+
+
 def test_threads_of_many_networks_keep_the_interpreter_for_longer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,7 +310,7 @@ def test_network_is_served_again_after_each_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(network_module, "Backoff", lambda **_: Backoff(first=0.01, longest=0.01))
-    serve = Faulty(Fatal("unknown backend", "name another"), ValueError("odd"))
+    serve = Faulty(Fatal("unknown backend", "name another"), ValueError("odd"), KeyError(), Cancelled())
     states: list[str] = []
     network = Network("red", tmp_path / "red.env", serve, lambda: states.append(network.missing))
     with caplog.at_level(logging.ERROR):
@@ -241,5 +321,24 @@ def test_network_is_served_again_after_each_failure(
         network.stop()
         thread.join(30)
     assert network.has_ended
-    assert states[:2] == ["network red: unknown backend; name another", "network red: odd"]
-    assert "Network red: unknown backend; name another" in caplog.text
+    assert states[:4] == [
+        f"network red: {reason}"
+        for reason in ("unknown backend; name another", "odd", "KeyError", "not up yet")
+    ]
+    told = [(record.getMessage(), record.exc_info is not None) for record in caplog.records]
+    assert told == [
+        ("Network red: unknown backend; name another", False),
+        ("Network red failed", True),
+        ("Network red failed", True),
+    ]
+
+
+def test_task_of_a_network_that_fails_is_its_problem(tmp_path: Path) -> None:
+    def serve(network: Network) -> None:
+        network.supervisor.failure = Fatal("no memory", "add some")
+        network.stop()
+
+    network = Network("red", tmp_path / "red.env", serve, lambda: None)
+    network.run()
+    assert network.missing == "network red: no memory; add some"
+    assert network.is_settled
