@@ -128,6 +128,17 @@ def test_other_templates_differ_from_ours() -> None:
         assert found != TUNNELS[0]
 
 
+def test_template_that_is_cut_off_is_malformed() -> None:
+    with pytest.raises(MalformedNetlink):
+        decode(PACKED[0][:168] + attribute(5, bytes(63)))
+
+
+def test_host_bits_of_another_programs_selector_do_not_matter() -> None:
+    data = bytearray(PACKED[0])
+    data[3], data[19] = 9, 8  # the last bytes of destination and source
+    assert decode(bytes(data)) == TUNNELS[0]
+
+
 def test_tunnels_are_upstreams() -> None:
     assert [str(each) for each in TUNNELS] == [
         "policy src 10.5.1.0/24 dst 10.5.2.0/24 dir out priority 0"

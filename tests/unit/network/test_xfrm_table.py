@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from flanneld.network import xfrm_table
 from flanneld.network.firewall.fate import ACCEPT, DROP, Fate, Packet, Rule, Test
-from flanneld.network.rtnetlink.netlink import HEADER, message
+from flanneld.network.rtnetlink.netlink import HEADER, attribute, message
 from flanneld.network.xfrm import (
     ALLOW_PRIORITY,
     Action,
@@ -51,8 +51,9 @@ class FakeSocket:
         self.closed = 0
         self.failure = 0
 
-    def __call__(self, groups: Iterable[int], _: int, *, protocol: int) -> FakeSocket:
+    def __call__(self, groups: Iterable[int], room: int, *, protocol: int) -> FakeSocket:
         assert protocol == 6  # NETLINK_XFRM
+        assert room >= 1 << 18  # for a datagram of any dump
         if self.failure:
             raise OSError(self.failure, "Protocol not supported")
         self.opened.append(tuple(groups))
@@ -67,7 +68,7 @@ class FakeSocket:
     def dump(self, kind: int, body: bytes) -> Iterator[tuple[bytes, int, int]]:
         assert body == b""
         for each in self.dumps.get(kind, []):
-            yield b"head" + each, 4, 4 + len(each)
+            yield b"headers." + each, 8, 8 + len(each)
 
     def ask(self, kind: int, body: bytes) -> tuple[bytes, int, int]:
         assert (kind, body) == (GET_DEFAULT, bytes(3))
@@ -104,6 +105,12 @@ def scope(*desired: Resource) -> Scope:
 
 def packed(*found: XfrmPolicy) -> list[bytes]:
     return [xfrm_table.pack_policy(each) for each in found]
+
+
+def test_policy_with_a_mark_stands_beside_ours(kernel: FakeSocket) -> None:
+    marked = packed(OUT)[0] + attribute(21, struct.pack("=II", 1, 0xFF))  # XFRMA_MARK
+    kernel.dumps[GET] = [marked]
+    assert list(XfrmPolicyTable(NETWORK).read(scope(OUT))) == []
 
 
 def test_policies_of_flannel_are_read_and_those_in_their_places(kernel: FakeSocket) -> None:
