@@ -183,7 +183,10 @@ def _span(node: ast.expr | ast.keyword) -> Span:
 
 def _made(candidate: _Candidate, source: str, operator: Operator) -> Mutant | None:
     """Return None if it is no Python, or no change."""
-    text = mutate_code(source, operator, candidate.occurrence)
+    try:
+        text = mutate_code(source, operator, candidate.occurrence)
+    except AttributeError:  # cosmic-ray cannot replace an exception with a dotted name
+        return None
     if text is None or text == source:
         return None
     try:
