@@ -281,3 +281,18 @@ def test_obstacle_behind_an_address_of_the_store_is_found() -> None:
     passed = Obstacle(single(ip_address("10.5.7.9")), "eth0", "store", IPv4Network("10.5.7.9/32"))
     other = Obstacle(single(ip_address("10.5.7.10")), "eth0", "gateway")
     assert claims(HostNetworks(frozenset({passed, other}))).obstacle_in(IPv4Network("10.5.7.0/24")) == other
+
+
+@pytest.mark.parametrize(
+    ("route", "text"),
+    [
+        (HostRoute(None, 3, (("eth0", ip_address("192.0.2.1")),)), "default via 192.0.2.1 dev eth0"),
+        (HostRoute(ip_network("10.5.0.0/16"), 3, (("eth0", None),)), "10.5.0.0/16 dev eth0"),
+        (
+            HostRoute(ip_network("10.5.0.0/16"), 3, (("eth0", ip_address("192.0.2.1")), ("eth1", None))),
+            "10.5.0.0/16 via 192.0.2.1 dev eth0 nexthop dev eth1",
+        ),
+    ],
+)
+def test_route_of_the_host_is_told_as_ip_route_does(route: HostRoute, text: str) -> None:
+    assert str(route) == text
