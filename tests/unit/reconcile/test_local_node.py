@@ -15,7 +15,7 @@ from flanneld.model import IPAddress, LeaseAttrs, Uplink, network_around
 from flanneld.network.host import HostKernel
 from flanneld.network.uplink_election import InterfaceChoice
 from flanneld.reconcile.local_node import UplinkManager, find_uplink
-from flanneld.state.resources import Route
+from flanneld.state.resources import Route, Tun, Vxlan
 from tests.unit.simulation.kernel import Kernel
 
 OURS = LeaseAttrs(public_ip=IPv4Address("198.18.0.1"), backend_type="host-gw")
@@ -82,13 +82,28 @@ def test_only_a_host_on_a_link_of_ours_is_directly_reachable(
         return cast("Backend", Plain())
 
     uplinks = UplinkManager(kernel, CONFIG, InterfaceChoice(), build, UPLINK, None)
-    assert not uplinks.asks_routes
+    assert (uplinks.asks_routes, uplinks.is_adrift) == (False, False)
     link_to = hosts[0].link_to
     assert link_to(neighbour) == "eth0"
     assert link_to(behind.network_address) is None
     assert link_to(here) is None
     assert link_to(type(here)(0x01020304)) is None
     assert uplinks.asks_routes
+
+
+def test_backend_is_told_the_mac_of_a_device_that_is_there() -> None:
+    kernel = Kernel("eth0")
+    kernel.add_link(Vxlan("flannel.1", 1, 2, UPLINK.address, 8472, "02:00:00:00:00:01", 1450))
+    kernel.add_link(Tun("flannel0", 1472))
+    hosts: list[Host] = []
+
+    def build(_config: Config, host: Host) -> Backend:
+        hosts.append(host)
+        return cast("Backend", Plain())
+
+    UplinkManager(kernel, CONFIG, InterfaceChoice(), build, UPLINK, None)
+    macs = [hosts[0].mac_of(name) for name in ("flannel.1", "flannel0", "flannel.2")]
+    assert macs == ["02:00:00:00:00:01", None, None]
 
 
 def test_uplink_that_keeps_only_a_link_local_address_is_kept_until_the_other_is_back() -> None:
