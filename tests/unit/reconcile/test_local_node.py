@@ -93,7 +93,7 @@ def test_only_a_host_on_a_link_of_ours_is_directly_reachable(
 
 def test_backend_is_told_the_mac_of_a_device_that_is_there() -> None:
     kernel = Kernel("eth0")
-    kernel.add_link(Vxlan("flannel.1", 1, 2, UPLINK.address, 8472, "02:00:00:00:00:01", 1450))
+    kernel.add_link(Vxlan("flannel.1", 1, 2, IPv4Address("198.18.0.1"), 8472, "02:00:00:00:00:01", 1450))
     kernel.add_link(Tun("flannel0", 1472))
     hosts: list[Host] = []
 
