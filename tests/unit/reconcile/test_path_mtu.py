@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator, Sequence
 from ipaddress import IPv4Address, IPv4Network, IPv6Network, ip_address
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from flanneld.reconcile.controller import Controller
 from flanneld.reconcile.local_node import UplinkManager
 from flanneld.reconcile.probes import PathMtuFollower, agreed
 from flanneld.state.resources import Address, Resource, WireGuard
+from tests.clock import Clock
 from tests.unit.reconcile.test_local_node import CONFIG, UPLINK
 
 OWN = Lease(LeaseAttrs(), IPv4Network("10.5.1.0/24"))
@@ -33,6 +35,7 @@ class Fixture:
         self.sizes: dict[IPAddress, int | None] = {}
         self.lowered: list[int] = []
         self.asked: list[IPAddress] = []
+        self.failure: OSError | None = None
         peers = SimpleNamespace(
             local_resources=lambda: (Address("flannel.1", IPv4Address("10.5.1.0")),),
             view=lambda: SimpleNamespace(leases=PEERS[:number], reasons=()),
@@ -46,6 +49,8 @@ class Fixture:
 
     def measure(self, questions: Sequence[tuple[IPAddress, int]]) -> list[int | None]:
         self.asked += [target for target, _ in questions]
+        if self.failure:
+            raise self.failure
         found = ((wanted, self.sizes.get(target, wanted)) for target, wanted in questions)
         return [None if size is None else min(size, wanted) for wanted, size in found]
 
@@ -114,6 +119,27 @@ def test_path_that_carries_less_than_every_path_must_leaves_the_others_their_tur
     node.asked.clear()
     node.run({TWO: 300})
     assert set(node.asked) == {TWO, THREE}
+
+
+def test_path_that_seems_to_carry_less_is_measured_again_soon(daemon_clock: Clock) -> None:
+    node = Fixture()
+    usual = node.follower.step(0.0) - daemon_clock.time
+    node.sizes = {TWO: 1400}
+    soon = node.follower.step(0.0) - daemon_clock.time
+    assert 0 < soon < usual
+    assert node.follower.step(0.0) - daemon_clock.time == usual
+    assert node.lowered == [1400]
+
+
+def test_paths_that_cannot_be_measured_are_told_of_once(
+    daemon_clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    node = Fixture()
+    usual = node.follower.step(0.0)
+    node.failure = OSError(errno.EPERM, "Operation not permitted")
+    assert [node.follower.step(0.0) for _ in range(2)] == [usual, usual]
+    assert usual > daemon_clock.time
+    assert caplog.messages == ["Cannot measure paths to peers: Operation not permitted"]
 
 
 def test_path_that_carries_the_mtu_at_a_glance_is_not_measured() -> None:

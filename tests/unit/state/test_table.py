@@ -43,6 +43,10 @@ def test_report_tells_whether_something_was_done_or_refused(report: Report, tell
     assert bool(report) is tells
 
 
+def test_refusal_names_resource_and_reason() -> None:
+    assert str(Failure(ONE, "busy", "stop it")) == f"{ONE}: busy"
+
+
 def test_reports_add_up_in_all_parts() -> None:
     def of(thing: Thing) -> Report:
         return Report([thing], [thing], [Failure(thing, "busy")], [thing], {thing.key: thing.name})
@@ -51,7 +55,7 @@ def test_reports_add_up_in_all_parts() -> None:
     total.add(of(TWO))
     both: list[Resource] = [ONE, TWO]
     failed = [Failure(each, "busy") for each in both]
-    assert total == Report(both, both, failed, both, {each.key: each.name for each in both})
+    assert total == Report(both, both, failed, both, {ONE.key: "one", TWO.key: "two"})
 
 
 class File(LastingTable):
