@@ -104,6 +104,7 @@ def test_very_large_sets_and_tables_of_others_are_not_read_for_a_warning(
 
     def forward_drops(network: IPNetwork, commands: IptablesRunner) -> list[object]:
         asked.append(network)
+        assert len(commands.run(("head", "-c", str(4 << 20), "/dev/zero"))) == 4 << 20
         with pytest.raises(TooMuchOutput):
             commands.run(("head", "-c", str(9 << 20), "/dev/zero"))
         return []
