@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import suppress
-from ipaddress import IPv4Address
+from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
 
 import pytest
 
+from flanneld.compat.glog import V
 from flanneld.config import Config
 from flanneld.errors import Cancelled, NoAnswer, Retryable
 from flanneld.model import Event, IPAddress, Lease, LeaseAttrs, Removed
@@ -202,6 +203,21 @@ def test_lease_that_one_api_has_is_kept_while_the_other_is_down_and_written_ther
     renewed = node.store.renew(lease)
     assert (renewed.key, node.api(other).owners()) == (lease.key, {"10.5.1.0-24": "192.0.2.1"})
     assert node.api(name).store.get(KEY)[0].modified == written
+
+
+def test_leases_are_listed_again_only_once_a_race_is_lost(
+    node: Node, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(V(1))
+    config = node.config()
+    assert node.store.stored(IPv4Address("192.0.2.2")) is None
+    node.v3.put(KEY, value(2))
+    assert node.store.stored(IPv4Address("192.0.2.2")) is None
+    assert list(node.store.read_leases()) == []
+    wanted = IPv4Network("10.5.1.0/24")
+    assert node.store.acquire(config, attrs(1), (wanted, None)).subnet != wanted
+    assert sum(each.startswith("Another node was quicker") for each in caplog.messages) == 1
+    assert node.store.stored(IPv4Address("192.0.2.2")) == attrs(2)
 
 
 def test_lease_that_is_not_written_anywhere_is_an_error(node: Node) -> None:

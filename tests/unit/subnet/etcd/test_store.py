@@ -71,6 +71,13 @@ def test_join_is_tried_ten_times_against_quicker_nodes(
             store.acquire(store.network_config(), ATTRS, NO_PREVIOUS)
 
 
+def test_leases_are_listed_again_once_a_race_is_lost(client: Contested, store: EtcdStore) -> None:
+    config, wanted = store.network_config(), IPv4Network("10.5.1.0/24")
+    assert store.stored(IPv4Address("192.0.2.2")) is None
+    put(client, "10.5.1.0-24", 2)
+    assert str(store.acquire(config, ATTRS, (wanted, None))) == "10.5.2.0/24"
+
+
 @pytest.mark.parametrize(("lost", "is_renewed"), [(9, True), (10, False)])
 def test_renewal_is_tried_ten_times_against_other_writers(
     client: Contested, store: EtcdStore, lost: int, is_renewed: bool

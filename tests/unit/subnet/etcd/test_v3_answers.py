@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from base64 import b64decode
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -267,6 +267,34 @@ def test_known_events_are_left_out() -> None:
     told, at = v3_messages.changes(result, Position(6, "9"), Position(8, "9"))
     assert [action for action, _ in told] == ["delete"]
     assert at == Position(8, "9")
+
+
+def test_change_is_a_removal_only_if_it_says_so() -> None:
+    events = [event("/a", 8, type="DELETE"), event("/a", 9, type="PUT"), event("/a", 10)]
+    header = {"revision": "99", "cluster_id": "9"}
+    line = json.dumps({"result": {"header": header, "events": events}}).encode()
+    told, _ = v3_messages.changes(v3_messages.stream_object(line, "http://a:1"), AT, AT)
+    assert [action for action, _ in told] == ["delete", "put", "put"]
+
+
+@pytest.mark.parametrize(
+    ("created", "revision", "cluster", "expected"),
+    [
+        (True, 7, 9, None),
+        (True, 8, 9, None),
+        (True, 6, 9, RelistNeeded),
+        (True, 7, 8, RelistNeeded),
+        (True, 0, 9, ServerFailed),
+        (False, 7, 9, ServerFailed),
+    ],
+)
+def test_watch_begins_with_a_message_that_says_so_and_no_earlier_than_it_was_asked(
+    created: bool, revision: int, cluster: int, expected: type[Exception] | None
+) -> None:
+    header = {"revision": str(revision), "cluster_id": str(cluster)}
+    first = v3_messages.understood({"header": header, "created": created})
+    with pytest.raises(expected) if expected else nullcontext():
+        v3_messages.began(first, AT)
 
 
 def test_a_compacted_watch_has_to_read_everything_again() -> None:
