@@ -48,6 +48,8 @@ class Pond(Cloud):
     def place(self, address: IPv4Address) -> CloudNode:
         assert str(address) == OURS
         self.asked.append("place")
+        if self.refusal:
+            raise self.refusal
         return self.node
 
     def entries(self, place: CloudNode) -> list[CloudTableEntry]:
@@ -245,6 +247,29 @@ def test_refused_change_is_held_back_and_a_throttled_one_holds_readings(
     daemon_clock.time += 4
     assert table.put([Put(WANT)]).made == [WANT]
     assert read(table) == {str(SUBNET): (OURS, Claim.OURS)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "readings"),
+    [
+        (ErrorKind.THROTTLED, 1),
+        (ErrorKind.DENIED, 1),
+        (ErrorKind.CREDENTIALS, 1),
+        (ErrorKind.NO_TABLE, 1),
+        (ErrorKind.OTHER, 2),
+    ],
+)
+def test_refused_reading_is_not_repeated_at_once_and_one_without_an_answer_is(
+    pond: Pond, table: CloudRoutes, daemon_clock: Clock, kind: ErrorKind, readings: int
+) -> None:
+    pond.refusal = CloudError(kind, "not now")
+    for _ in range(2):
+        with pytest.raises(Retryable, match="not now"):
+            read(table)
+    assert len(pond.asked) == readings
+    pond.refusal = None
+    daemon_clock.time += 4
+    assert read(table) == {}
 
 
 def test_removal_of_what_is_gone_already_succeeds(pond: Pond, table: CloudRoutes) -> None:
