@@ -37,6 +37,7 @@ def looks(*seen: tuple[str, float]) -> list[Activity]:
 def test_proxy_idle_for_five_seconds_hangs() -> None:
     assert verdict(5, looks(*[("SS", 1.0)] * 3)) == "does nothing"
     assert verdict(5, looks(*[("TT", 1.0)] * 3)) == "is stopped"
+    assert verdict(5, looks(("SS", 1.0), ("SS", 1.0), ("TT", 1.0))) == "is stopped"
     assert verdict(4.9, looks(*[("TT", 1.0)] * 9)) == ""
 
 
@@ -58,6 +59,8 @@ def test_proxy_silent_while_running_for_fifteen_seconds_hangs() -> None:
     running = looks(*[("SR", at * 0.9) for at in range(16)])
     assert verdict(15, running) == "does other things"
     assert verdict(14, running[:14]) == ""
+    assert verdict(15, looks(*[("SR", 100 + at * 0.4) for at in range(16)])) == ""
+    assert verdict(15, looks(*[("SR" if at % 2 else "SS", at * 0.1) for at in range(16)])) == ""
 
 
 def test_proxy_silent_between_sleeps_hangs() -> None:
@@ -85,9 +88,10 @@ def mute(name: str) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def test_a_pump_that_is_stopped_is_ended(daemon_clock: Clock) -> None:
+def test_a_pump_that_is_stopped_is_ended(daemon_clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     name = f"test{os.getpid()}.stopped"
     watchdog = ProxyWatchdog(name)
+    assert watchdog.next_look == daemon_clock.time + PERIOD
     with mute(name) as process:
         process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, process.pid, os.WSTOPPED)
@@ -97,7 +101,10 @@ def test_a_pump_that_is_stopped_is_ended(daemon_clock: Clock) -> None:
             assert daemon_clock.time < began + 30
             daemon_clock.time = watchdog.next_look
         assert process.wait(20) == -signal.SIGKILL
-        assert daemon_clock.time - began >= 5
+        assert daemon_clock.time - began == 5
+        assert caplog.messages == [
+            f"Killed the udp proxy of {name}, process {process.pid}: no answer for 5 s, and is stopped"
+        ]
     watchdog.close()
 
 
@@ -121,7 +128,7 @@ def test_a_pump_that_answers_is_asked_again_and_its_end_is_noticed(daemon_clock:
 
 
 def test_a_pump_that_does_not_answer_is_silent_and_ended_by_its_successor(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, daemon_clock: Clock
 ) -> None:
     monkeypatch.setattr(client_module, "ANSWER_PATIENCE", 0.1)
     name = f"test{os.getpid()}.silent"
@@ -129,8 +136,12 @@ def test_a_pump_that_does_not_answer_is_silent_and_ended_by_its_successor(
     with mute(name) as process:
         with pytest.raises(ProxySilent, match=f"no udp proxy for {name}: it does not answer"):
             client.hello()
-        with pytest.raises(ProxySilent):
-            list(ProxyTable(client).read(Scope({})))
+        table = ProxyTable(client)
+        for passed, is_due in ((PERIOD - 1, False), (1.0, True)):
+            due, daemon_clock.time = table.next_look, daemon_clock.time + passed
+            with pytest.raises(ProxySilent):
+                list(table.read(Scope({})))
+            assert table.next_look == (daemon_clock.time + PERIOD if is_due else due)
         assert process.poll() is None
         client.leave(device_stays=True)
         assert process.wait(20) == -signal.SIGKILL
