@@ -313,7 +313,7 @@ def event(severity: str, text: str, source: str = "main") -> dict[str, Any]:
 
 FIRST, LOST, ERROR = (
     event("I", "flanneld 1.0 -v=0"),
-    event("W", "etcd is away"),
+    event("W", "etcd is away") | {"time": 60.0},
     event("E", "no etcd", "startup"),
 )
 
@@ -322,10 +322,10 @@ FIRST, LOST, ERROR = (
     ("events", "said"),
     [
         ([], ""),
-        ([FIRST, LOST], "its log ends 1970-01-01T00:00:00Z: etcd is away"),
+        ([FIRST, LOST], "its log ends 1970-01-01T00:01:00Z: etcd is away"),
         ([FIRST, ERROR, LOST], "its last error, 1970-01-01T00:00:00Z: no etcd"),
         ([FIRST, event("F", "ended"), LOST], "its last error, 1970-01-01T00:00:00Z: ended"),
-        ([FIRST, ERROR, FIRST, LOST], "its log ends 1970-01-01T00:00:00Z: etcd is away"),
+        ([FIRST, ERROR, FIRST, LOST], "its log ends 1970-01-01T00:01:00Z: etcd is away"),
         (
             [ERROR, event("I", "flanneld is no start", "peers")],
             "its last error, 1970-01-01T00:00:00Z: no etcd",
