@@ -86,8 +86,9 @@ def test_session_that_no_device_has_is_told_for_a_silent_peer_only() -> None:
 
 
 def test_peers_of_another_backend_and_without_a_device_stay_as_they_are() -> None:
-    other = node(0, session(state="silent"), backend="vxlan")
-    assert sessions_now(status(other), seen()) == [(SessionStatus(SUBNETS[0], "silent", None, 5, 5),)]
+    others = [node(0, session(state="silent"), backend=name) for name in ("vxlan", "xfrm-mesh")]
+    for other in others:
+        assert sessions_now(status(other), seen()) == [(SessionStatus(SUBNETS[0], "silent", None, 5, 5),)]
     assert sessions_now(status(node(0, session()))) == [
         (SessionStatus(SUBNETS[0], "established", None, 5, 5),)
     ]

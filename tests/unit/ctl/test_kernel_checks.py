@@ -391,6 +391,24 @@ def test_way_that_packets_do_not_take_is_told_with_what_corrects_it(
     assert all(how.startswith(cure) for *_, how in found)
 
 
+@pytest.mark.parametrize(
+    ("subnets", "steps"),
+    [
+        (["10.5.1.0/24", "fc00:5::/64"], "ip address add 10.5.1.1/24 dev cni0"),
+        (
+            ["fc00:5::/64"],
+            "sysctl -w net.ipv6.conf.cni0.disable_ipv6=0; ip address add fc00:5::1/64 dev cni0",
+        ),
+    ],
+    ids=["both families", "IPv6"],
+)
+def test_bridge_gets_the_ipv4_subnet_if_there_is_one(subnets: list[str], steps: str) -> None:
+    status = document(lease=DOCUMENT["lease"] | {"subnets": subnets}).status
+    lost = Lost(TO_CONTAINERS, "route", "", "why")
+    ((*_, cure),) = said("lookups", replace(WELL, status=status, addresses=(), lost=(lost,)))
+    assert cure == f"{BEHIND_BRIDGE} does: {steps}"
+
+
 AWAY = replace(CONTAINER, reached_by="eth0")
 TO_PEER = Lost(FROM_CONTAINERS, "route", "10.5.2.2", "why")
 OVER_IPV6: frozenset[Family] = frozenset({6})
