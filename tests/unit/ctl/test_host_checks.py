@@ -12,7 +12,7 @@ from flanneld.ctl.checks import Facts
 from flanneld.ctl.checks.host import CniFile, LeftRules
 from flanneld.ctl.doctor import examine
 from flanneld.ctl.drops import MASQUERADES, REDIRECTS, Drop
-from flanneld.ctl.paths import DISCOVERY, PathToPeer
+from flanneld.ctl.paths import DISCOVERY, FROM_CONTAINERS, PathToPeer
 from flanneld.findings import Severity
 from flanneld.subnet.subnet_file import Previous
 from tests.unit.ctl.findings import HINT, PROBLEM, backend, document, evidence, said
@@ -217,6 +217,7 @@ SPARE = "iptables -I FORWARD -s 10.5.0.0/16 -j ACCEPT"
         ({"doubt": "limit"}, LOSSY, HINT, "this node may drop UDP 8472", SPARE),
         ({"doubt": "limit", "drops_the_rest": True}, (), HINT, "this node may drop UDP 8472", SPARE),
         ({"flow": DISCOVERY}, (), None, "", ""),
+        ({"flow": FROM_CONTAINERS}, (), PROBLEM, f"this node drops {FROM_CONTAINERS}", SPARE),
         ({"flow": DISCOVERY}, LOSSY, PROBLEM, f"this node drops {DISCOVERY}", SPARE),
         ({"needs_decision": True}, (), PROBLEM, "this node drops UDP 8472", SPARE),
         (
