@@ -342,3 +342,28 @@ def test_task_of_a_network_that_fails_is_its_problem(tmp_path: Path) -> None:
     network.run()
     assert network.missing == "network red: no memory; add some"
     assert network.is_settled
+
+
+def test_network_that_fails_while_it_is_up_starts_anew_and_its_end_leaves_its_objects(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(network_module, "Backoff", lambda **_: Backoff(first=0.01, longest=0.01))
+    served: list[Supervisor] = []
+
+    def serve(network: Network) -> None:
+        served.append(network.supervisor)
+        if len(served) == 1:
+            network.notifier.ready()
+            raise Fatal("the store has gone")
+        network.stop()
+
+    states: list[tuple[str, bool]] = []
+    network = Network(
+        "red", tmp_path / "red.env", serve, lambda: states.append((network.missing, network.has_ended))
+    )
+    with caplog.at_level(logging.INFO):
+        network.run()
+    down = "network red: not up yet"
+    assert states == [("", False), ("network red: the store has gone", False), (down, False), (down, True)]
+    assert served[0] is not served[1]
+    assert not any("Removing" in message for message in caplog.messages)
