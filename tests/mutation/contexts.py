@@ -133,7 +133,10 @@ def _make(folder: Path, results: Path) -> None:
     folders = [*UNIT, *NAMESPACES] if os.geteuid() == 0 else UNIT
     options = f"-q -n {WORKERS} --dist worksteal --needs-kernel without {PLUGIN}"
     python = [sys.executable, "-m"]
-    subprocess.run([*python, "pytest", *options.split(), *folders], cwd=ROOT, env=environment)
+    run = subprocess.run([*python, "pytest", *options.split(), *folders], cwd=ROOT, env=environment)
+    if run.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) or not results.exists():
+        results.unlink(missing_ok=True)
+        sys.exit("the tests were not run: nothing is recorded")
     subprocess.run([*python, "coverage", "combine", "-q", f"--rcfile={config}"], cwd=ROOT, check=True)
 
 

@@ -266,10 +266,10 @@ def test_charon_of_the_path_comes_first(place: Place, monkeypatch: pytest.Monkey
     assert charon.find_charon() == str(other / "charon")
 
 
-@pytest.mark.parametrize("pid", [str(os.getpid()), str(2**22 + 1), "none"])
+@pytest.mark.parametrize("pid", ["own", str(2**22 + 1), "none"])
 def test_pid_file_that_names_no_charon_does_not_stop_the_next(place: Place, pid: str) -> None:
     place.set_mode("ends")
-    place.pid_file.write_text(pid)
+    place.pid_file.write_text(str(os.getpid()) if pid == "own" else pid)
     put(place.table())
     assert place.pid_file.exists() is (pid == "none")
 
