@@ -159,7 +159,7 @@ def test_charon_outlives_the_daemon_and_serves_the_next_one(
         "Using a charon that runs already, strongSwan 5.9.8",
     ]
     after.close(remove=True)
-    assert not lives(first)
+    wait_for(lambda: not lives(first), 60, "charon's end")
 
 
 def test_charon_gets_no_variables_that_may_hold_passwords(
@@ -180,7 +180,7 @@ def test_charon_of_other_settings_is_replaced(place: Place, caplog: pytest.LogCa
     table = place.table("another digest")
     assert read(table) == []
     assert put(table).made == [Charon()]
-    assert not lives(first)
+    wait_for(lambda: not lives(first), 60, "charon's end")
     assert place.pid != first
     assert f"Ending charon, process {first}: it has other settings, or its program was replaced" in (
         caplog.messages
@@ -200,7 +200,7 @@ def test_charon_that_answers_with_nonsense_is_replaced(
     place.talk_nonsense(on=False)
     assert read(table) == []  # its keys and connections must be loaded again
     assert put(table).made == [Charon()]
-    assert not lives(first)
+    wait_for(lambda: not lives(first), 60, "charon's end")
     assert read(table) == [Charon()]
     killed, started = caplog.messages
     assert killed.startswith(f"Killing charon, process {first}: charon's answer is not understood")
