@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
 from ipaddress import IPv4Address, IPv4Network
 
 import pytest
@@ -11,13 +10,6 @@ import pytest
 from flanneld.model import Lease, LeaseAttrs, Snapshot
 from tests.unit.reconcile.controlled_node import Node
 from tests.unit.simulation.world import World
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    world = World(1)
-    with world.running():
-        yield world
 
 
 @pytest.mark.parametrize(("peers", "times"), [(3001, 1), (20, 0)], ids=["many", "few"])

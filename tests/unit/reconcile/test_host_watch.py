@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
 from ipaddress import IPv4Address, IPv4Network
 
 import pytest
@@ -38,18 +37,6 @@ from tests.unit.reconcile.controlled_node import (
 from tests.unit.simulation.kernel import Kernel
 from tests.unit.simulation.node import BRIDGE, UPLINK
 from tests.unit.simulation.world import World
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    world = World(1)
-    with world.running():
-        yield world
-
-
-@pytest.fixture
-def node(world: World) -> Node:
-    return Node(world)
 
 
 @pytest.mark.parametrize("name", ["links", "addresses", "routes"])

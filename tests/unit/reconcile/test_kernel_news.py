@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
 
 import pytest
 from msgspec.structs import replace
@@ -37,18 +36,6 @@ from tests.unit.reconcile.controlled_node import (
 )
 from tests.unit.simulation.node import UPLINK
 from tests.unit.simulation.world import World
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    world = World(1)
-    with world.running():
-        yield world
-
-
-@pytest.fixture
-def node(world: World) -> Node:
-    return Node(world)
 
 
 @pytest.mark.parametrize(

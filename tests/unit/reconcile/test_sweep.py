@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Iterator
 from ipaddress import IPv4Address, IPv4Network
 
 import pytest
@@ -50,18 +49,6 @@ def left(node: Node, number: int) -> list[Route]:
 
 def there(node: Node, *routes: Route) -> list[Route]:
     return [route for route in routes if node.kernel.at(route.destination)]
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    world = World(1)
-    with world.running():
-        yield world
-
-
-@pytest.fixture
-def node(world: World) -> Node:
-    return Node(world)
 
 
 @pytest.mark.parametrize(("number", "more"), [(9, []), (10, [f"{SWEPT}1 more objects"])])
