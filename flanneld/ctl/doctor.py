@@ -7,7 +7,7 @@ import json
 import os
 import shlex
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -103,7 +103,7 @@ def _explains(check: Check, finding: Finding) -> bool:
     return (
         finding.severity is Severity.PROBLEM
         and check.theme in "ABEG"
-        and check is not containers.container_echoes
+        and check not in (containers.container_echoes, host.masquerade)
     )
 
 
@@ -248,8 +248,6 @@ def gather(source: DataSource) -> Facts:
     devices = known(told.devices) or [link.name for link in ours]
     ways = inside.container_devices(told, addresses, devices)
     names = {link.index: link.name for link in found.links}
-    ways_out = {told.uplink_name, *devices, *ways.values()}
-    queues = {index: name for index, name in names.items() if name in ways_out}
     lacks_segmentation, queues_used = _speed(told.uplink_name)
     lacking = encryption.lacking_objects(told) if source.origin == "store" else ()
     stored = nodes.stored_config(source) if source.origin == "daemon" else None
@@ -288,12 +286,19 @@ def gather(source: DataSource) -> Facts:
             losses.permanent(HostView(), filter(None, map(found.link, {told.uplink_name, *ways.values()})))
         ),
     )
-    facts = _with_probes(facts, queues)
+    facts = _with_probes(facts)
     told, bases = facts.status, drops.read_bases(facts.status)
     held = {(at.port, at.address.version): at.address for at in facts.containers}
     return replace(
         facts,
+        containers=tuple(
+            replace(each, dropped_by=drops.rules_about(each.address, told, ways, bases))
+            if each.unanswered
+            else each
+            for each in facts.containers
+        ),
         filtered=tuple(drops.read_drops(told, ways, bases, held)),
+        exempting=tuple(drops.exempting_rules(told, ways, bases)),
         has_policies=drops.has_policies(bases),
         lost=tuple(losses.lost_packets(told, names, ways, lambda: bases)),
     )
@@ -308,13 +313,15 @@ def _limits(pid: int) -> tuple[int, str]:
     return 0, lacks
 
 
-def _with_probes(facts: Facts, queues: Mapping[int, str]) -> Facts:
+def _with_probes(facts: Facts) -> Facts:
     """Return the facts with those that packets to a few peers show, and with the sessions after them."""
+    ways = {facts.status.uplink_name, *facts.devices, *(name for name, _ in facts.gateways)}
+    ways.update(at.port for at in facts.containers)
+    queues = {link.index: link.name for link in facts.links if link.name in ways}
     told = former = facts.status
     own = {ip.version: ip for _, ip in facts.addresses if any(ip in net for net in told.own_subnets)}
     before = traffic_control.queue_drops(queues)
     paths, now = tuple(_paths(told)), clock.wall()
-    queued = traffic_control.queue_drops(queues) - before
     told = encryption.with_sessions(told, paths, now)
     refusing = frozenset(_refusing(told, paths))  # first: a kernel sends a few ICMP errors a second to a host
     passed = frozenset(passing(told, paths))
@@ -323,6 +330,7 @@ def _with_probes(facts: Facts, queues: Mapping[int, str]) -> Facts:
     is_silent = any(each.carried is None for each in paths)
     facts = replace(facts, paths=paths)
     answered = {(at.path, at.address): at for at in ([] if is_silent else inside.answered(facts))}
+    queued = traffic_control.queue_drops(queues) - before
     return replace(
         facts,
         status=told,

@@ -17,12 +17,15 @@ from msgspec.structs import replace
 
 from flanneld.ctl.output import State
 from flanneld.ctl.paths import (
+    ELSEWHERE,
     FROM_CONTAINERS,
     THROUGH,
     Flow,
     ParsedPeer,
     at_ports,
+    container_of,
     flows,
+    of_container,
     parsed,
     reached_peers,
     some,
@@ -33,7 +36,7 @@ from flanneld.findings import Command, command
 from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork
 from flanneld.network.firewall import foreign
 from flanneld.network.firewall.driver import IptablesRunner
-from flanneld.network.firewall.fate import DNAT, DROP, MASQUERADE, Fate, Rule
+from flanneld.network.firewall.fate import ACCEPT, DNAT, DROP, MASQUERADE, Fate, Packet, Rule
 from flanneld.network.firewall.foreign import BaseChain, Opening, PolicyChain
 from flanneld.network.firewall.placing import PLACES, driver
 from flanneld.network.firewall.rules import FLANNEL_POSTRTG, NATIVE_POSTRTG, NATIVE_TABLE, POSTROUTING
@@ -118,6 +121,38 @@ def read_drops(
     around = [network for network, _ in told.ranges]
     peers = some(reached_peers(told), _mentioned(bases, around)) if bases else ()
     return _drops(told, bases, devices, peers, held) if bases else []
+
+
+def rules_about(
+    address: IPAddress, told: Status, devices: Mapping[Family, str], bases: Sequence[BaseChain]
+) -> tuple[str, ...]:
+    """Return the rules that drop packets from or to the container with an address, each with its chain."""
+    packets = (each for each in flows(told, some(reached_peers(told)), devices) if each.hooks == THROUGH)
+    own = [of_container(each, address) for each in packets if each.family == address.version]
+    return tuple(
+        f"{base}: {foreign.text_of(base, decided.by)}"
+        for base, _, decided, _ in dropped(bases, own)
+        if decided.act == DROP and decided.by and decided.certain
+    )
+
+
+def exempting_rules(
+    told: Status, devices: Mapping[Family, str], bases: Iterable[BaseChain]
+) -> Iterator[tuple[str, str, Command]]:
+    """Yield rules that accept packets to other networks before ours masquerade them: chain, rule and removal.
+
+    Only chains of iptables hold rules of others and ours.
+    """
+    firewall = known(told.firewall)
+    if not firewall or not firewall.masquerade or firewall.place == "native":
+        return
+    shared = [base for base in bases if base.place == firewall.place and base.table.endswith(" nat")]
+    for own in told.own_subnets:
+        elsewhere, device = ELSEWHERE[own.version], devices.get(own.version)
+        packet = Packet(device, told.uplink_name, container_of(own), elsewhere, "tcp")
+        for base, decided in foreign.fates(shared, packet, ("postrouting",)):
+            if decided.act == ACCEPT and decided.by and decided.certain:
+                yield str(base), decided.by, base.without(decided.by)
 
 
 def bases_of(told: Status) -> Bases:

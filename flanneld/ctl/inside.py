@@ -87,6 +87,8 @@ class Container(Struct, frozen=True, gc=False):
     is_heard: bool = True
     #: What of its echoes to another node gets no answer, while this host gets all of its own.
     unanswered: str = ""
+    #: Rules of this host that drop the packets of this container, but not those of any other.
+    dropped_by: tuple[str, ...] = ()
 
     @property
     def hops_setting(self) -> str:

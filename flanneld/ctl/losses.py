@@ -21,6 +21,7 @@ from flanneld.ctl.compare import NOWHERE, RouteTaken, follows, wanted_route
 from flanneld.ctl.drops import Bases
 from flanneld.ctl.paths import (
     BRIEFLY,
+    ELSEWHERE,
     FROM_CONTAINERS,
     FROM_NODES,
     TO_CONTAINERS,
@@ -428,12 +429,14 @@ class Claim(Struct, frozen=True, gc=False):
     address: IPAddress
     macs: frozenset[str] = frozenset()
     length: int = 32
+    #: True for a node that answers echoes, and for the router.
+    answers: bool = False
 
 
 def claims(
     told: Status, paths: Sequence[PathToPeer], passing: Collection[tuple[str, int]]
 ) -> Iterator[Claim]:
-    """Yield who has our addresses on the uplink, and those of silent nodes; none while all peers answer."""
+    """Yield who has our addresses on the uplink, and those of nodes; none while all peers answer."""
     silent = {
         each.peer
         for each in paths
@@ -443,13 +446,16 @@ def claims(
     if silent and uplink:
         view, ours, own = HostView(), addresses(uplink.addresses), told.own_subnets
         index = interfaces.index_of(uplink.name)
-        nodes = (each.target for each in paths if each.peer in silent and each.name == "underlay")
+        nodes = {each.target: each.peer for each in paths if each.name == "underlay"}
+        router = view.look_up_route(ELSEWHERE[4])
         ways = ((each, view.look_up_route(each)) for each in nodes)
         # ARP finds a target that needs no router.
         asked = [*ours, *(each for each, way in ways if way and (way.gateway, way.index) == (None, index))]
+        asked += [router.gateway] if router and router.gateway and router.index == index else []
         with suppress(OSError):
             for address, macs in interfaces.holders(uplink.name, asked, BRIEFLY).items():
-                yield Claim(address, frozenset(macs))
+                is_silent = address in ours or nodes.get(address) in silent
+                yield Claim(address, frozenset(macs), answers=not is_silent)
         for seen in view.addresses(6):
             is_ours = seen.address in ours or any(seen.address in net for net in own)
             if is_ours and seen.flags & IFA_F_DADFAILED:

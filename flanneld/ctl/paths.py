@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from ipaddress import ip_network
+from ipaddress import ip_address, ip_network
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
@@ -43,6 +43,8 @@ _NUMBERS = {"ipencap": 4, "esp": 50}
 TO_NODES, FROM_NODES = "packets to other nodes", "packets from other nodes"
 FROM_CONTAINERS = "packets of its containers to other nodes"
 TO_CONTAINERS = "packets of other nodes to its containers"
+#: Addresses outside any network of a cluster (RFC 5737, RFC 3849).
+ELSEWHERE: Mapping[Family, IPAddress] = {4: ip_address("203.0.113.1"), 6: ip_address("2001:db8::1")}
 DISCOVERY = "neighbour discovery (ICMPv6) of its peers"
 
 
@@ -133,11 +135,20 @@ def at_ports(flow: Flow, held: Mapping[tuple[str, Family], IPAddress]) -> Iterat
     ports = Path(f"/sys/class/net/{bridge}/brif").glob("*") if flow.hooks == THROUGH and bridge else ()
     for port in islice(ports, _PORTS):
         iif, oif = (port.name, "") if is_out else ("", port.name)
-        packet = replace(flow.packet, iif=iif, oif=oif)
+        at_port = replace(flow, packet=replace(flow.packet, iif=iif, oif=oif))
         address = held.get((port.name, flow.family))
-        if address is not None:
-            packet = replace(packet, source=address) if is_out else replace(packet, destination=address)
-        yield replace(flow, packet=packet, hooks=FROM_PORTS if is_out else TO_PORTS)
+        passing = at_port if address is None else of_container(at_port, address)
+        yield replace(passing, hooks=FROM_PORTS if is_out else TO_PORTS)
+
+
+def of_container(flow: Flow, address: IPAddress) -> Flow:
+    """Return a flow of containers as that of the one with this address (pure)."""
+    is_out = flow.name == FROM_CONTAINERS
+    packet = flow.packet
+    return replace(
+        flow,
+        packet=replace(packet, source=address) if is_out else replace(packet, destination=address),
+    )
 
 
 def container_of(subnet: IPNetwork) -> IPAddress:
@@ -215,13 +226,13 @@ def carriers(told: Status, peer: PeerStatus) -> Iterator[TunnelPackets]:
 def _between_nodes(told: Status, peer: ParsedPeer) -> Iterator[Flow]:
     uplink = known(told.uplink)
     name = uplink.name if uplink else None
-    ours = addresses(uplink.addresses) if uplink else []
+    ours = {ip.version: ip for ip in (reversed(addresses(uplink.addresses)) if uplink else ())}
+    public = {ip.version: ip for ip in reversed(peer.public)}
     for each in dict.fromkeys(carriers(told, peer.status)):
         protocol = each.protocol
-        here = next((ip for ip in ours if ip.version == each.family), None)
-        there = next((ip for ip in peer.public if ip.version == each.family), None)
-        if here is None or there is None:
+        if each.family not in ours or each.family not in public:
             continue
+        here, there = ours[each.family], public[each.family]
         sources = (min(each.port, SENDERS[0]), SENDERS[1]) if each.port else None
         for shown, packet, hooks, port in (
             ("from", Packet(name, "", there, here, protocol, each.port), INWARDS, each.port),
@@ -229,9 +240,9 @@ def _between_nodes(told: Status, peer: ParsedPeer) -> Iterator[Flow]:
         ):
             title = f"{named(protocol, port)} {shown} its peers"
             yield Flow(title, replace(packet, sport=sources), hooks, (Opening(protocol, port),))
-        for kind in ("nd-neighbor-solicit", "nd-neighbor-advert") if each.family == 6 else ():
-            message = Packet(name, "", there, here, "ipv6-icmp", state="untracked", icmp=kind)
-            yield Flow(DISCOVERY, message, INWARDS, (Opening("ipv6-icmp"),))
+    for kind in ("nd-neighbor-solicit", "nd-neighbor-advert") if 6 in ours and 6 in public else ():
+        message = Packet(name, "", public[6], ours[6], "ipv6-icmp", state="untracked", icmp=kind)
+        yield Flow(DISCOVERY, message, INWARDS, (Opening("ipv6-icmp"),))
 
 
 def _between_containers(

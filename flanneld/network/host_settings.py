@@ -10,7 +10,9 @@ Some settings are deliberately not checked:
 
 from __future__ import annotations
 
+import errno
 import logging
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -35,6 +37,7 @@ BRIDGED: Mapping[Family, str] = {
     6: "net/bridge/bridge-nf-call-ip6tables",
 }
 _IPV6_OFF = "net/ipv6/conf/{}/disable_ipv6"
+_ACCEPT_RA = "net/ipv6/conf/{}/accept_ra"
 _STRICT, _LOOSE = 1, 2
 #: Values of accept_ra: only without forwarding, or always.
 _AS_A_HOST, _ALWAYS = 1, 2
@@ -57,6 +60,8 @@ class HostSettings(Struct, frozen=True, gc=False):
     services: bool = False
     advertised: tuple[str, ...] = ()
     elsewhere: str = ""
+    #: False if IPv6 has no route to other networks, and that is not because this host does not forward.
+    leads_out: bool = True
     #: Devices by which peers' packets may arrive while the answers leave by another device.
     either: tuple[str, ...] = ()
 
@@ -183,6 +188,7 @@ def findings(facts: HostSettings) -> tuple[WrongSetting, ...]:
     """Return the wrong settings of this host (pure)."""
     return (
         *_no_forwarding(facts),
+        *_no_routers(facts),
         *_no_ipv6(facts),
         *_bridge_without_firewall(facts),
         *_strict_uplink(facts),
@@ -203,6 +209,18 @@ def _no_forwarding(facts: HostSettings) -> Iterator[WrongSetting]:
             )
 
 
+def _no_routers(facts: HostSettings) -> Iterator[WrongSetting]:
+    setting = _ACCEPT_RA.format(facts.uplink)
+    if 6 in facts.families and not facts.leads_out and facts.settings.get(setting) == _AS_A_HOST:
+        yield _wrong(
+            Topic.FORWARDING,
+            f"{facts.uplink} learns no IPv6 default route: {_shown(setting)} is 1, and this host forwards",
+            "no IPv6 packet leaves for other networks, if routers advertise themselves",
+            sysctl((setting, _ALWAYS)),
+            is_problem=False,
+        )
+
+
 def _no_ipv6(facts: HostSettings) -> Iterator[WrongSetting]:
     setting = _IPV6_OFF.format(facts.uplink)
     if 6 in facts.families and facts.settings.get(setting) == 1:
@@ -216,7 +234,7 @@ def _kept_advertisements(facts: HostSettings) -> Iterator[tuple[str, int]]:
     Otherwise the kernel would drop the default routes of router advertisements (Linux, ip-sysctl: accept_ra).
     """
     for interface in facts.advertised:
-        setting = f"net/ipv6/conf/{interface}/accept_ra"
+        setting = _ACCEPT_RA.format(interface)
         if facts.settings.get(setting) == _AS_A_HOST:
             yield setting, _ALWAYS
 
@@ -288,16 +306,18 @@ def read_facts(
 ) -> HostSettings:
     """Read the facts of this network namespace. Routes are read only if needed: there may be many."""
     paths = [table[family] for table in (FORWARDING, BRIDGED) for family in families]
-    paths += [_IPV6_OFF.format(uplink), *(f"net/ipv4/conf/{name}/rp_filter" for name in ("all", uplink))]
+    paths += [each.format(uplink) for each in (_IPV6_OFF, _ACCEPT_RA)]
+    paths += [*(f"net/ipv4/conf/{name}/rp_filter" for name in ("all", uplink))]
     settings = _read(*paths)
     advertised: tuple[str, ...] = ()
     if settings.get(FORWARDING[6]) == 0:
         advertised = tuple(_advertised_defaults())
-        settings |= _read(*(f"net/ipv6/conf/{name}/accept_ra" for name in advertised))
+        settings |= _read(*map(_ACCEPT_RA.format, advertised))
     strict = any(settings.get(path) == _STRICT for path in paths[-2:])
     settings |= _read(*(f"net/ipv4/conf/{name}/rp_filter" for name in either))
     elsewhere = _elsewhere(uplink) if strict else ""
-    return HostSettings(families, uplink, settings, services, advertised, elsewhere, either)
+    leads_out = 6 not in families or settings.get(FORWARDING[6]) != 1 or _leads_out()
+    return HostSettings(families, uplink, settings, services, advertised, elsewhere, leads_out, either)
 
 
 def _read(*paths: str) -> dict[str, int]:
@@ -315,6 +335,16 @@ def _advertised_defaults() -> Iterator[str]:
         flags, interface = int(fields[8], 16), fields[9]
         if flags & _RTF_DEFAULT and flags & _RTF_ADDRCONF:
             yield interface
+
+
+def _leads_out() -> bool:
+    """Return True if IPv6 has a route to other networks: to connect a UDP socket sends nothing."""
+    try:
+        with socket.socket(socket.AF_INET6, socket.SOCK_DGRAM) as sock:
+            sock.connect(("2001:db8::1", 9))  # an address that none has (RFC 3849)
+    except OSError as failure:
+        return failure.errno != errno.ENETUNREACH
+    return True
 
 
 def _elsewhere(uplink: str) -> str:

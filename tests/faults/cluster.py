@@ -46,6 +46,17 @@ def gone(subnet: str) -> Step:
     return lambda world: world.lab.etcd.delete_lease(subnet)
 
 
+def with_mac(mac: str) -> Step:
+    """Return the step that gives the third node another MAC address."""
+
+    def act(world: World) -> None:
+        world.run(f"ip link set dev eth0 address {mac}", on=world.nodes[2])
+        for node in world.nodes:
+            node.run("ip", "neigh", "flush", "dev", "eth0")
+
+    return act
+
+
 def peer_without_device(world: World) -> None:
     world.peer.stop()
     world.peer.run("ip", "link", "del", "flannel.1")
@@ -115,6 +126,14 @@ UNPLUGGED = "ip netns exec {switch} ip link set {peer_port} down"
 PLUGGED = "ip netns exec {switch} ip link set {peer_port} up"
 NO_WALL = "ip netns exec {switch} nft delete table netdev wall"
 FAULTS = {
+    "two nodes with one MAC address": Fault(
+        "duplicate addresses",
+        "have one MAC address",
+        (with_mac("02:18:00:00:00:02"),),
+        cuts=None,
+        heal=(with_mac("02:18:00:00:00:03"),),
+        advice="ip link set dev ITS_DEVICE address NEW",
+    ),
     "switch that passes only addresses of nodes, host-gw": Fault(
         "tunnel",
         "packets of containers to 2 peers get lost, and those of nodes do not",

@@ -307,6 +307,15 @@ IN_CONTAINERS = {
         ("ip link set cni0 mtu 1500",),
         cuts=False,
     ),
+    "addresses of another CNI config": Fault(
+        "bridge subnet",
+        "cni0 has 10.88.0.1, too, which is outside the cluster network",
+        ("ip address add 10.88.0.1/16 dev cni0",),
+        cuts=False,
+        severity=HINT,
+        heal=("ip address del 10.88.0.1/16 dev cni0",),
+        advice="take the address from cni0",
+    ),
     "container with the MTU of Ethernet": Fault(
         "containers",
         "1 container with a larger MTU than the network allows, 1450",

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tests.faults.fault import BEHIND, HINT, Fault, on_peer
 from tests.faults.world import (
     DUAL,
     HOST_GW,
+    HOST_GW_DUAL,
+    IPIP,
     LEGACY,
     MASQUERADE,
     NATIVE,
@@ -36,6 +40,8 @@ def chain(hook: str, policy: str, *rules: str, priority: int = 0) -> tuple[str, 
 
 #: Rule that gives the tunnel's packets to another port.
 TAKES_PORT = "-p udp --dport 8472 -j REDIRECT --to-ports 9"
+#: Rule that keeps packets to other networks as they are.
+NOT_TRANSLATED = "POSTROUTING -s 10.0.0.0/8 -o eth0 -j ACCEPT"
 NO_BRIDGED = ("nft delete table bridge wall",)
 
 
@@ -295,6 +301,14 @@ FAULTS = {
         cuts=None,
         after=flushed("filter", "INPUT", "ip6tables-nft"),
     ),
+    "exemption from NAT before the daemon's rules": Fault(
+        "masquerade",
+        "-A POSTROUTING -s 10.0.0.0/8 -o eth0 -j ACCEPT: it is before the daemon's rules",
+        (f"iptables-nft -t nat -I {NOT_TRANSLATED}",),
+        MASQUERADE,
+        cuts=False,
+        heal=(f"iptables-nft -t nat -D {NOT_TRANSLATED}",),
+    ),
     "INPUT drops the port, IPv6": Fault(
         "filters",
         FROM_PEERS,
@@ -309,6 +323,18 @@ FAULTS = {
         DUAL,
         after=flushed("filter", "FORWARD", "ip6tables-nft"),
         peer_blind=BEHIND,
+    ),
+    "INPUT passes protocol 94, which is named ipip": Fault(
+        "filters",
+        "IP protocol 4 from its peers",
+        chain(
+            "input",
+            "accept",
+            "iifname eth0 ip protocol {{ icmp, tcp, udp, 94 }} accept",
+            "iifname eth0 meta nfproto ipv4 drop",
+        ),
+        IPIP,
+        after=NO_WALL,
     ),
     "INPUT drops the port, udp": Fault(
         "filters",
@@ -461,3 +487,6 @@ FAULTS = {
         peer_says="UDP 8472 from its peers",
     ),
 }
+FAULTS["neighbour discovery dropped, host-gw"] = replace(
+    FAULTS["neighbour discovery dropped"], kind=HOST_GW_DUAL
+)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.faults.containers import INSIDE
-from tests.faults.fault import BEHIND, Fault
+from tests.faults.fault import BEHIND, HINT, Fault
 from tests.faults.firewall import FROM_CONTAINERS, NO_WALL, TO_PEERS, WALL, chain
 from tests.faults.world import DUAL, HOST_GW, World
 
@@ -42,6 +42,16 @@ def container_mac(world: World) -> None:
     world.run(f"iptables-nft -I FORWARD -m mac --mac-source {link['address']} -j DROP")
 
 
+def former_policy(world: World) -> None:
+    """Leave the rules of a policy controller that is gone, for an address that a new container has."""
+    world.words["third_ip"] = address = world.node.container(3).address
+    world.run(
+        "iptables-nft -N KUBE-POD-FW-FORMER; iptables-nft -A KUBE-POD-FW-FORMER -j REJECT",
+        f"iptables-nft -I FORWARD -s {address} -j KUBE-POD-FW-FORMER",
+        f"iptables-nft -I FORWARD -d {address} -j KUBE-POD-FW-FORMER",
+    )
+
+
 def seen_well(world: World) -> None:
     assert str(world.doctor()) == "status 0"
 
@@ -64,6 +74,19 @@ FAULTS = {
     ),
     "rule that drops forwarded packets, host-gw": replace(
         dropping("numgen inc mod 1 0 drop"), kind=HOST_GW, is_long=True
+    ),
+    "rules of a former policy controller": Fault(
+        "container echoes",
+        "dropped by chain FORWARD of table ip filter: -A KUBE-POD-FW-FORMER -j REJECT",
+        (former_policy,),
+        cuts=False,
+        severity=HINT,
+        heal=(
+            "iptables-nft -D FORWARD -s {third_ip} -j KUBE-POD-FW-FORMER",
+            "iptables-nft -D FORWARD -d {third_ip} -j KUBE-POD-FW-FORMER",
+        ),
+        advice="remove it, unless a NetworkPolicy means it",
+        after=("iptables-nft -F KUBE-POD-FW-FORMER; iptables-nft -X KUBE-POD-FW-FORMER",),
     ),
     "rule that writes another receiver": Fault(
         "filters",

@@ -70,6 +70,17 @@ def policed(device: str, way: str, test: str, discipline: str = "clsact") -> Fau
     return filtered(device, way, f"{test} {action}", discipline, needs="police")
 
 
+def shaped(device: str) -> Fault:
+    """Return the fault of a queue that drops all packets to containers."""
+    return Fault(
+        "traffic control",
+        f"the traffic control of {device} drops packets: tbf",
+        (f"tc qdisc add dev {device} root tbf rate 8kbit burst 20 limit 200",),
+        heal=(f"tc qdisc del dev {device} root",),
+        peer_blind=BEHIND,
+    )
+
+
 def twin(address: str, *calls: str) -> Step:
     """Return the step that gives another host of the underlay an address, and has it call others by ARP."""
 
@@ -181,6 +192,17 @@ FAULTS = {
         "the traffic control of flannel.1 drops packets: tbf",
         ("tc qdisc add dev flannel.1 root tbf rate 8kbit burst 20 limit 200",),
         heal=("tc qdisc del dev flannel.1 root",),
+    ),
+    "shaper of the containers' bridge": shaped("cni0"),
+    "shaper of a container's port": shaped("veth1"),
+    "router advertisements ignored": Fault(
+        "forwarding",
+        "eth0 learns no IPv6 default route",
+        ("ip -6 route del default; sysctl -w net.ipv6.conf.eth0.accept_ra=1",),
+        DUAL,
+        cuts=False,
+        severity=HINT,
+        after=("ip -6 route add default via fd00:18::fe dev eth0; sysctl -w net.ipv6.conf.eth0.accept_ra=1",),
     ),
     "shaper that drops large packets": Fault(
         "traffic control",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from msgspec import Struct, field
 
 from flanneld.diagnostics.status import PeerStatus, Status, known, resources
-from flanneld.findings import Finding
+from flanneld.findings import Command, Finding
 from flanneld.network.rtnetlink.links import SeenLink, is_flannels
 from flanneld.state.resources import Neighbor, Vxlan
 from flanneld.subnet.subnet_file import Previous
@@ -126,7 +126,9 @@ class Facts(Struct, frozen=True, gc=False):
     pinned: tuple[Neighbor, ...] = ()
     #: Public IPs of silent nodes whose next hop answers neither ARP nor NDP, with that hop.
     unresolved: Mapping[str, str] = field(default_factory=dict)
-    #: Hosts that have our addresses, or those of silent nodes.
+    #: Rules that exempt packets of containers from masquerading: chain, rule, and the command to remove it.
+    exempting: tuple[tuple[str, str, Command], ...] = ()
+    #: Hosts that have our addresses, or those of nodes.
     claims: tuple[Claim, ...] = ()
     #: Public IPs of nodes that refuse the tunnel's UDP port.
     refusing: frozenset[str] = frozenset()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from flanneld.compat.glog import counted
 from flanneld.ctl.checks import FEW, check, few, see_first
 from flanneld.diagnostics.status import PeerStatus
-from flanneld.findings import Command, Finding, Severity, command
+from flanneld.findings import Command, Finding, Severity, command, hint
 from flanneld.model import IPNetwork
 from flanneld.network.host_settings import sysctl
 from flanneld.network.iproute2_commands import entering, set_link
@@ -270,7 +270,10 @@ def _net_of(facts: Facts, container: Container) -> IPNetwork | None:
 
 @check("G", "container echoes", "each container gets answers from this host and from other nodes")
 def container_echoes(facts: Facts) -> Iterator[Finding]:
-    for each in (each for each in facts.containers if not each.is_heard or each.unanswered):
+    turned_away = {address.version for _, address, _ in facts.turned_away}  # the same of this host's own
+    for each in facts.containers:
+        if each.is_heard and (not each.unanswered or each.address.version in turned_away):
+            continue
         inside, port = shlex.join(entering(each.path)), each.port
         own_rules = f"see its own rules: {inside} nft list ruleset; {inside} iptables-save"
         if not each.is_heard:
@@ -286,9 +289,12 @@ def container_echoes(facts: Facts) -> Iterator[Finding]:
         else:
             yield Finding(
                 f"packets between {each.address} and other nodes get lost",
-                f"from {each.path} no answer comes to {each.unanswered}; to those of this host all come",
+                f"from {each.path} no answer comes to {each.unanswered}; to those of this host all come"
+                + (f"; dropped by {few(each.dropped_by, '; ')}" if each.dropped_by else ""),
                 "this host does not pass all packets on, or the container's own rules drop them",
-                f"{see_first(facts)}see the rules for packets that are passed on, with what they count:"
+                "remove it, unless a NetworkPolicy means it: kubectl get networkpolicy --all-namespaces"
+                if each.dropped_by
+                else f"{see_first(facts)}see the rules for packets that are passed on, with what they count:"
                 f" nft list ruleset; iptables-save -c. Then {own_rules}",
                 about=str(each.address),
                 severity=Severity.HINT if facts.has_policies else Severity.PROBLEM,
@@ -339,4 +345,44 @@ def container_addresses(facts: Facts) -> Iterator[Finding]:
                 f" net.ipv6.conf.{each.device}.disable_ipv6 must be 0",
                 about=path,
                 severity=Severity.HINT,  # it may be older than the bridge's address
+            )
+
+
+@check("G", "bridge subnet", "bridges of this host are in our subnet")
+def bridge_subnet(facts: Facts) -> Iterator[Finding]:
+    own, former = facts.status.own_subnets, former_subnets(facts)
+    networks, leads = facts.networks, {name for name, _ in facts.gateways}
+    for name, address in facts.addresses if own else ():
+        inside = any(address in network for network in networks)
+        is_ours = name in facts.devices or any(address in net for net in own)
+        if not inside or is_ours or name in former:
+            continue
+        evidence = f"our subnet is {', '.join(map(str, own))}"
+        if not facts.is_bridge(name):
+            yield hint(
+                f"{name} has {address}, which is inside the cluster network",
+                evidence,
+                "one address may stand for a host there and for a container on another node",
+                "choose a Network that no other network of this host overlaps",
+                about=name,
+            )
+        elif facts.has_ports(name):
+            yield Finding(
+                f"{name} has {address}, which is not in our subnet",
+                evidence,
+                "other nodes send packets for its containers elsewhere",
+                f"restart its containers and see that the runtime reads {facts.subnet_file}",
+                about=name,
+            )
+    families = {network.version for network in networks}
+    for name, address in facts.addresses if own else ():
+        is_foreign = address.version in families and not any(address in network for network in networks)
+        if is_foreign and not address.is_link_local and facts.is_bridge(name) and name in leads:
+            yield hint(
+                f"{name} has {address}, too, which is outside the cluster network",
+                f"our subnet is {', '.join(map(str, own))}",
+                "no other node reaches containers with addresses of that network",
+                f"if another CNI config made it, remove that from /etc/cni/net.d, recreate those containers,"
+                f" and take the address from {name}",
+                about=name,
             )

@@ -12,7 +12,6 @@ from msgspec import Struct
 from flanneld.backends.registry import described
 from flanneld.compat.glog import counted
 from flanneld.ctl.checks import check, few, see_first
-from flanneld.ctl.checks.containers import former_subnets
 from flanneld.ctl.drops import MASQUERADES, OF_KUBE_ROUTER, REDIRECTS
 from flanneld.ctl.output import State
 from flanneld.ctl.paths import AFTER_NEW_MTU, DISCOVERY, between_nodes, listed, takes_mtu
@@ -159,37 +158,6 @@ def subnet_file(facts: Facts) -> Iterator[Finding]:
 @check("F", "bridges", "the firewall sees what stays on a bridge")
 def bridges(facts: Facts) -> Iterator[Finding]:
     yield from facts.of_topic(Topic.BRIDGES)
-
-
-# ---- G: containers on another subnet ------------------------------------------------------------
-
-
-@check("G", "bridge subnet", "bridges of this host are in our subnet")
-def bridge_subnet(facts: Facts) -> Iterator[Finding]:
-    own, former = facts.status.own_subnets, former_subnets(facts)
-    networks = facts.networks
-    for name, address in facts.addresses if own else ():
-        inside = any(address in network for network in networks)
-        is_ours = name in facts.devices or any(address in net for net in own)
-        if not inside or is_ours or name in former:
-            continue
-        evidence = f"our subnet is {', '.join(map(str, own))}"
-        if not facts.is_bridge(name):
-            yield hint(
-                f"{name} has {address}, which is inside the cluster network",
-                evidence,
-                "one address may stand for a host there and for a container on another node",
-                "choose a Network that no other network of this host overlaps",
-                about=name,
-            )
-        elif facts.has_ports(name):
-            yield Finding(
-                f"{name} has {address}, which is not in our subnet",
-                evidence,
-                "other nodes send packets for its containers elsewhere",
-                f"restart its containers and see that the runtime reads {facts.subnet_file}",
-                about=name,
-            )
 
 
 # ---- K: MTU and offload -------------------------------------------------------------------------
@@ -425,6 +393,18 @@ def filters(facts: Facts) -> Iterator[Finding]:
         )
 
 
+@check("E", "masquerade", "no rule keeps the daemon's from masquerading")
+def masquerade(facts: Facts) -> Iterator[Finding]:
+    for chain, rule, removal in facts.exempting:
+        yield Finding(
+            f"packets of containers to other networks are not masqueraded: {chain}",
+            f"{rule}: it is before the daemon's rules",
+            "outside, their senders' addresses are not known, and no answer comes back",
+            f"if it is for some receivers only, have it name these (-d); to remove it: {line((removal,))}",
+            about=chain,
+        )
+
+
 @check("K", "traffic control", "no queue or filter of tc drops the network's packets")
 def traffic_control(facts: Facts) -> Iterator[Finding]:
     is_silent = any(path.carried is None for path in facts.paths)
@@ -439,7 +419,7 @@ def traffic_control(facts: Facts) -> Iterator[Finding]:
             removals, shows = [f"tc qdisc del dev {device} root"], [f"tc -s qdisc show dev {device}"]
         yield Finding(
             f"the traffic control of {device} drops packets: {few(filters) or kind}",
-            f"{counted(number, 'packet')} while peers were probed",
+            f"{counted(number, 'packet')} while peers and containers were probed",
             "a limit of its rate, or a filter, drops packets of the network, too",
             "raise the limit, or remove it if it is not needed:"
             f" {few([*dict.fromkeys(shows), *removals], '; ')}",

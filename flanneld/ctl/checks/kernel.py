@@ -431,11 +431,12 @@ def pinned_neighbours(facts: Facts) -> Iterator[Finding]:
         )
 
 
-@check("J", "duplicate addresses", "no other host has the address of this node, or of a silent one")
+@check("J", "duplicate addresses", "no other host has this node's address, or one of a silent node")
 def duplicate_addresses(facts: Facts) -> Iterator[Finding]:
     ours = {address: name for name, address in facts.addresses}
     own = {link.mac for link in facts.links}
-    for each in facts.claims:
+    yield from _twins(facts)
+    for each in (each for each in facts.claims if not each.answers):
         address, name, others = each.address, ours.get(each.address), each.macs - own
         if each.macs and len(others) < (1 if name else 2):  # a silent node answers itself
             continue
@@ -452,6 +453,24 @@ def duplicate_addresses(facts: Facts) -> Iterator[Finding]:
             about=str(address),
             severity=Severity.PROBLEM if name else Severity.HINT,
         )
+
+
+def _twins(facts: Facts) -> Iterator[Finding]:
+    """Yield silent nodes with the MAC address of one that answers. A router may answer ARP for all nodes."""
+    nodes = {ip for peer in (facts.peers if facts.claims else ()) for ip in peer.addresses}
+    answering = [each for each in facts.claims if each.answers]
+    routers = {mac for each in answering if each.address not in nodes for mac in each.macs}
+    for silent in (each for each in facts.claims if not each.answers and each.address in nodes):
+        for each in answering:
+            for mac in sorted(silent.macs & each.macs - routers):
+                yield Finding(
+                    f"{silent.address} and {each.address} have one MAC address",
+                    f"an ARP probe for either was answered by {mac}",
+                    "the switch sends the packets for both to the one that it heard last",
+                    "give the clone another: a new one in its hypervisor, or"
+                    " ip link set dev ITS_DEVICE address NEW",
+                    about=mac,
+                )
 
 
 @check("B", "left devices", "no device of an earlier configuration is left")

@@ -31,9 +31,9 @@ _ENDS |= {ACCEPT: ACCEPT, MASQUERADE: MASQUERADE, SNAT: MASQUERADE, DROP: DROP, 
 #: Verdicts that lead to no chain. Only nftables may have chains of these names.
 TARGETS = frozenset({*_PASSES_ON, *_ENDS, RETURN, MARK, NOTRACK, UNKNOWN_VERDICT} - {""})
 ALL_BITS = 0xFFFF_FFFF
-#: Other names and the numbers of IP protocols (/etc/protocols).
+#: Other names and the numbers of IP protocols (/etc/protocols, where ipip is 94, not the tunnel's protocol).
 _PROTOCOLS = {
-    **dict.fromkeys(("4", "ipip", "ipv4"), "ipencap"),
+    **dict.fromkeys(("4", "ipv4"), "ipencap"),
     **dict.fromkeys(("58", "icmpv6"), "ipv6-icmp"),
     "1": "icmp",
     "6": "tcp",

@@ -7,6 +7,7 @@ in one table.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Container, Iterable, Iterator
 from contextlib import suppress
 
@@ -74,6 +75,13 @@ class BaseChain(Struct, frozen=True, gc=False):
         tests = (word for each in inside for word in each.iptables())
         table = _unless_filter(self.table.split()[1])
         return command(program(self.place, self.family), *table, "-I", self.chain, *tests, "-j", "RETURN")
+
+    def without(self, rule: str) -> Command:
+        """Return the command that deletes a rule of iptables from its chain (pure)."""
+        assert self.place != "native"
+        _, *words = shlex.split(rule)
+        table = _unless_filter(self.table.split()[1])
+        return command(program(self.place, self.family), *table, "-D", *words)
 
     def accept(self, *openings: Opening) -> tuple[Command, ...]:
         """Return the commands that make the chain accept packets before its first rule drops them (pure)."""

@@ -190,7 +190,10 @@ NO_TLS = "check https in -etcd-endpoints, and -etcd-cafile"
 OUTDATED = "see whether this host's clock is right (date -u); if it is, have etcd's certificate renewed"
 #: OpenSSL's codes of certificates that are not valid yet, or no longer (X509_V_ERR_CERT_*).
 _OUTDATED = frozenset({9, 10})
-_NO_CERTIFICATE = "check https in -etcd-endpoints, and that etcd there accepts -etcd-certfile"
+_NO_CERTIFICATE = (
+    "check https in -etcd-endpoints, and that etcd there accepts -etcd-certfile; its end is told by"
+    " openssl x509 -enddate -noout -in FILE"
+)
 
 
 class EtcdTimeouts(Struct, frozen=True, gc=False):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from flanneld.ctl.doctor import examine
 from flanneld.ctl.losses import Claim, Lost
 from flanneld.ctl.paths import TO_NODES
 from flanneld.state.resources import Neighbor
@@ -216,6 +217,64 @@ def test_address_of_two_hosts_is_found(claim: Claim, found: tuple[Any, str, str]
     seen = said("duplicate addresses", replace(WELL, claims=(claim,)))
     assert [each[:2] for each in seen] == ([found[:2]] if found else [])
     assert all(found and cure.startswith(found[2]) for *_, cure in seen)
+
+
+def claim(number: int, *macs: str, answers: bool = False) -> Claim:
+    return Claim(ip_address(f"192.0.2.{number}"), frozenset(macs), answers=answers)
+
+
+@pytest.mark.parametrize(
+    ("claims", "about"),
+    [
+        ((claim(2, THIRD_MAC), claim(3, THIRD_MAC, answers=True)), [THIRD_MAC]),
+        ((claim(3, THIRD_MAC, answers=True), claim(2, THIRD_MAC)), [THIRD_MAC]),
+        (
+            (claim(2, OTHER_MAC, THIRD_MAC, MAC), claim(3, THIRD_MAC, OTHER_MAC, answers=True)),
+            [THIRD_MAC, OTHER_MAC, "192.0.2.2"],
+        ),
+        ((claim(2, THIRD_MAC), claim(3, OTHER_MAC, answers=True)), []),
+        (
+            (claim(2, THIRD_MAC), claim(3, THIRD_MAC, answers=True), claim(9, THIRD_MAC, answers=True)),
+            [],
+        ),
+        (
+            (claim(2, THIRD_MAC), claim(3, THIRD_MAC, answers=True), claim(9, OTHER_MAC, answers=True)),
+            [THIRD_MAC],
+        ),
+        ((claim(2, THIRD_MAC), claim(3, THIRD_MAC, answers=True), claim(9, THIRD_MAC)), [THIRD_MAC]),
+        ((claim(2, THIRD_MAC), claim(3, THIRD_MAC)), []),
+        ((claim(2, THIRD_MAC, answers=True), claim(3, THIRD_MAC, answers=True)), []),
+        ((claim(2, THIRD_MAC), claim(9, THIRD_MAC, answers=True)), []),
+        ((claim(9, THIRD_MAC), claim(3, THIRD_MAC, answers=True)), []),
+        ((claim(3, OTHER_MAC, THIRD_MAC, answers=True),), []),
+    ],
+    ids=[
+        "a clone",
+        "in another order",
+        "two of each",
+        "of their own",
+        "the router's",
+        "a router of its own",
+        "of no node either",
+        "both silent",
+        "both answer",
+        "answered by no node",
+        "of no node",
+        "two that answer",
+    ],
+)
+def test_silent_node_with_the_mac_of_one_that_answers_is_found(
+    claims: tuple[Claim, ...], about: list[str]
+) -> None:
+    peers = [DOCUMENT["peers"][0] | {"public_ips": [f"192.0.2.{each}"]} for each in (2, 3)]
+    facts = replace(document(peers=peers), claims=claims)
+    seen = [each for check, each in examine(facts) if check.name == "duplicate addresses"]
+    assert [each.about for each in seen] == about
+    for each in (each for each in seen if each.about != "192.0.2.2"):
+        assert each.severity is PROBLEM
+        assert each.problem == "192.0.2.2 and 192.0.2.3 have one MAC address"
+        assert each.evidence == f"an ARP probe for either was answered by {each.about}"
+        assert each.cure.startswith("give the clone another: a new one in its hypervisor, or ip link set dev")
 
 
 @pytest.mark.parametrize(

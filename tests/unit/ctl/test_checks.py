@@ -276,6 +276,7 @@ CASES: dict[str, list[Facts]] = {
     "bridge subnet": [
         with_address("docker0", bridge("docker0"), port_of("docker0")),
         with_address("eth0", link("eth0")),
+        replace(WELL, addresses=(*WELL.addresses, ("cni0", ip_address("172.17.0.1")))),
     ],
     "lease": [
         told(
@@ -400,6 +401,9 @@ CASES: dict[str, list[Facts]] = {
             ),
         ),
     ],
+    "masquerade": [
+        replace(WELL, exempting=(("chain POSTROUTING", "-A POSTROUTING -j ACCEPT", ("ip", "x")),))
+    ],
     "lookups": [
         lost("rule", "100: from all blackhole", ACCEPT),
         lost("rule", "100: from all blackhole"),
@@ -422,12 +426,21 @@ CASES: dict[str, list[Facts]] = {
         ),
     ],
     "duplicate addresses": [
-        replace(WELL, claims=claims)
-        for claims in (
-            (Claim(ip_address("192.0.2.1"), frozenset({OTHER_MAC, MAC})),),
-            (Claim(ip_address("192.0.2.1"), length=64),),
-            (Claim(ip_address("192.0.2.2"), frozenset({OTHER_MAC, "02:00:00:00:00:98"})),),
-        )
+        replace(
+            told(lambda d: d["peers"].append(d["peers"][0] | {"public_ips": ["192.0.2.3"]})),
+            claims=(
+                Claim(ip_address("192.0.2.2"), frozenset({OTHER_MAC})),
+                Claim(ip_address("192.0.2.3"), frozenset({OTHER_MAC}), answers=True),
+            ),
+        ),
+        *(
+            replace(WELL, claims=claims)
+            for claims in (
+                (Claim(ip_address("192.0.2.1"), frozenset({OTHER_MAC, MAC})),),
+                (Claim(ip_address("192.0.2.1"), length=64),),
+                (Claim(ip_address("192.0.2.2"), frozenset({OTHER_MAC, "02:00:00:00:00:98"})),),
+            )
+        ),
     ],
     "container routes": [
         container(is_routed=False),
@@ -437,7 +450,11 @@ CASES: dict[str, list[Facts]] = {
         container(is_routed=False, astray="10.5.0.0/16 dev eth1"),
         container(is_routed=False, rule=PolicyRule(4, 5, "from all lookup 77")),
     ],
-    "container echoes": [container(is_heard=False), container(unanswered="10 of 10 echoes to 10.5.2.0")],
+    "container echoes": [
+        container(is_heard=False),
+        container(unanswered="10 of 10 echoes to 10.5.2.0"),
+        container(unanswered="10 of 10 echoes to 10.5.2.0", dropped_by=("chain c: -j DROP",)),
+    ],
     "container addresses": [
         container(address=ip_address("10.5.7.2")),
         replace(WELL, containers=(CONTAINER, replace(CONTAINER, path="/run/netns/b"))),

@@ -399,8 +399,15 @@ RULES = "its own rules: nsenter --net=/run/netns/a nft list ruleset; nsenter --n
             "see the rules for packets that are passed on, with what they count: nft list ruleset;"
             f" iptables-save -c. Then see {RULES}",
         ),
+        (
+            {"unanswered": "2 of 10 echoes to 10.5.2.0", "dropped_by": ("chain c: one", "chain d: two")},
+            "packets between 10.5.1.2 and other nodes get lost",
+            "from /run/netns/a no answer comes to 2 of 10 echoes to 10.5.2.0; to those of this host all come"
+            "; dropped by chain c: one; chain d: two",
+            "remove it, unless a NetworkPolicy means it: kubectl get networkpolicy --all-namespaces",
+        ),
     ],
-    ids=["this host does not answer", "another node does not answer"],
+    ids=["this host does not answer", "another node does not answer", "a rule of this host drops them"],
 )
 def test_lost_echoes_of_a_container_are_told_with_where_to_look(
     changes: dict[str, Any], problem: str, evidence: str, advice: str
@@ -409,6 +416,23 @@ def test_lost_echoes_of_a_container_are_told_with_where_to_look(
     (finding,) = found("container echoes", replace(WELL, containers=(at, replace(at, **changes))))
     assert (finding.problem, finding.evidence, finding.remedy) == (problem, evidence, advice)
     assert finding.about == "10.5.1.2"
+
+
+@pytest.mark.parametrize(
+    ("changes", "source", "is_told"),
+    [
+        ({"unanswered": "all"}, "10.5.1.1", False),
+        ({"unanswered": "all"}, "fc00:5::1", True),
+        ({"is_heard": False, "unanswered": "all"}, "10.5.1.1", True),
+        ({}, "fc00:5::1", False),
+    ],
+    ids=["the same loss", "of the other family", "not even this host answers", "nothing gets lost"],
+)
+def test_lost_echoes_of_a_container_are_not_told_where_those_of_this_host_get_lost_too(
+    changes: dict[str, Any], source: str, is_told: bool
+) -> None:
+    facts = replace(container(**changes), turned_away=(("10.5.2.0/24", ip_address(source), True),))
+    assert bool(found("container echoes", facts)) is is_told
 
 
 MAC_A = "02:00:00:00:00:0a"
@@ -497,3 +521,63 @@ def test_a_few_containers_without_an_address_of_their_bridges_family_are_hints(
         assert each.cure.endswith(
             f"nsenter --net={each.about} sysctl net.ipv6.conf.eth0.disable_ipv6 must be 0"
         )
+
+
+BOTH = replace(
+    told(
+        lambda d: (
+            d["network"]["ranges"].append({"network": "fc00:5::/56", "subnet_len": 64}),
+            d["lease"].update(subnets=["10.5.1.0/24", "fc00:5::/64"]),
+        )
+    ),
+    links=(*WELL.links, bridge("docker0"), link("veth1")),
+    addresses=(*WELL.addresses, ("veth1", ip_address("10.5.1.9"))),
+)
+ALONE = replace(BOTH, status=WELL.status)
+
+
+@pytest.mark.parametrize(
+    ("facts", "name", "address", "is_told"),
+    [
+        (ALONE, "cni0", "172.17.0.1", True),
+        (BOTH, "cni0", "2001:db8::7", True),
+        (ALONE, "cni0", "2001:db8::7", False),
+        (ALONE, "cni0", "169.254.1.1", False),
+        (BOTH, "cni0", "fe80::1", False),
+        (ALONE, "cni0", "10.5.1.7", False),
+        (BOTH, "cni0", "fc00:5::1", False),
+        (ALONE, "docker0", "172.17.0.1", False),
+        (ALONE, "veth1", "172.17.0.1", False),
+        (replace(BOTH, status=told(lambda d: d.update(lease=None)).status), "cni0", "172.17.0.1", False),
+    ],
+    ids=[
+        "outside",
+        "outside, IPv6",
+        "no IPv6 in the network",
+        "link-local",
+        "link-local, IPv6",
+        "inside",
+        "inside, IPv6",
+        "a bridge of others",
+        "no bridge",
+        "no lease",
+    ],
+)
+def test_address_outside_the_network_on_the_bridge_of_our_containers_is_a_hint(
+    facts: Facts, name: str, address: str, is_told: bool
+) -> None:
+    seen = found("bridge subnet", replace(facts, addresses=(*facts.addresses, (name, ip_address(address)))))
+    subnets = ", ".join(map(str, facts.status.own_subnets))
+    assert [(each.severity, each.problem, each.evidence, each.about) for each in seen] == [
+        (
+            Severity.HINT,
+            f"cni0 has {address}, too, which is outside the cluster network",
+            f"our subnet is {subnets}",
+            "cni0",
+        )
+    ] * is_told
+    for each in seen:
+        assert each.cure.startswith(
+            "if another CNI config made it, remove that from /etc/cni/net.d, recreate"
+        )
+        assert each.cure.endswith("and take the address from cni0")

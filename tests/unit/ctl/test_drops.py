@@ -8,10 +8,17 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from flanneld.ctl.drops import Drop, drops_towards, masquerading_rules, read_drops
+from flanneld.ctl.drops import (
+    Drop,
+    drops_towards,
+    exempting_rules,
+    masquerading_rules,
+    read_drops,
+    rules_about,
+)
 from flanneld.ctl.paths import FROM_CONTAINERS, TO_CONTAINERS
 from flanneld.diagnostics.status import Status
-from flanneld.network.firewall.fate import DNAT, DROP, MASQUERADE, Rule, Test
+from flanneld.network.firewall.fate import ACCEPT, DNAT, DROP, MASQUERADE, Rule, Test
 from flanneld.network.firewall.foreign import BaseChain, PolicyChain
 from tests.unit.ctl.documents import status_of
 from tests.unit.ctl.test_evidence import document, peer
@@ -143,6 +150,149 @@ def test_rule_that_changes_packets_is_told_with_what_it_does(
     (drop,) = found(base)
     assert (drop.verb, drop.state, drop.families) == (verb, state, families)
     assert shell(drop) == commands
+
+
+def masquerading(**changes: Any) -> Status:
+    """A node of both families whose rules masquerade packets to other networks."""
+    lease = {"subnets": ["10.5.1.0/24", "fc00:5:1::/64"]}
+    return status_of(
+        document(2) | {"lease": lease, "firewall": {"place": "nft", "masquerade": True} | changes}
+    )
+
+
+OUTWARDS, OURS = about("oif", "eth0"), Rule(MASQUERADE, about("oif", "eth0"), text="-A POSTROUTING -j OURS")
+FIRST = Rule(ACCEPT, OUTWARDS, text="-A POSTROUTING -o eth0 -j ACCEPT")
+
+
+def translating(*rules: Rule, **changes: Any) -> BaseChain:
+    return replace(chain("postrouting", *rules, OURS, table="ip nat"), **changes)
+
+
+@pytest.mark.parametrize(
+    ("base", "place", "command"),
+    [
+        (translating(FIRST), "nft", "iptables-nft -t nat -D POSTROUTING -o eth0 -j ACCEPT"),
+        (
+            translating(FIRST, place="legacy"),
+            "legacy",
+            "iptables-legacy -t nat -D POSTROUTING -o eth0 -j ACCEPT",
+        ),
+        (
+            translating(FIRST, family=6, table="ip6 nat"),
+            "nft",
+            "ip6tables-nft -t nat -D POSTROUTING -o eth0 -j ACCEPT",
+        ),
+        (
+            translating(
+                Rule(
+                    ACCEPT,
+                    (
+                        *about("iif", "cni0"),
+                        *OUTWARDS,
+                        *about("source", ip_network("10.5.1.2/32")),
+                        *about("destination", ip_network("203.0.113.1/32")),
+                        *about("protocol", "tcp"),
+                    ),
+                    text='-A OWN -m comment --comment "no NAT" -j ACCEPT',
+                )
+            ),
+            "nft",
+            "iptables-nft -t nat -D OWN -m comment --comment no NAT -j ACCEPT",
+        ),
+    ],
+    ids=["nft", "legacy", "IPv6", "each property of the packet"],
+)
+def test_rule_that_keeps_packets_to_other_networks_from_ours_is_told_with_what_deletes_it(
+    base: BaseChain, place: str, command: str
+) -> None:
+    ((chain_name, rule, removal),) = exempting_rules(masquerading(place=place), DEVICES, [base])
+    assert (chain_name, rule) == (str(base), base.chains["POSTROUTING"][0].text)
+    assert " ".join(removal) == command
+
+
+@pytest.mark.parametrize(
+    ("base", "changes"),
+    [
+        (translating(FIRST), {"masquerade": False}),
+        (translating(FIRST), {"place": "legacy"}),
+        (translating(FIRST, place="legacy"), {}),
+        (translating(FIRST, place="native"), {"place": "native"}),
+        (translating(), {}),
+        (replace(translating(), chains={"POSTROUTING": ()}), {}),
+        (translating(Rule(ACCEPT, about("unknown"), text="-m x -j ACCEPT")), {}),
+        (translating(Rule(MASQUERADE, (*OUTWARDS, *about("unknown")), text="-m x"), FIRST), {}),
+        (translating(Rule(ACCEPT, about("destination", ip_network(NETWORK)), text="x")), {}),
+        (translating(FIRST, table="ip mangle"), {}),
+        (chain("prerouting", FIRST, table="ip nat"), {}),
+    ],
+    ids=[
+        "masquerading is off",
+        "our rules are elsewhere",
+        "the rule is elsewhere",
+        "tables of nftables do not keep each other from it",
+        "ours is first",
+        "no rule",
+        "a rule that may match",
+        "a rule that may masquerade before",
+        "inside the network",
+        "another table",
+        "another hook",
+    ],
+)
+def test_packets_to_other_networks_that_ours_masquerade_are_not_told(
+    base: BaseChain, changes: dict[str, Any]
+) -> None:
+    assert [*exempting_rules(masquerading(**changes), DEVICES, [base])] == []
+
+
+def test_without_a_place_of_our_rules_none_keeps_packets_from_them() -> None:
+    assert [*exempting_rules(TOLD, DEVICES, [translating(FIRST)])] == []
+
+
+@pytest.mark.parametrize(
+    ("base", "address", "is_dropped"),
+    [
+        (
+            chain("forward", Rule(DROP, about("source", ip_network("10.5.1.7/32")), text="x")),
+            "10.5.1.7",
+            True,
+        ),
+        (
+            chain("forward", Rule(DROP, about("destination", ip_network("10.5.1.7/32")), text="x")),
+            "10.5.1.7",
+            True,
+        ),
+        (
+            chain("forward", Rule(DROP, about("source", ip_network("10.5.1.7/32")), text="x")),
+            "10.5.1.8",
+            False,
+        ),
+        (chain("forward", Rule(DROP, about("unknown"), text="x")), "10.5.1.7", False),
+        (chain("postrouting", Rule(MASQUERADE, text="x"), table="ip nat"), "10.5.1.7", False),
+        (chain("prerouting", Rule(DNAT, text="x"), table="ip nat"), "10.5.1.7", False),
+        (replace(chain("forward"), drops=True), "10.5.1.7", False),
+        (chain("input", Rule(DROP, text="x")), "10.5.1.7", False),
+        (chain("output", Rule(DROP, text="x")), "10.5.1.7", False),
+        (chain("forward", Rule(DROP, text="x")), "fc00:5:1::7", False),
+    ],
+    ids=[
+        "from it",
+        "to it",
+        "another",
+        "a doubt",
+        "masquerades",
+        "redirects",
+        "a policy, which is no rule",
+        "to this host",
+        "from this host",
+        "no IPv6",
+    ],
+)
+def test_rule_that_drops_the_packets_of_a_container_is_named_with_its_chain(
+    base: BaseChain, address: str, is_dropped: bool
+) -> None:
+    named = (f"chain {base.chain} of table {base.table}: x",) * is_dropped
+    assert rules_about(ip_address(address), TOLD, DEVICES, [base]) == named
 
 
 def test_rules_of_firewalld_and_policies_take_a_decision() -> None:

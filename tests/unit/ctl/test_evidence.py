@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from flanneld.backends.ipsec.resources import ConnectionSas
 from flanneld.ctl import losses, paths
@@ -35,7 +36,8 @@ from flanneld.network.xfrm_table import chains, decode_rule, pack_policy
 from flanneld.state.resources import Address, Blackhole, ForeignLink, Route, Vxlan
 from tests.unit.ctl.documents import object_of, status_of
 
-VXLAN = Vxlan("flannel.1", 1, 2, ip_address("192.0.2.1"), 8472, "02:00:00:00:00:01", 1450)
+MAC = "02:00:00:00:00:01"
+VXLAN = Vxlan("flannel.1", 1, 2, ip_address("192.0.2.1"), 8472, MAC, 1450)
 
 
 def peer(number: int) -> dict[str, Any]:
@@ -108,11 +110,26 @@ def test_node_that_reports_packets_of_containers_turns_none_away(
     }
 
 
+ROUTER, ETH0 = ip_address("192.0.2.254"), 2
+ON_LINK = LookupResult(ETH0, None, None, RTN_UNICAST)
+
+
+@pytest.mark.parametrize(
+    ("default", "router"),
+    [
+        (None, []),
+        (LookupResult(ETH0, None, ROUTER, RTN_UNICAST), ["192.0.2.254"]),
+        (LookupResult(ETH0 + 1, None, ROUTER, RTN_UNICAST), []),
+        (ON_LINK, []),
+    ],
+    ids=["no default route", "a router", "a router elsewhere", "no router"],
+)
 def test_only_hosts_on_the_link_are_asked_by_arp_and_only_our_duplicates_are_told(
-    monkeypatch: pytest.MonkeyPatch,
+    default: LookupResult | None, router: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gateway, index = ip_address("192.0.2.254"), 2
+    gateway, index = ip_address("192.0.2.253"), ETH0
     ways = {
+        "203.0.113.1": default,
         "198.18.0.1": LookupResult(index, None, None, RTN_UNICAST),
         "198.18.0.2": LookupResult(index, None, gateway, RTN_UNICAST),
         "198.18.0.3": LookupResult(index + 1, None, None, RTN_UNICAST),
@@ -140,8 +157,35 @@ def test_only_hosts_on_the_link_are_asked_by_arp_and_only_our_duplicates_are_tol
     told["lease"]["subnets"].append("fd05:1::/64")
     silent = sample(status_of(told), lambda targets: [None] * len(targets))
     found = list(losses.claims(status_of(told), silent, ()))
-    assert asked == ["192.0.2.1", "198.18.0.1"]
+    assert asked == ["192.0.2.1", "198.18.0.1", *router]
     assert found == [losses.Claim(ip_address("fd05:1::1"), length=64)]
+
+
+@pytest.mark.parametrize("lost", ["198.18.0.1", "10.6.0.0"], ids=["the node", "behind its tunnel"])
+def test_claims_of_nodes_that_answer_and_of_the_router_are_told_from_the_others(
+    lost: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class View:
+        def look_up_route(self, target: IPAddress) -> LookupResult:
+            return replace(ON_LINK, gateway=ROUTER) if target == ip_address("203.0.113.1") else ON_LINK
+
+        def addresses(self, _family: int) -> list[SeenAddress]:
+            return []
+
+    monkeypatch.setattr(losses, "HostView", View)
+    monkeypatch.setattr(interfaces, "index_of", {"eth0": ETH0}.get)
+    monkeypatch.setattr(interfaces, "holders", lambda _name, targets, _within: {at: {MAC} for at in targets})
+    told = status_of(document(2))
+    found = sample(told, lambda asked: [None if str(at) == lost else size for at, size in asked])
+    assert list(losses.claims(told, found, ())) == [
+        losses.Claim(ip_address(address), frozenset({MAC}), answers=answers)
+        for address, answers in (
+            ("192.0.2.1", False),
+            ("198.18.0.1", False),
+            ("198.18.0.2", True),
+            ("192.0.2.254", True),
+        )
+    ]
 
 
 def test_with_5000_peers_few_routes_are_looked_up_and_few_packets_sent() -> None:

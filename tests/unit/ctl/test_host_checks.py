@@ -248,6 +248,21 @@ def test_rule_is_a_problem_a_hint_or_nothing(
         assert how.startswith(cure)
 
 
+def test_rule_that_exempts_from_masquerading_is_a_problem_and_explains_no_lost_echo() -> None:
+    rule = "-A POSTROUTING -j ACCEPT"
+    facts = replace(WELL, exempting=(("chain c", rule, ("iptables", "-D", "c")),))
+    assert said("masquerade", facts) == [
+        (
+            PROBLEM,
+            "packets of containers to other networks are not masqueraded: chain c",
+            "if it is for some receivers only, have it name these (-d); to remove it: iptables -D c",
+        )
+    ]
+    assert evidence("masquerade", facts) == [f"{rule}: it is before the daemon's rules"]
+    lonely = replace(facts, containers=(replace(CONTAINER, is_heard=False),))
+    assert {check.name for check, _ in examine(lonely)} == {"masquerade", "container echoes"}
+
+
 @pytest.mark.parametrize(
     ("verb", "harm"),
     [
@@ -317,6 +332,7 @@ def test_lost_packets_of_a_container_make_a_queue_a_problem() -> None:
     silent = replace(CONTAINER, unanswered="9 of 10 echoes to 10.5.2.0")
     facts = replace(WELL, queued={("eth0", "tbf"): 3}, containers=(silent,))
     assert [each[0] for each in said("traffic control", facts)] == [PROBLEM]
+    assert evidence("traffic control", facts) == ["3 packets while peers and containers were probed"]
 
 
 def test_few_of_many_left_rules_are_shown_and_all_are_removed() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from ipaddress import IPv4Address, ip_address, ip_network
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -21,13 +22,20 @@ from flanneld.ctl.compare import RouteTaken
 from flanneld.ctl.paths import (
     DISCOVERY,
     FROM_CONTAINERS,
+    FROM_PORTS,
+    INWARDS,
+    THROUGH,
     TO_CONTAINERS,
+    TO_PORTS,
+    Flow,
     PathToPeer,
     addresses_behind,
+    at_ports,
     chosen_of,
     container_of,
     flows,
     listed,
+    of_container,
     paths,
     peer_named,
     sample,
@@ -36,6 +44,8 @@ from flanneld.ctl.paths import (
 from flanneld.diagnostics.status import PeerStatus
 from flanneld.errors import FlannelError
 from flanneld.model import IPAddress, Uplink
+from flanneld.network.firewall.fate import Packet
+from flanneld.network.firewall.foreign import Opening
 from flanneld.network.survey import Sized, largest
 from flanneld.state.resources import Address, Route
 from tests.unit.ctl.documents import object_of, status_of
@@ -251,6 +261,93 @@ def test_flows_of_both_families_are_between_addresses_of_one() -> None:
 def test_flows_to_a_peer_are_of_the_families_that_it_has(changes: dict[str, Any], names: set[int]) -> None:
     told = status_of(dual(**changes))
     assert {each.family for each in flows(told, chosen_of(told), {})} == names
+
+
+HERE, THERE = ["192.0.2.1", "2001:db8::1"], ["2001:db8::2", "192.0.2.2"]
+
+
+@pytest.mark.parametrize("backend", ["host-gw", "vxlan"])
+@pytest.mark.parametrize(
+    ("here", "there", "is_seen"),
+    [
+        (HERE, THERE, True),
+        ([*HERE, "2001:db8::9"], [*THERE, "2001:db8::8"], True),
+        (HERE[:1], THERE, False),
+        (HERE, THERE[1:], False),
+        (None, THERE, False),
+    ],
+    ids=["both have IPv6", "several addresses", "not this host", "not the peer", "no uplink is known"],
+)
+def test_nodes_with_ipv6_addresses_discover_each_other_with_a_tunnel_or_without(
+    here: list[str] | None, there: list[str], is_seen: bool, backend: str
+) -> None:
+    document = dual(public_ips=there)
+    document["network"]["backend"] = backend
+    document["uplink"] = here and document["uplink"] | {"addresses": here}
+    told = status_of({name: value for name, value in document.items() if value is not None})
+    ends = ip_address("2001:db8::2"), ip_address("2001:db8::1")
+    assert [each for each in flows(told, chosen_of(told), {}) if each.name == DISCOVERY] == [
+        Flow(
+            DISCOVERY,
+            Packet("eth0", "", *ends, "ipv6-icmp", state="untracked", icmp=kind),
+            INWARDS,
+            (Opening("ipv6-icmp"),),
+        )
+        for kind in ("nd-neighbor-solicit", "nd-neighbor-advert")
+        if is_seen
+    ]
+
+
+CONTAINER, BEHIND = ip_address("10.5.1.2"), ip_address("10.5.2.2")
+GOING = Flow(FROM_CONTAINERS, Packet("cni0", "flannel.1", CONTAINER, BEHIND, "tcp", 80), THROUGH, (), "TCP")
+COMING = Flow(TO_CONTAINERS, Packet("flannel.1", "cni0", BEHIND, CONTAINER, "tcp", 80), THROUGH, (), "TCP")
+
+
+@pytest.mark.parametrize(
+    ("flow", "changed"), [(GOING, "source"), (COMING, "destination")], ids=["from it", "to it"]
+)
+def test_flow_of_containers_is_that_of_the_one_with_an_address(flow: Flow, changed: str) -> None:
+    address = ip_address("10.5.1.7")
+    assert of_container(flow, address) == replace(flow, packet=replace(flow.packet, **{changed: address}))
+
+
+@pytest.mark.parametrize(
+    ("flow", "found"),
+    [
+        (
+            GOING,
+            [
+                replace(
+                    GOING, packet=replace(GOING.packet, iif=port, oif="", source=address), hooks=FROM_PORTS
+                )
+                for port, address in (("veth1", CONTAINER + 5), ("veth2", CONTAINER))
+            ],
+        ),
+        (
+            COMING,
+            [
+                replace(
+                    COMING,
+                    packet=replace(COMING.packet, iif="", oif=port, destination=address),
+                    hooks=TO_PORTS,
+                )
+                for port, address in (("veth1", CONTAINER + 5), ("veth2", CONTAINER))
+            ],
+        ),
+        (replace(GOING, hooks=INWARDS), []),
+        (replace(GOING, packet=replace(GOING.packet, iif=None)), []),
+        (replace(COMING, packet=replace(COMING.packet, oif="docker0")), []),
+    ],
+    ids=["from containers", "to containers", "not through this host", "no bridge", "another bridge"],
+)
+def test_flow_of_containers_passes_the_ports_of_their_bridge_with_the_addresses_behind_them(
+    flow: Flow, found: list[Flow], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    brif = Path("/sys/class/net/cni0/brif")
+    ports = [brif / "veth1", brif / "veth2"]
+    monkeypatch.setattr(Path, "glob", lambda path, _: ports if path == brif else [])
+    held: Any = {("veth1", 4): CONTAINER + 5, ("veth2", 6): ip_address("fd00:5:0:1::2")}
+    assert list(at_ports(flow, held)) == found
 
 
 @pytest.mark.parametrize(

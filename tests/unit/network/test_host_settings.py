@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
+import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import pytest
 from msgspec.structs import replace
 
 from flanneld.findings import Severity
-from flanneld.model import FAMILIES
+from flanneld.model import FAMILIES, Family
 from flanneld.network.host_settings import (
     ForwardingSetting,
     HostSettings,
     KernelForwardingTable,
+    Topic,
     WrongSetting,
     findings,
     mend,
@@ -94,6 +98,32 @@ def test_router_advertisements_that_do_not_depend_on_forwarding_are_left_alone(a
     assert finding.settings == (("net/ipv6/conf/all/forwarding", 1),)
 
 
+@pytest.mark.parametrize(
+    ("families", "leads_out", "accept_ra", "is_told"),
+    [
+        ((4, 6), False, 1, True),
+        ((6,), False, 1, True),
+        ((4,), False, 1, False),
+        ((4, 6), True, 1, False),
+        ((4, 6), False, 0, False),
+        ((4, 6), False, 2, False),
+    ],
+    ids=["both", "IPv6", "IPv4", "it has a route", "takes none", "takes them always"],
+)
+def test_an_uplink_that_learns_no_default_route_while_this_host_forwards_is_a_hint(
+    families: tuple[Family, ...], leads_out: bool, accept_ra: int, is_told: bool
+) -> None:
+    settings = {**GOOD, "net/ipv6/conf/eth0.7/accept_ra": accept_ra, "net/ipv6/conf/eth0/accept_ra": 0}
+    facts = replace(FACTS, families=families, uplink="eth0.7", settings=settings, leads_out=leads_out)
+    problem = (
+        "eth0.7 learns no IPv6 default route: net.ipv6.conf.eth0/7.accept_ra is 1, and this host forwards"
+    )
+    why = "no IPv6 packet leaves for other networks, if routers advertise themselves"
+    fix = ("sysctl", "-w", "net.ipv6.conf.eth0/7.accept_ra=2")
+    hint = WrongSetting(problem, "read from /proc/sys", why, (fix,), Topic.FORWARDING, Severity.HINT)
+    assert findings(facts) == (hint,) * is_told
+
+
 def test_a_missing_br_netfilter_is_for_the_operator_to_load() -> None:
     finding = only(without("bridge"))
     assert "br_netfilter" in finding.problem
@@ -166,9 +196,31 @@ def test_a_setting_that_cannot_be_written_is_not_mended() -> None:
 # ---- reading and writing -------------------------------------------------------------------------
 
 
+class Udp:
+    """Stands in for a socket of UDP, which the kernel connects if it has a route."""
+
+    asked: ClassVar[list[tuple[Any, ...]]] = []
+    error = 0
+
+    def __init__(self, *kind: int) -> None:
+        self.asked.append(kind)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def connect(self, target: tuple[str, int]) -> None:
+        self.asked.append(target)
+        if self.error:
+            raise OSError(self.error, os.strerror(self.error))
+
+
 @pytest.fixture
 def proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Stands in for /proc: a host in order, whose settings can be read and written."""
+    monkeypatch.setattr(socket, "socket", Udp)
     opens: Callable[..., Any] = Path.open
 
     def elsewhere(path: Path, *given: Any, **options: Any) -> Any:
@@ -197,9 +249,14 @@ def advertised(interface: str, flags: int) -> str:
 
 def test_facts_are_what_the_kernel_has_and_shows(proc: Path) -> None:
     write(proc, "sys/net/ipv6/conf/eth0/disable_ipv6", "1")
+    write(proc, "sys/net/ipv6/conf/eth0/accept_ra", "2")
     write(proc, "sys/net/ipv4/conf/flannel.1/rp_filter", "1")
     found = read_facts(FAMILIES, "eth0", services=True, either=("flannel.1", "gone"))
-    more = {"net/ipv6/conf/eth0/disable_ipv6": 1, "net/ipv4/conf/flannel.1/rp_filter": 1}
+    more = {
+        "net/ipv6/conf/eth0/disable_ipv6": 1,
+        "net/ipv6/conf/eth0/accept_ra": 2,
+        "net/ipv4/conf/flannel.1/rp_filter": 1,
+    }
     assert found == replace(FACTS, settings={**GOOD, **more}, either=("flannel.1", "gone"))
     (proc / "sys/net/ipv4/ip_forward").unlink()
     write(proc, "sys/net/bridge/bridge-nf-call-iptables", "no number")
@@ -207,6 +264,7 @@ def test_facts_are_what_the_kernel_has_and_shows(proc: Path) -> None:
     assert sorted(found.settings) == [
         "net/ipv4/conf/all/rp_filter",
         "net/ipv4/conf/eth0/rp_filter",
+        "net/ipv6/conf/eth0/accept_ra",
         "net/ipv6/conf/eth0/disable_ipv6",
     ]
     assert not found.services
@@ -228,14 +286,44 @@ def test_interfaces_with_an_advertised_default_route_are_looked_for_without_forw
             )
         ),
     )
-    write(proc, "sys/net/ipv6/conf/eth0/accept_ra", "1")
+    write(proc, "sys/net/ipv6/conf/eth3/accept_ra", "1")
     assert read_facts(FAMILIES, "eth0").advertised == ()
     write(proc, "sys/net/ipv6/conf/all/forwarding", "0")
     found = read_facts(FAMILIES, "eth0")
     assert found.advertised == ("eth0", "eth3")
-    assert found.settings["net/ipv6/conf/eth0/accept_ra"] == 1
+    assert found.settings["net/ipv6/conf/eth3/accept_ra"] == 1
     (proc / "self/net/ipv6_route").unlink()
     assert read_facts(FAMILIES, "eth0").advertised == ()
+
+
+@pytest.mark.parametrize(
+    ("families", "forwarding", "error", "leads_out", "is_asked"),
+    [
+        ((4, 6), "1", 0, True, True),
+        ((6,), "1", errno.ENETUNREACH, False, True),
+        ((4, 6), "1", errno.EADDRNOTAVAIL, True, True),
+        ((4, 6), "0", errno.ENETUNREACH, True, False),
+        ((4, 6), "no number", errno.ENETUNREACH, True, False),
+        ((4,), "1", errno.ENETUNREACH, True, False),
+    ],
+    ids=["a route", "none", "another error", "no forwarding", "unknown", "IPv4"],
+)
+def test_ipv6_route_to_other_networks_is_looked_up_while_this_host_forwards(
+    families: tuple[Family, ...],
+    forwarding: str,
+    error: int,
+    leads_out: bool,
+    is_asked: bool,
+    proc: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(Udp, "asked", asked)
+    monkeypatch.setattr(Udp, "error", error)
+    write(proc, "sys/net/ipv6/conf/all/forwarding", forwarding)
+    assert read_facts(families, "eth0").leads_out is leads_out
+    kind = (socket.AF_INET6, socket.SOCK_DGRAM)
+    assert asked == ([kind, ("2001:db8::1", 9)] if is_asked else [])
 
 
 GATEWAY = 0x3
@@ -260,7 +348,8 @@ def test_default_route_elsewhere_matters_to_a_strict_uplink(
     strict: str, routes: list[str], elsewhere: str, proc: Path
 ) -> None:
     write(proc, "self/net/route", "\n".join(("Iface\tDestination\tGateway\tFlags", *routes)))
-    write(proc, "sys/net/ipv6/conf/eth0/disable_ipv6", "1")
+    for setting in ("disable_ipv6", "accept_ra"):
+        write(proc, f"sys/net/ipv6/conf/eth0/{setting}", "1")
     assert read_facts((4,), "eth0").elsewhere == ""
     write(proc, f"sys/net/ipv4/conf/{strict}/rp_filter", "1")
     assert read_facts((4,), "eth0").elsewhere == elsewhere

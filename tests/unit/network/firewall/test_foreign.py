@@ -293,6 +293,36 @@ def test_chain_has_a_name_and_a_command_that_spares_a_network(
         assert " ".join(base.spare(NETWORK)) == spares
 
 
+@pytest.mark.parametrize(
+    ("base", "rule", "command"),
+    [
+        (
+            BaseChain("nft", 4, "ip nat", "POSTROUTING", "postrouting", False, {}),
+            "-A POSTROUTING -o eth0 -j ACCEPT",
+            ["iptables-nft", "-t", "nat", "-D", "POSTROUTING", "-o", "eth0", "-j", "ACCEPT"],
+        ),
+        (
+            BaseChain("legacy", 4, "ip filter", "FORWARD", "forward", True, {}),
+            "-A own -s 10.5.0.0/16 -j DROP",
+            ["iptables-legacy", "-D", "own", "-s", "10.5.0.0/16", "-j", "DROP"],
+        ),
+        (
+            BaseChain("nft", 6, "ip6 nat", "POSTROUTING", "postrouting", False, {}),
+            r'-A POSTROUTING -m comment --comment "no \"NAT\" here" -j ACCEPT',
+            [
+                *("ip6tables-nft", "-t", "nat", "-D", "POSTROUTING"),
+                *("-m", "comment", "--comment", 'no "NAT" here', "-j", "ACCEPT"),
+            ],
+        ),
+    ],
+    ids=["nft", "legacy", "a comment"],
+)
+def test_rule_of_iptables_is_deleted_from_the_chain_that_has_it(
+    base: BaseChain, rule: str, command: list[str]
+) -> None:
+    assert list(base.without(rule)) == command
+
+
 def test_device_of_a_chain_is_that_by_which_packets_come_or_leave() -> None:
     accepts = Rule(ACCEPT, text="accept")
     early = replace(chain("early", "ingress", accepts), device="eth0")

@@ -78,6 +78,8 @@ EDGE = ip_network("192.0.2.0/30")
         ("-i eth0", Test("iif", ("eth0",))),
         ("! -o docker0", Test("oif", ("docker0",), negated=True)),
         ("-p 17", Test("protocol", ("udp",))),
+        ("-p 4", Test("protocol", ("ipencap",))),
+        ("-p ipip", Test("protocol", ("ipip",))),  # 94
         ("-s 192.0.2.0/30", Test("source", (EDGE,))),
         ("! -d 192.0.2.0/30", Test("destination", (EDGE,), negated=True)),
         ("-m iprange --src-range 192.0.2.0-192.0.2.3", Test("source", (EDGE,))),
