@@ -66,6 +66,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(hermetic)
     config.pluginmanager.register(report)
+    config.pluginmanager.register(report.Failures(config))
     if config.getoption("--long"):
         hypothesis.settings.load_profile("long")
         os.environ[FORKS] = "0"

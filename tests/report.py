@@ -41,6 +41,21 @@ def pytest_testnodedown(node: Any) -> None:
     node.config.stash[_REASONS] = Counter(getattr(node, "workeroutput", {}).get(NOT_RUN, {}))
 
 
+class Failures:
+    """Tells each failure at once: the end of a run that is broken off may be lost."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._told: set[str] = set()
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        reporter = self._config.pluginmanager.get_plugin("terminalreporter")
+        if report.failed and reporter is not None and report.nodeid not in self._told:
+            self._told.add(report.nodeid)
+            reporter.write(f"\n{REPEAT}{command_for(report.nodeid)}\n")
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     write = terminalreporter.write_line
     for reason, number in sorted(config.stash.get(_REASONS, Counter()).items()):
@@ -51,9 +66,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         tried.update(dict(report.user_properties))
     for what, number in sorted(tried.items()):
         write(f"{TRIED}{number} {what}")
-    failed = [report for kind in ("failed", "error") for report in terminalreporter.stats.get(kind, [])]
-    for test in dict.fromkeys(report.nodeid for report in failed):
-        write(REPEAT + command_for(test))
     if config.getoption("--record-durations"):
         reports = (report for kind in terminalreporter.stats.values() for report in kind)
         durations = durations_of(report for report in reports if isinstance(report, pytest.TestReport))

@@ -55,7 +55,9 @@ SLOWER = (
 #: Tests marked ``needs_kernel`` run in the machine if this kernel lacks what they need.
 FEATURES = ("ipip", "wireguard", "esp", "police", "own-clock")
 SEARCH = (PYTHON, "-m", "tests.unit.simulation", "search")
-#: By the word that ``--long=`` runs alone. "tests" are all others.
+#: Folders of tests by the word that ``--long=`` runs alone. "tests" are both.
+HALVES = {"unit": UNIT, "namespaces": NAMESPACES, "tests": (*UNIT, *NAMESPACES)}
+#: By the word that ``--long=`` runs alone, what is none of those.
 LONG = {
     "image": (*PYTEST, "--long", "tests/image"),
     "recipes": (*PYTEST, "--long", "tests/recipes"),
@@ -135,8 +137,9 @@ def plan(
     ``more`` are arguments for pytest; ``lacking`` are the features that this kernel lacks. ``long`` is a part
     of what takes long, or "all". ``shared`` is a folder, in which machines divide their tests.
     """
-    if long not in ("", "all", "tests"):
+    if long in LONG:
         return [[long_step(long, more)]]
+    folders = HALVES.get(long, HALVES["tests"])
     lanes = [
         [
             Step("ruff check", (".venv/bin/ruff", "check")),
@@ -153,7 +156,6 @@ def plan(
     lanes[0].append(Step("new clusters", (*SEARCH, "--seconds=15"), optional=True))
     here = (*spread(WORKERS_BESIDE_OTHERS if lacking else WORKERS, more), *needs("without", lacking))
     # Else each process of the tests, also in a machine, would compile them all for itself.
-    folders = (*UNIT, *NAMESPACES)
     collection = Step("collection of the tests", (*PYTEST, COLLECT, "-qq", *more, *folders))
     lanes.append([collection])
     if is_root:
@@ -161,7 +163,7 @@ def plan(
     else:
         reason = "they make network namespaces; run tests/run as root"
         lanes[1] += [Step("unit tests", (*here, *UNIT)), Step("tests in namespaces", reason=reason)]
-    if lacking:
+    if lacking and NAMESPACES[0] in folders:
         kernel = Step("kernel of the machine", ("tests/vm/build",), after=collection)
         limit = ("--limit", "10800" if long else "3600")
         inside = (PYTHON, "-m", "tests.vm.machine", "--shared", shared, *limit)
@@ -313,9 +315,13 @@ def summary(steps: Collection[Step]) -> str:
     lines += sorted({line for line in said if line.startswith((NOT_RUN, TRIED))})
     for step in steps:
         if step.verdict in ("FAILED", "found"):
-            tests = [line for line in step.text.splitlines() if line.startswith(REPEAT)]
-            lines += tests or [REPEAT + shlex.join(step.command)]
+            lines += failures(step) or [REPEAT + shlex.join(step.command)]
     return "\n".join(lines)
+
+
+def failures(step: Step) -> list[str]:
+    """Return the commands that repeat the tests that failed so far."""
+    return [line for line in step.text.splitlines() if line.startswith(REPEAT)]
 
 
 def passed(steps: Collection[Step]) -> bool:
@@ -343,7 +349,7 @@ def shuffles(more: Sequence[str], times: int, lacking: Sequence[str]) -> list[li
 def main() -> int:
     parser = argparse.ArgumentParser(prog="tests/run", allow_abbrev=False)
     parser.add_argument("--fast", action="store_true")
-    parser.add_argument("--long", default="", choices=["all", "tests", *LONG], metavar="PART")
+    parser.add_argument("--long", default="", choices=["all", *HALVES, *LONG], metavar="PART")
     parser.add_argument("--shuffles", type=int, default=0, metavar="TIMES")
     parser.add_argument("--randomly-seed", type=int, default=SEED, metavar="SEED")
     # Without "=" it takes no value: what follows is for pytest.
@@ -371,7 +377,7 @@ def main() -> int:
         try:
             Run(lanes, Path(folder), selects=bool(more)).go()
         except KeyboardInterrupt:
-            print("interrupted")
+            print(*(line for step in steps for line in failures(step)), "interrupted", sep="\n")
             return 130
         for line in (line for step in steps for line in step.text.splitlines() if line.startswith(TOOK)):
             record("machine", json.loads(line.removeprefix(TOOK)))

@@ -58,6 +58,10 @@ def test_session_names_what_was_not_run_and_how_to_repeat_what_failed(tmp_path: 
         "repeat: .venv/bin/python -m pytest test_it.py::test_fails",
         "repeat: .venv/bin/python -m pytest test_it.py::test_has_a_broken_fixture",
     ]
+    ends = next(number for number, line in enumerate(lines) if "FAILURES" in line or "ERRORS" in line)
+    assert sum(line.startswith("repeat: ") for line in lines[:ends]) == 2, (
+        "a run that is broken off tells none"
+    )
     assert "tried: 3 points" in lines
     assert "order: --randomly-seed=7" in lines
 

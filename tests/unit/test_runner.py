@@ -119,6 +119,14 @@ def test_long_run_is_the_sum_of_its_parts() -> None:
     assert sorted(whole) == sorted(parts)
 
 
+def test_long_tests_are_in_two_halves() -> None:
+    unit, namespaces = (plan([], long=half, lacking=FEATURES) for half in ("unit", "namespaces"))
+    steps = [lanes[1][1] for lanes in (unit, namespaces, plan([], long="tests"))]
+    folders = [[word for word in step.command if (ROOT / word).is_dir()] for step in steps]
+    assert folders[0] + folders[1] == folders[2]
+    assert (len(unit), len(namespaces)) == (2, 5)
+
+
 def test_each_test_is_in_one_step() -> None:
     _, here, _, *machines = plan([], lacking=FEATURES, shared="/folder")
     steps = (here[1], *(machine[0] for machine in machines))
