@@ -102,6 +102,7 @@ def test_a_change_in_one_family_only_is_followed(lab: Lab) -> None:
     start(lab, node)
     node.wait_ready()
     wait_for(lambda: [entry["dst"] for entry in node.fdb("flannel-v6.1")] == ["fd00:18::9"], SOON)
+    node.wait_for_route("10.5.9.0/24", SOON)
     before = node.kernel_state("flannel.1")
     lab.kube.control.annotate("n9", {f"{PREFIX}public-ipv6": "fd00:18::99"})
     wait_for(lambda: [entry["dst"] for entry in node.fdb("flannel-v6.1")] == ["fd00:18::99"], SOON)
