@@ -137,8 +137,8 @@ def at_ports(flow: Flow, held: Mapping[tuple[str, Family], IPAddress]) -> Iterat
         iif, oif = (port.name, "") if is_out else ("", port.name)
         at_port = replace(flow, packet=replace(flow.packet, iif=iif, oif=oif))
         address = held.get((port.name, flow.family))
-        passing = at_port if address is None else of_container(at_port, address)
-        yield replace(passing, hooks=FROM_PORTS if is_out else TO_PORTS)
+        seen = at_port if address is None else of_container(at_port, address)
+        yield replace(seen, hooks=FROM_PORTS if is_out else TO_PORTS)
 
 
 def of_container(flow: Flow, address: IPAddress) -> Flow:

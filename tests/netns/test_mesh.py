@@ -283,8 +283,8 @@ def test_node_that_moved_behind_another_nat_is_met_by_peers_whose_nats_let_only_
 def announced(lab: Lab, node: Node) -> tuple[int, str]:
     """A node's endpoints in the store, and the number of the write."""
     key = (node.directory / "wgkey").read_bytes()
-    found = lab.etcd.get(f"endpoints/{name_of(keys.public_key(private_key_of(key)))}")
-    assert found is not None
+    path = f"endpoints/{name_of(keys.public_key(private_key_of(key)))}"
+    found: dict[str, Any] = wait_for(lambda: lab.etcd.get(path) or {}, 60, "the first announcement")
     return found["modifiedIndex"], found["value"]
 
 
