@@ -7,7 +7,7 @@ import json
 import os
 import shlex
 import threading
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from flanneld.ctl.source import DataSource, Unknown
 from flanneld.diagnostics.status import Status, known, resources
 from flanneld.errors import Retryable
 from flanneld.findings import Command, Finding, Severity
-from flanneld.model import FAMILIES
+from flanneld.model import FAMILIES, Family
 from flanneld.network import host_settings, interfaces, processes, survey
 from flanneld.network.firewall.foreign import has_firewalld
 from flanneld.network.firewall.netlink import has_guard
@@ -286,7 +286,11 @@ def gather(source: DataSource) -> Facts:
             losses.permanent(HostView(), filter(None, map(found.link, {told.uplink_name, *ways.values()})))
         ),
     )
-    facts = _with_probes(facts)
+    return _with_rules(_with_probes(facts), ways, names)
+
+
+def _with_rules(facts: Facts, ways: Mapping[Family, str], names: Mapping[int, str]) -> Facts:
+    """Return the facts with what rules and routes of this host do to packets."""
     told, bases = facts.status, drops.read_bases(facts.status)
     held = {(at.port, at.address.version): at.address for at in facts.containers}
     return replace(

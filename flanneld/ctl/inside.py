@@ -87,7 +87,7 @@ class Container(Struct, frozen=True, gc=False):
     is_heard: bool = True
     #: What of its echoes to another node gets no answer, while this host gets all of its own.
     unanswered: str = ""
-    #: Rules of this host that drop the packets of this container, but not those of any other.
+    #: Rules of this host that drop its packets, each with its chain.
     dropped_by: tuple[str, ...] = ()
 
     @property
