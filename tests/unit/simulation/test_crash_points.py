@@ -132,6 +132,7 @@ class Watch:
         self.subnets = {FREE}
         #: Hosts and subnets to which packets did not leave unencrypted, and never may again.
         self.encrypted: set[tuple[SimulatedHost, IPv4Network]] = set()
+        self.last_death = 0.0
         self._encrypts = False
         self._begins_to = False
         self._cluster = cluster
@@ -156,6 +157,7 @@ class Watch:
             self.wrong += (f"{host.name} {when}: {line}" for line in self.in_the_clear(host))
         if may_die and self._deaths and self._choices.pick((False, True)):
             self._deaths -= 1
+            self.last_death = self._cluster.world.time
             raise Crash(when)
 
     def _now_wrong(self, acting: SimulatedHost) -> Iterator[str]:
@@ -190,7 +192,9 @@ def tell(begin: Begin, store: str, backend: str, directory: Path, deaths: int, c
         if begin is encrypt or backend in encrypting.TYPES:
             watch.confine(begins_to=begin is encrypt)
         watch.begin(begin)
-        world.run((2 if begin in (switch, encrypt) else 1) * SETTLES + 10.0 * deaths)
+        world.run((2 if begin in (switch, encrypt) else 1) * SETTLES)
+        while (left := watch.last_death + SETTLES - world.time) > 0:
+            world.run(left)
         assert watch.wrong == []
         assert cluster.problems() == []
         if begin is encrypt:
