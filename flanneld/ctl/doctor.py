@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shlex
 import threading
@@ -19,6 +18,7 @@ from flanneld.backends.registry import described
 from flanneld.backends.udp.control import may_configure
 from flanneld.compat.glog import counted
 from flanneld.ctl import compare, drops, inside, losses, nodes
+from flanneld.ctl.beyond import containers_of_peers
 from flanneld.ctl.checks import (
     THEMES,
     Check,
@@ -84,6 +84,8 @@ _SEEN_FROM_HERE = {
     "shared public IPs": {"public ip"},
     "unusable leases": {"contested", "refusals", "unsafe leases", "former subnet"},
 }
+#: Checks of packets that are lost for a reason which another check may find.
+_EXPLAINED = (containers.container_echoes, containers.way_out, containers.peers_containers)
 #: By a check's name, its place behind the causes. That the daemon ended explains symptoms, and has a cause.
 _RANKS = {"daemon": 1, **dict.fromkeys(_SYMPTOMS, 2)}
 
@@ -94,7 +96,7 @@ def examine(facts: Facts) -> Findings:
     if facts.limits[0]:  # what it tells is not about this host
         found = [each for each in found if each[0] is store.daemon]
     if any(_explains(*each) for each in found):
-        found = [each for each in found if each[0] is not containers.container_echoes]
+        found = [each for each in found if each[0] not in _EXPLAINED]
     return _ranked(found)
 
 
@@ -103,7 +105,7 @@ def _explains(check: Check, finding: Finding) -> bool:
     return (
         finding.severity is Severity.PROBLEM
         and check.theme in "ABEG"
-        and check not in (containers.container_echoes, host.masquerade)
+        and check not in (*_EXPLAINED, host.masquerade)
     )
 
 
@@ -233,9 +235,6 @@ def _plain(check: Check, finding: Finding) -> dict[str, Any]:
 # ---- facts about this host ----------------------------------------------------------------------
 
 _GC_THRESH = Path("/proc/sys/net/ipv4/neigh/default/gc_thresh3")
-#: Directory and suffixes of CNI configs; runtimes use the first by name (libcni, ConfFiles).
-_CNI_DIRECTORY = "/etc/cni/net.d"
-_CNI_SUFFIXES = (".conf", ".conflist", ".json")
 
 
 def gather(source: DataSource) -> Facts:
@@ -268,7 +267,7 @@ def gather(source: DataSource) -> Facts:
         firewalls=tuple(_firewalls()),
         is_guarded=any(map(has_guard, FAMILIES)),
         left_rules=tuple(_left_rules(told)),
-        cni=tuple(cni_confs(Path(_CNI_DIRECTORY))),
+        cni=tuple(host.cni_confs(host.CNI_DIRECTORY)),
         traffic={link.name: _traffic(link.name) for link in ours},
         port_owners=dict(_port_owners(told, found.links)),
         offload=dict(_offload(ours)),
@@ -286,7 +285,7 @@ def gather(source: DataSource) -> Facts:
             losses.permanent(HostView(), filter(None, map(found.link, {told.uplink_name, *ways.values()})))
         ),
     )
-    return _with_rules(_with_probes(facts), ways, names)
+    return _with_rules(_with_probes(facts, nodes.port_of(source)), ways, names)
 
 
 def _with_rules(facts: Facts, ways: Mapping[Family, str], names: Mapping[int, str]) -> Facts:
@@ -317,8 +316,11 @@ def _limits(pid: int) -> tuple[int, str]:
     return 0, lacks
 
 
-def _with_probes(facts: Facts) -> Facts:
-    """Return the facts with those that packets to a few peers show, and with the sessions after them."""
+def _with_probes(facts: Facts, port: int) -> Facts:
+    """Return the facts with those that packets to a few peers show, and with the sessions after them.
+
+    ``port`` is that of queries.
+    """
     ways = {facts.status.uplink_name, *facts.devices, *(name for name, _ in facts.gateways)}
     ways.update(at.port for at in facts.containers)
     queues = {link.index: link.name for link in facts.links if link.name in ways}
@@ -345,6 +347,7 @@ def _with_probes(facts: Facts) -> Facts:
         standing=tuple(encryption.standing(former, told)) if is_threaded else (),
         refusing=refusing,
         passing=passed,
+        beyond=tuple(_beyond(told, paths, port)),
         unresolved=dict(losses.unresolved(silent)),
         turned_away=tuple(turned_away(told, paths, own)),
         claims=tuple(losses.claims(told, paths, passed)),
@@ -442,6 +445,11 @@ def _paths(told: Status) -> Iterator[PathToPeer]:
             yield from (replace(each, lost=lost[each.target]) for each in found)
 
 
+def _beyond(told: Status, paths: Collection[PathToPeer], port: int) -> Iterator[PathToPeer]:
+    with suppress(OSError):
+        yield from containers_of_peers(told, paths, port)
+
+
 def _port_owners(told: Status, present: Sequence[SeenLink]) -> Iterator[tuple[str, str]]:
     """Yield the VXLAN devices that are not up because something else has their port."""
     up = {link.name for link in present if link.up}
@@ -481,18 +489,3 @@ def _left_rules(told: Status) -> Iterator[host.LeftRules]:
             if there and edits:
                 lines = tuple(f"{there.name}: {line}" for line in as_text(edits))
                 yield host.LeftRules(lines, tuple(commands_of(place, network.version, edits)))
-
-
-def cni_confs(directory: Path) -> Iterator[host.CniFile]:
-    """Yield the CNI configs in the order of container runtimes. Invalid files are skipped."""
-    for path in sorted(directory.glob("*")):
-        if path.suffix in _CNI_SUFFIXES and (types := _types(path)):
-            yield host.CniFile(str(path), types)
-
-
-def _types(path: Path) -> tuple[str, ...]:
-    try:
-        conf = json.loads(path.read_bytes())
-        return tuple(str(each["type"]) for each in conf.get("plugins", [conf]))
-    except (OSError, ValueError, TypeError, AttributeError, KeyError):
-        return ()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
@@ -13,14 +12,24 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from flanneld.ctl.losses import dead_end, number, permanent
-from flanneld.ctl.paths import BRIEFLY, PathToPeer, addresses_behind, chosen_of, container_of, taken
+from flanneld.ctl.paths import (
+    BEYOND_LIMIT,
+    BRIEFLY,
+    ELSEWHERE,
+    PathToPeer,
+    addresses_behind,
+    chosen_of,
+    container_of,
+    taken,
+)
 from flanneld.diagnostics.status import Status, known
 from flanneld.model import FAMILIES, Family, IPAddress
 from flanneld.network import survey
+from flanneld.network.bridges import learnt
 from flanneld.network.host import HostView, entered, named_namespaces, number_of
 from flanneld.network.routing import LookupResult, PolicyRule, RoutedPacket
 from flanneld.network.rtnetlink.links import SeenLink
-from flanneld.network.rtnetlink.messages import RTN_UNICAST, mac_text
+from flanneld.network.rtnetlink.messages import RTN_UNICAST
 from flanneld.runtime import files
 from flanneld.state.resources import Neighbor
 
@@ -43,8 +52,6 @@ _PORT = {
     "learning": ("learning", "0"),
     "broadcast_flood": ("bcast_flood", "0"),
 }
-#: struct __fdb_entry (linux/if_bridge.h): MAC address, port, 1 for an address of the bridge itself.
-_FDB_ENTRY = struct.Struct("=6sxB8x")
 
 
 class Container(Struct, frozen=True, gc=False):
@@ -85,6 +92,8 @@ class Container(Struct, frozen=True, gc=False):
     hops: int = 0
     #: True unless its gateway on this host answers neither ICMP nor TCP from inside.
     is_heard: bool = True
+    #: True unless a router outside answers this host, and not the container.
+    is_led_out: bool = True
     #: What of its echoes to another node gets no answer, while this host gets all of its own.
     unanswered: str = ""
     #: Rules of this host that drop its packets, each with its chain.
@@ -182,7 +191,7 @@ def answered(facts: Facts) -> Iterator[Container]:
     ways, targets = {(name, at.version): at for name, at in facts.gateways}, _targets(facts.status)
     tunnels = [each for each in facts.paths if each.name == "tunnel"]
     behind = list(addresses_behind(facts.status, facts.paths))
-    left = _SILENT
+    left, looked_out = _SILENT, set()
     for each in facts.containers[:_ASKED]:
         family = each.address.version
         gateway = ways.get((each.attached_to, family))
@@ -193,6 +202,10 @@ def answered(facts: Facts) -> Iterator[Container]:
             elif each.is_routed and (lost := _unanswered(each, tunnels, behind)):
                 left -= 1
                 yield replace(each, unanswered=lost)
+            elif each.is_routed and family not in looked_out:
+                looked_out.add(family)
+                if not _leads_out(each):
+                    yield replace(each, is_led_out=False)
 
 
 def _is_heard(at: Container, gateway: IPAddress, target: IPAddress) -> bool:
@@ -202,6 +215,16 @@ def _is_heard(at: Container, gateway: IPAddress, target: IPAddress) -> bool:
             or bool(survey.reached([gateway], BRIEFLY))
             or bool(survey.passing([target], 1, BRIEFLY, 1))
         )
+    return True
+
+
+def _leads_out(at: Container) -> bool:
+    """Return False if a router outside reports packets of this host without hops, and not the container's."""
+    outside = [ELSEWHERE[at.address.version]]
+    with suppress(OSError):
+        if survey.passing(outside, 1, BRIEFLY, 1):
+            with entered(Path(at.path)):
+                return bool(survey.passing(outside, 2, BEYOND_LIMIT))
     return True
 
 
@@ -309,12 +332,3 @@ def off_options(port: str) -> tuple[str, ...]:
     where = Path(f"/sys/class/net/{port}/brport")
     values = ((option, files.text(where / name).strip(), bad) for name, (option, bad) in _PORT.items())
     return tuple(option for option, value, bad in values if value and value in bad)
-
-
-def learnt(bridge: str) -> set[str]:
-    """Return the MAC addresses whose port a bridge knows."""
-    try:
-        table = Path(f"/sys/class/net/{bridge}/brforward").read_bytes()
-    except OSError:
-        return set()
-    return {mac_text(mac) for mac, is_own in _FDB_ENTRY.iter_unpack(table) if not is_own}

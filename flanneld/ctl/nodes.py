@@ -58,6 +58,8 @@ class Told(Struct, frozen=True, gc=False):
     conditions: tuple[str, ...] = ()
     #: Our address as that node sees it.
     seen: str | None = None
+    #: A few of its containers, which it has just heard.
+    containers: tuple[str, ...] = ()
 
 
 class ClusterNode(PeerStatus, frozen=True, gc=False):

@@ -394,7 +394,7 @@ def _ends(peer: PeerStatus, told: Status) -> Iterator[tuple[str, IPAddress, int]
 #: that on: programs, which a busy host makes wait.
 BRIEFLY, _BY_PROXIES = 0.3, 1.0
 #: Seconds for a report that may have been left out before.
-_BEYOND_LIMIT = 0.7
+BEYOND_LIMIT = 0.7
 #: Hops to the kernel of a peer: with udp the proxies of both nodes take one each. 0 is any number.
 _HOPS, _HOPS_UDP, _ANY_HOPS = 1, 3, 0
 #: Reports of a peer about a packet for a container: no hop is left, or an idle peer has no route to it.
@@ -440,7 +440,7 @@ def taken(
     """
     found = survey.passing(targets, hops, BRIEFLY, sources=sources, errors=_TAKEN)
     rest = {*targets} - found
-    return found | survey.passing(rest, hops, _BEYOND_LIMIT, sources=sources, errors=_TAKEN)
+    return found | survey.passing(rest, hops, BEYOND_LIMIT, sources=sources, errors=_TAKEN)
 
 
 def addresses_behind(told: Status, paths: Iterable[PathToPeer]) -> Iterator[IPAddress]:

@@ -20,6 +20,7 @@ from flanneld import __version__
 from flanneld.diagnostics import conditions
 from flanneld.diagnostics.status import store_kind
 from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork, Lease, family_of
+from flanneld.network.bridges import heard_containers
 from flanneld.network.query import answer, decode
 from flanneld.node import Node
 from flanneld.reconcile.controller import Controller
@@ -68,13 +69,16 @@ def places(node: Node) -> frozenset[Place]:
     return frozenset(found)
 
 
-def about(node: Node, asker: tuple[str, int]) -> Facts:
-    """Return the answer to a node; ``seen`` is the address from which its query came."""
+def about(node: Node, asker: tuple[str, int], containers: Iterable[IPAddress]) -> Facts:
+    """Return the answer to a node; ``seen`` is the address from which its query came.
+
+    A small answer has no room for all: ``containers``, to which the asker may send echoes, are the last.
+    """
     controller, config, keeper = node.controller, node.config, node.lease_keeper
     assert controller is not None
     assert config is not None
     assert keeper is not None
-    uplinks = controller.uplink_manager
+    uplinks, source = controller.uplink_manager, ip_address(asker[0].partition("%")[0])
     return {
         "version": __version__,
         "subnets": [str(net) for net in keeper.lease.key if net is not None],
@@ -88,7 +92,8 @@ def about(node: Node, asker: tuple[str, int]) -> Facts:
         "ready": not node.missing(),
         "conditions": sorted({each.part for each in conditions.unhealthy_parts(node)}),
         "seen": list(asker),
-        **_tunnel_end(controller, ip_address(asker[0].partition("%")[0])),
+        **_tunnel_end(controller, source),
+        "containers": [str(each) for each in containers if each.version == source.version],
     }
 
 
@@ -113,6 +118,8 @@ _AT_ONCE = 64
 _LONGEST = 65535
 #: Seconds until addresses are compared again: the uplink may have moved.
 _LOOK = 10.0
+#: Seconds for which it is known which containers there are.
+_FRESH = 2.0
 #: linux/in.h and linux/in6.h: bind to an address whose device may be made again.
 _FREEBIND: dict[Family, tuple[int, int]] = {4: (socket.IPPROTO_IP, 15), 6: (socket.IPPROTO_IPV6, 78)}
 _SO_NO_CHECK = 11
@@ -142,6 +149,7 @@ class Responder:
         self._node = node
         self._port = port
         self._sockets: dict[Place, socket.socket] = {}
+        self._containers: tuple[float, tuple[IPAddress, ...]] = (-_FRESH, ())
         self._budget = Budget()
         self._once = Once()
 
@@ -201,7 +209,19 @@ class Responder:
             return
         with suppress(OSError):  # the asker went away, or its packet was larger than our device takes
             sock.setsockopt(socket.SOL_SOCKET, _SO_NO_CHECK, int(query.unsummed))
-            sock.sendto(answer(query, about(self._node, (host, port))), (host, port))
+            told = about(self._node, (host, port), self._heard(now))
+            sock.sendto(answer(query, told), (host, port))
+
+    def _heard(self, now: float) -> tuple[IPAddress, ...]:
+        """Return a few of this node's containers."""
+        keeper = self._node.lease_keeper
+        since, found = self._containers
+        if keeper is not None and now - since >= _FRESH:
+            found = ()
+            with suppress(OSError):
+                found = tuple(heard_containers(net for net in keeper.lease.key if net is not None))
+            self._containers = now, found
+        return found
 
     def _admits(self, place: Place, host: str) -> bool:
         controller = self._node.controller

@@ -26,7 +26,6 @@ _QUERY, _ANSWER = b"flannel?1", b"flannel!1"
 _QUERY_HEAD = struct.Struct(f"!9sBH{TOKEN_LENGTH}s")  # magic, flags, size of the answer's payload, token
 _ANSWER_HEAD = struct.Struct(f"!9s{TOKEN_LENGTH}s")
 _WITHOUT_CHECKSUM = 0x1
-_EMPTY = b"{}"
 # Types of ICMP echo (RFC 792) and of ICMPv6 (RFC 4443 section 4).
 _REQUEST: dict[Family, int] = {4: 8, 6: 128}
 ECHO_REPLY: dict[Family, int] = {4: 0, 6: 129}
@@ -59,11 +58,11 @@ def decode(data: bytes) -> Query | None:
 
 
 def answer(query: Query, facts: Mapping[str, Any]) -> bytes:
-    """Return the answer, padded to the wanted size; without the facts if they do not fit."""
-    text = json.dumps(facts, separators=(",", ":")).encode()
-    room = query.answer_size - _ANSWER_HEAD.size
-    said = text if len(text) <= room else _EMPTY
-    return _ANSWER_HEAD.pack(_ANSWER, query.token) + said.ljust(room)
+    """Return the answer, padded to the wanted size; without the last facts if not all fit."""
+    told, room = dict(facts), query.answer_size - _ANSWER_HEAD.size
+    while len(text := json.dumps(told, separators=(",", ":")).encode()) > room and told:
+        told.popitem()
+    return _ANSWER_HEAD.pack(_ANSWER, query.token) + text.ljust(room)
 
 
 def decode_answer(data: bytes) -> tuple[bytes, dict[str, Any]] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.faults.fault import BEHIND, HINT, Fault
+from tests.faults.fault import HINT, ONE_OF_MANY, Fault
 from tests.faults.firewall import NO_BRIDGED, bridged
 from tests.faults.world import DUAL, HOST_GW, World
 from tests.lab.namespace import Namespace
@@ -132,7 +132,7 @@ IN_CONTAINERS = {
         "container routes",
         "1 container whose packets may take 1 hop only",
         (INSIDE + "sysctl -qw net.ipv4.ip_default_ttl=1",),
-        peer_blind=BEHIND,
+        peer_blind=ONE_OF_MANY,
     ),
     "two containers with one address": Fault(
         "container addresses",
@@ -386,5 +386,5 @@ IN_CONTAINERS = {
     ),
 }
 FAULTS = {
-    name: replace(fault, peer_blind=BEHIND if fault.cuts else "") for name, fault in IN_CONTAINERS.items()
+    name: replace(fault, peer_blind=ONE_OF_MANY * bool(fault.cuts)) for name, fault in IN_CONTAINERS.items()
 }

@@ -74,7 +74,7 @@ FAULTS = {
         "packets of its containers to other nodes: the XFRM policies for forward",
         ("ip xfrm policy setdefault fwd block",),
         heal=("ip xfrm policy setdefault fwd accept",),
-        peer_blind=BEHIND,
+        peer_sees=BEHIND,
     ),
     "policy of XFRM that blocks packets of containers": Fault(
         "filters",
@@ -83,7 +83,7 @@ FAULTS = {
         VXLAN_XFRM,
         heal=(UNBLOCK + "src 10.5.0.0/16 dst 10.5.0.0/16 dir fwd",),
         advice=UNBLOCK + "index",
-        peer_blind=BEHIND,
+        peer_sees=BEHIND,
     ),
     "policy of XFRM that blocks the tunnel": Fault(
         "filters",

@@ -128,28 +128,28 @@ FAULTS = {
         TO_CONTAINERS,
         ("iptables-nft -I FORWARD -i flannel.1 -j REJECT",),
         after=flushed("filter", "FORWARD"),
-        peer_blind=BEHIND,
+        peer_sees=BEHIND,
     ),
     "FORWARD drops what leaves by the device": Fault(
         "filters",
         FROM_CONTAINERS,
         ("iptables-nft -I FORWARD -o flannel.1 -j DROP",),
         after=flushed("filter", "FORWARD"),
-        peer_blind=BEHIND,
+        peer_sees=BEHIND,
     ),
     "FORWARD drops one peer": Fault(
         "filters",
         FROM_CONTAINERS,
         ("iptables-nft -I FORWARD -d {subnet} -j DROP",),
         after=flushed("filter", "FORWARD"),
-        peer_blind=BEHIND,
+        peer_sees=BEHIND,
     ),
     "FORWARD drops new connections, legacy": Fault(
         "filters",
         "its containers",
         ("iptables-legacy -I FORWARD -m state --state NEW -j DROP",),
         after=flushed("filter", "FORWARD", "iptables-legacy"),
-        peer_blind=BEHIND,
+        peer_sees=BEHIND,
     ),
     "FORWARD drops one peer, host-gw": Fault(
         "filters",
@@ -157,7 +157,7 @@ FAULTS = {
         ("iptables-nft -I FORWARD -d {subnet} -j DROP",),
         HOST_GW,
         after=flushed("filter", "FORWARD"),
-        peer_blind=BEHIND,
+        peer_blind="it drops packets of containers, and none of the node",
     ),
     "nftables input policy": Fault(
         "filters",
@@ -208,7 +208,7 @@ FAULTS = {
         "its containers",
         chain("forward", "accept", 'iifname "flannel*" ct state new drop'),
         after=NO_WALL,
-        peer_blind=BEHIND,
+        peer_sees=BEHIND,
     ),
     "ingress hook drops": Fault(
         "filters",
@@ -227,21 +227,21 @@ FAULTS = {
         FROM_CONTAINERS,
         early("ingress", "veth1", "ip daddr {base}/24 drop"),
         after=("nft delete table netdev wall",),
-        peer_blind=BEHIND,
+        peer_sees=BEHIND,
     ),
     "bridge family drops what comes from a container": Fault(
         "filters",
         FROM_CONTAINERS,
         bridged("input", "iifname veth1 ip daddr {base}/24 drop"),
         after=NO_BRIDGED,
-        peer_blind=BEHIND,
+        peer_sees=BEHIND,
     ),
     "bridge family drops what goes to a container": Fault(
         "filters",
         TO_CONTAINERS,
         bridged("output", "oifname veth1 ip protocol {{ icmp, tcp }} drop"),
         after=NO_BRIDGED,
-        peer_blind=BEHIND,
+        peer_sees=BEHIND,
     ),
     "port of the tunnel redirected": Fault(
         "filters",
@@ -279,7 +279,7 @@ FAULTS = {
         FROM_CONTAINERS,
         chain("forward", "accept", "ip ttl set 1"),
         after=NO_WALL,
-        peer_blind=BEHIND,
+        peer_blind="packets get as far as the nodes",
     ),
     "IPv6 of all nodes dropped": Fault(
         "filters",
@@ -322,7 +322,7 @@ FAULTS = {
         ("ip6tables-nft -I FORWARD -i flannel-v6.1 -j REJECT",),
         DUAL,
         after=flushed("filter", "FORWARD", "ip6tables-nft"),
-        peer_blind=BEHIND,
+        peer_sees=BEHIND,
     ),
     "INPUT passes protocol 94, which is named ipip": Fault(
         "filters",
@@ -349,7 +349,7 @@ FAULTS = {
         ("iptables-nft -P FORWARD DROP",),
         NO_RULES,
         after=flushed("filter", "FORWARD"),
-        peer_blind=BEHIND,
+        peer_sees=BEHIND,
     ),
     "FORWARD policy, legacy": Fault(
         "filters",
@@ -357,7 +357,7 @@ FAULTS = {
         ("iptables-legacy -P FORWARD DROP",),
         NO_RULES,
         after=flushed("filter", "FORWARD", "iptables-legacy"),
-        peer_blind=BEHIND,
+        peer_sees=BEHIND,
     ),
     "FORWARD policy, IPv6": Fault(
         "filters",
@@ -365,7 +365,7 @@ FAULTS = {
         ("ip6tables-nft -P FORWARD DROP",),
         NO_RULES_DUAL,
         after=flushed("filter", "FORWARD", "ip6tables-nft"),
-        peer_blind=BEHIND,
+        peer_sees=BEHIND,
     ),
     "FORWARD refuses all": Fault(
         "filters",
@@ -373,7 +373,7 @@ FAULTS = {
         ("iptables-nft -I FORWARD -j REJECT",),
         NO_RULES,
         after=flushed("filter", "FORWARD"),
-        peer_blind=BEHIND,
+        peer_sees=BEHIND,
     ),
     "nftables forward policy": Fault(
         "filters",
@@ -381,7 +381,7 @@ FAULTS = {
         chain("forward", "drop"),
         NO_RULES,
         after=NO_WALL,
-        peer_blind=BEHIND,
+        peer_sees=BEHIND,
     ),
     "nftables forward policy beside tables of our own": Fault(
         "filters",
@@ -389,7 +389,7 @@ FAULTS = {
         chain("forward", "drop"),
         NATIVE,
         after=NO_WALL,
-        peer_blind=BEHIND,
+        peer_sees=BEHIND,
     ),
     "rules left in iptables-legacy": Fault(
         "left rules", LEFT, (f"iptables-legacy-restore {OWN_CHAINS}",), cuts=False

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.faults.containers import INSIDE
-from tests.faults.fault import BEHIND, HINT, Fault
+from tests.faults.fault import BEHIND, HINT, ONE_OF_MANY, Fault, ready, restart, start
 from tests.faults.firewall import FROM_CONTAINERS, NO_WALL, TO_PEERS, WALL, chain
-from tests.faults.world import DUAL, HOST_GW, World
+from tests.faults.world import DUAL, HOST_GW, MASQUERADE, Step, World
 
 BETWEEN = "packets between {container_ip} and other nodes get lost"
 SEE_FIRST = "see first whether this rule drops them: "
+ON_ROUTER = "ip netns exec {switch} "
 NO_FORWARD = ("iptables-nft -F FORWARD",)
 #: Chain before routing whose rules change packets' headers.
 RAW = (WALL, "nft 'add chain inet wall c {{ type filter hook prerouting priority -300; }}'")
@@ -24,7 +25,7 @@ def dropping(rule: str, *more: str) -> Fault:
         (*chain("forward", "accept", rule), *more),
         heal=NO_WALL,
         advice=f"{SEE_FIRST}{rule}",
-        peer_blind=BEHIND,
+        peer_sees=BEHIND,
     )
 
 
@@ -56,10 +57,54 @@ def seen_well(world: World) -> None:
     assert str(world.doctor()) == "status 0"
 
 
+def container_of_peer(mtu: int) -> Step:
+    """Return the step that gives the peer's container another MTU."""
+    change = ("ip", "link", "set", "dev", "eth0", "mtu", str(mtu))
+    return lambda world: world.peer.container().namespace.run(*change)
+
+
+def enclosed(*harm: Step, heal: tuple[Step, ...], advice: str) -> Fault:
+    """Return the fault of containers without answers from outside, where a router reports packets."""
+    return Fault(
+        "way out",
+        "{container_ip} gets no answer from outside the cluster, and this host does",
+        (
+            ON_ROUTER + "sysctl -qw net.ipv4.ip_forward=1",
+            ON_ROUTER + "ip link add out0 up type bridge",
+            ON_ROUTER + "ip address add 203.0.113.2/24 dev out0",
+            seen_well,
+            *harm,
+        ),
+        MASQUERADE,
+        cuts=False,
+        severity=HINT,
+        heal=(*heal, seen_well),
+        advice=advice,
+        after=(ON_ROUTER + "ip link del out0", ON_ROUTER + "sysctl -qw net.ipv4.ip_forward=0"),
+    )
+
+
 FAULTS = {
+    "start without -ip-masq": enclosed(
+        restart("--ip-masq=false"), ready, heal=(start,), advice="start flanneld with -ip-masq"
+    ),
+    "rule that drops what containers send outside": enclosed(
+        "iptables-nft -I FORWARD -i cni0 ! -d 10.5.0.0/16 -j DROP",
+        heal=("iptables-nft -D FORWARD -i cni0 ! -d 10.5.0.0/16 -j DROP",),
+        advice="see the rules of nat and forward",
+    ),
+    "container of a peer with a small MTU": Fault(
+        BEHIND,
+        "answers packets of 576 bytes, and none of 1450",
+        (container_of_peer(1400),),
+        cuts=False,
+        severity=HINT,
+        heal=(container_of_peer(1450),),
+        advice="recreate the containers there",
+    ),
     "rule that drops forwarded packets at random": replace(dropping("numgen inc mod 2 0 drop"), cuts=None),
     "rule that drops large forwarded packets": replace(
-        dropping("meta length > 1000 drop"), cuts=False, peer_blind="", is_long=True
+        dropping("meta length > 1000 drop"), cuts=False, peer_sees="", is_long=True
     ),
     "limit of forwarded packets": replace(
         dropping("limit rate over 1/minute burst 1 packets drop"), cuts=None, is_long=True
@@ -93,7 +138,7 @@ FAULTS = {
         FROM_CONTAINERS,
         (*RAW, "nft 'add rule inet wall c iifname cni0 ip daddr {subnet} ip daddr set 203.0.113.1'"),
         after=NO_WALL,
-        peer_blind=BEHIND,
+        peer_sees=BEHIND,
     ),
     "rule that writes another port": Fault(
         "filters",
@@ -113,7 +158,7 @@ FAULTS = {
         heal=("iptables-nft -t nat -D POSTROUTING -s {own} -j SNAT --to-source 203.0.113.7",),
         advice="iptables-nft -t nat -I POSTROUTING -s 10.5.0.0/16 -d 10.5.0.0/16 -j RETURN",
         after=("iptables-nft -t nat -D POSTROUTING -s 203.0.113.0/24 -j MASQUERADE",),
-        peer_blind=BEHIND,
+        peer_blind="answers of its containers keep their senders",
     ),
     "rule by the tunnel's port": Fault(
         "lookups",
@@ -127,7 +172,7 @@ FAULTS = {
         "from all iif cni0 ipproto icmp prohibit diverts packets of its containers",
         ("ip rule add iif cni0 ipproto icmp prohibit priority 55",),
         after=("ip rule del priority 54; ip rule del priority 55",),
-        peer_blind=BEHIND,
+        peer_blind="its containers refuse TCP",
         is_long=True,
     ),
     "rules of a container drop what it sends to another node": Fault(
@@ -140,19 +185,19 @@ FAULTS = {
         ),
         heal=(INSIDE + "nft delete table inet own",),
         advice="see its own rules: nsenter --net=/run/netns/{container} nft list ruleset",
-        peer_blind=BEHIND,
+        peer_blind=ONE_OF_MANY,
     ),
     "route of a container by another container": Fault(
         "container routes",
         "{container_ip} in /run/netns/{container}: 10.5.0.0/16 dev eth0",
         (INSIDE + "ip route add 10.5.0.0/16 via {own_nobody}",),
-        peer_blind=BEHIND,
+        peer_blind=ONE_OF_MANY,
     ),
     "route to nowhere in a container": Fault(
         "container routes",
         "{container_ip} in /run/netns/{container}: unreachable {subnet}",
         (INSIDE + "ip route add unreachable {subnet}",),
-        peer_blind=BEHIND,
+        peer_blind=ONE_OF_MANY,
     ),
     "policy rule of a container for its own address": Fault(
         "container routes",
@@ -164,14 +209,14 @@ FAULTS = {
         heal=(INSIDE + "ip rule del priority 20",),
         advice="nsenter --net=/run/netns/{container} ip rule del priority 20",
         after=(INSIDE + "ip route flush table 99",),
-        peer_blind=BEHIND,
+        peer_blind=ONE_OF_MANY,
     ),
     "IPv6 packets of a container with one hop": Fault(
         "container routes",
         "{container_ip6} in /run/netns/{container}",
         (INSIDE + "sysctl -w net.ipv6.conf.eth0.hop_limit=1",),
         DUAL,
-        peer_blind=BEHIND,
+        peer_blind=ONE_OF_MANY,
     ),
     "address of another node on lo": Fault(
         "unsafe leases",

@@ -77,7 +77,7 @@ def shaped(device: str) -> Fault:
         f"the traffic control of {device} drops packets: tbf",
         (f"tc qdisc add dev {device} root tbf rate 8kbit burst 20 limit 200",),
         heal=(f"tc qdisc del dev {device} root",),
-        peer_blind=BEHIND,
+        peer_sees=BEHIND,
     )
 
 
@@ -148,7 +148,7 @@ FAULTS = {
         "forwarding",
         "net.ipv4.ip_forward is 0",
         ("sysctl -w net.ipv4.ip_forward=0",),
-        peer_blind=BEHIND,
+        peer_sees=BEHIND,
     ),
     "forwarding off, host-gw": Fault(
         "forwarding",
@@ -161,7 +161,7 @@ FAULTS = {
         "net.ipv6.conf.all.forwarding is 0",
         ("sysctl -w net.ipv6.conf.all.forwarding=0",),
         DUAL,
-        peer_blind=BEHIND,
+        peer_sees=BEHIND,
     ),
     "IPv6 off on the uplink": Fault(
         "uplink",
@@ -187,7 +187,7 @@ FAULTS = {
         peer_sees="filters",
         peer_says="UDP 8472 from its peers",
     ),
-    "shaper that drops all": replace(shaped("flannel.1"), peer_blind=""),
+    "shaper that drops all": replace(shaped("flannel.1"), peer_sees=""),
     "shaper of the containers' bridge": shaped("cni0"),
     "shaper of a container's port": shaped("veth1"),
     "router advertisements ignored": Fault(
@@ -218,13 +218,13 @@ FAULTS = {
         "lookups",
         "flannel.1 does not forward",
         ("sysctl -w net.ipv4.conf.flannel/1.forwarding=0",),
-        peer_blind=BEHIND,
+        peer_sees=BEHIND,
     ),
     "forwarding off for the bridge": Fault(
         "lookups",
         "cni0 does not forward",
         ("sysctl -w net.ipv4.conf.cni0.forwarding=0",),
-        peer_blind=BEHIND,
+        peer_sees=BEHIND,
     ),
     "strict reverse path filter, answers leave by another interface": Fault(
         "lookups",
@@ -261,7 +261,7 @@ FAULTS = {
         "iif cni0 lookup 100",
         ("ip rule add iif cni0 lookup 100; ip route add default via {gateway} table 100",),
         after=("ip rule del to 10.5.0.0/16; ip rule del iif cni0; ip route flush table 100",),
-        peer_blind=BEHIND,
+        peer_sees=BEHIND,
     ),
     "rule by destination": Fault(
         "lookups",
@@ -280,7 +280,7 @@ FAULTS = {
         heal=("ip rule del priority 100",),
         advice="spare the network and the nodes' addresses, or remove it: ip rule del priority 100",
         after=("ip link del other0; iptables-nft -t mangle -F PREROUTING",),
-        peer_blind=BEHIND,
+        peer_sees=BEHIND,
     ),
     "rule by protocol": Fault(
         "lookups",
@@ -387,7 +387,7 @@ FAULTS = {
         ("ip rule add from {own} lookup 100; ip route add prohibit default table 100",),
         HOST_GW,
         after=("ip rule del to 10.5.0.0/16; ip rule del from {own}; ip route flush table 100",),
-        peer_blind=BEHIND,
+        peer_sees=BEHIND,
     ),
     "rule to the main table removed": Fault(
         "lookups",
@@ -475,7 +475,7 @@ FAULTS = {
         "this node loses packets of other nodes to its containers",
         ("ip route add blackhole {own_base}/25",),
         heal=("ip route del blackhole {own_base}/25",),
-        peer_blind=BEHIND,
+        peer_sees=BEHIND,
     ),
     "route to a node by a router that is not there": Fault(
         "tunnel",

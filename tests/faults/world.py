@@ -22,6 +22,8 @@ from tests.netns.pair import DUAL_STACK
 from tests.netns.test_seeing import answer, ctl_command, flannelctl
 
 NETWORK = "10.5.0.0/16"
+#: Flag of nodes that answer each other's queries, as in all packages.
+ANSWERS = "--answer-port=8470"
 #: Seconds that a ping may take before it counts as lost.
 LOST = 0.3
 
@@ -114,7 +116,7 @@ class World:
     def start(self, node: Node, *flags: str) -> None:
         """Start the daemon of a node, with more flags than this kind has."""
         command = self._at_home(node, own_command())
-        node.start(*self.kind.flags, *flags, command=command, environment=_key_file(node))
+        node.start(ANSWERS, *self.kind.flags, *flags, command=command, environment=_key_file(node))
 
     def _at_home(self, node: Node, command: Sequence[str]) -> list[str]:
         """Give a command the node's own /run if charon's socket is there, and hide what the node lacks."""

@@ -115,6 +115,8 @@ class Facts(Struct, frozen=True, gc=False):
     clock_is_synchronised: bool | None = None
     #: Paths to a few peers, each with the size that it carries.
     paths: tuple[PathToPeer, ...] = ()
+    #: Paths to a container of each of these peers, as far as their daemons name one.
+    beyond: tuple[PathToPeer, ...] = ()
     #: Rules and policies that drop or change packets of the network.
     filtered: tuple[Drop, ...] = ()
     #: True if this host's packet filters enforce NetworkPolicies, which may isolate a container.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from flanneld.compat.glog import counted
 from flanneld.ctl.checks import FEW, check, few, see_first
-from flanneld.diagnostics.status import PeerStatus
+from flanneld.diagnostics.status import PeerStatus, known
 from flanneld.findings import Command, Finding, Severity, command, hint
 from flanneld.model import IPNetwork
 from flanneld.network.host_settings import sysctl
@@ -298,6 +298,48 @@ def container_echoes(facts: Facts) -> Iterator[Finding]:
                 f" nft list ruleset; iptables-save -c. Then {own_rules}",
                 about=str(each.address),
                 severity=Severity.HINT if facts.has_policies else Severity.PROBLEM,
+            )
+
+
+@check("E", "way out", "containers get answers from outside the cluster, as this host does")
+def way_out(facts: Facts) -> Iterator[Finding]:
+    firewall = known(facts.status.firewall)
+    for each in facts.containers if not facts.exempting else ():
+        if not each.is_led_out:
+            yield hint(
+                f"{each.address} gets no answer from outside the cluster, and this host does",
+                f"a router reports packets of this host that have no hops left, and none from {each.path}",
+                "no one masquerades the containers' packets, or rules drop them or the answers",
+                "see the rules of nat and forward, with what they count: nft list ruleset; iptables-save -c"
+                if firewall and firewall.masquerade
+                else "start flanneld with -ip-masq, if the containers are to reach hosts outside",
+                about=str(each.address),
+            )
+
+
+@check("G", "peers' containers", "containers of other nodes answer this one, and take packets of all sizes")
+def peers_containers(facts: Facts) -> Iterator[Finding]:
+    places = {peer.subnets[0]: peer.place for peer in (facts.peers if facts.beyond else ())}
+    carried = {(each.peer, each.target.version): each.carried or 0 for each in facts.paths}
+    silent = [each for each in facts.beyond if each.carried is None]
+    if silent:
+        peers = counted(len({each.peer for each in silent}), "peer")
+        yield hint(
+            f"no answer from containers of {peers}, whose nodes answer",
+            few([f"{each.target} at {places[each.peer]}" for each in silent]),
+            "the node does not pass packets on, or a NetworkPolicy or the containers mean it",
+            "run flannelctl doctor there",
+        )
+    for each in facts.beyond:
+        if each.carried and each.carried < min(
+            each.required, carried.get((each.peer, each.target.version), 0)
+        ):
+            yield hint(
+                f"{each.target} answers packets of {each.carried} bytes, and none of {each.required}",
+                f"its node {places[each.peer]} answers those of {each.required}",
+                "larger packets for containers there are lost where ICMP is filtered",
+                "recreate the containers there: they have the MTU of when they were made",
+                about=each.peer,
             )
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
@@ -56,6 +58,26 @@ class CniFile(Struct, frozen=True, gc=False):
 
     path: str
     types: tuple[str, ...]
+
+
+#: Directory and suffixes of CNI configs; runtimes use the first by name (libcni, ConfFiles).
+CNI_DIRECTORY = Path("/etc/cni/net.d")
+_CNI_SUFFIXES = (".conf", ".conflist", ".json")
+
+
+def cni_confs(directory: Path) -> Iterator[CniFile]:
+    """Yield the CNI configs in the order of container runtimes. Invalid files are skipped."""
+    for path in sorted(directory.glob("*")):
+        if path.suffix in _CNI_SUFFIXES and (types := _types(path)):
+            yield CniFile(str(path), types)
+
+
+def _types(path: Path) -> tuple[str, ...]:
+    try:
+        conf = json.loads(path.read_bytes())
+        return tuple(str(each["type"]) for each in conf.get("plugins", [conf]))
+    except (OSError, ValueError, TypeError, AttributeError, KeyError):
+        return ()
 
 
 # ---- E: the host's firewall and forwarding ------------------------------------------------------

@@ -58,6 +58,7 @@ AF: dict[Family, int] = {4: 2, 6: 10}
 FAMILY: dict[int, Family] = {2: 4, 10: 6}
 
 NUD_PERMANENT, NTF_SELF = 0x80, 0x02
+NUD_VALID = 0xDE  # it has a MAC address (net/neighbour.h)
 _NUD_UNRESOLVED = 0x01 | 0x20  # incomplete or failed
 RTN_UNICAST, RTN_BLACKHOLE, RTN_UNREACHABLE = 1, 6, 7
 RT_TABLE_MAIN, RTNH_F_ONLINK = 254, 4
@@ -368,11 +369,13 @@ def _is_common(family: int, found: dict[int, bytes]) -> bool:
     return number(found.get(RTA_TABLE)) == RT_TABLE_MAIN and number(found.get(_RTA_PRIORITY)) == metric
 
 
-def decode_neighbor(data: bytes, offset: int, end: int, name_of: NameOf) -> Neighbor | FdbEntry | None:
-    """Return a permanent neighbour or a unicast forwarding entry, else None."""
+def decode_neighbor(
+    data: bytes, offset: int, end: int, name_of: NameOf, states: int = NUD_PERMANENT
+) -> Neighbor | FdbEntry | None:
+    """Return a neighbour in one of the states or a unicast forwarding entry, else None."""
     family, index, state, _, _ = unpack(_NDMSG, data, offset, end)
     device = name_of(index)
-    if device is None or not state & NUD_PERMANENT:
+    if device is None or not state & states:
         return None
     found = attributes(data, offset + _NDMSG.size, end)
     target, mac = found.get(_NDA_DST), found.get(_NDA_LLADDR)

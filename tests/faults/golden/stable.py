@@ -21,7 +21,7 @@ _CHANGING = (
 _MEASURED = re.compile(r"^process_|_(bucket|sum|count|seconds|requests_total|events_total|errors_total)$")
 #: The last log line of the daemon's main thread, and those that other threads may write before it.
 _LAST_IN_ORDER = re.compile(r"Running backend\.$|Couldn't fetch network config")
-_OF_OTHERS = re.compile(r"Start healthz server")
+_OF_OTHERS = re.compile(r"Start healthz server|Answering queries")
 
 
 def text(said: str, names: Mapping[str, str]) -> str:

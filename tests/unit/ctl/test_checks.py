@@ -455,6 +455,21 @@ CASES: dict[str, list[Facts]] = {
         container(unanswered="10 of 10 echoes to 10.5.2.0"),
         container(unanswered="10 of 10 echoes to 10.5.2.0", dropped_by=("chain c: -j DROP",)),
     ],
+    "way out": [
+        container(is_led_out=False),
+        replace(
+            told(lambda d: d.update(firewall={"place": "nft", "masquerade": True})),
+            containers=(replace(CONTAINER, is_led_out=False),),
+        ),
+    ],
+    "peers' containers": [
+        replace(WELL, beyond=(path("container", None, "10.5.2.9"),)),
+        replace(
+            WELL,
+            beyond=(replace(path("container", 576, "10.5.2.9"), required=1450),),
+            paths=(path("tunnel", 1450),),
+        ),
+    ],
     "container addresses": [
         container(address=ip_address("10.5.7.2")),
         replace(WELL, containers=(CONTAINER, replace(CONTAINER, path="/run/netns/b"))),

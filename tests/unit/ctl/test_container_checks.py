@@ -21,6 +21,7 @@ from tests.unit.ctl.test_checks import (
     container,
     flannel,
     link,
+    path,
     peer,
     told,
 )
@@ -433,6 +434,45 @@ def test_lost_echoes_of_a_container_are_not_told_where_those_of_this_host_get_lo
 ) -> None:
     facts = replace(container(**changes), turned_away=(("10.5.2.0/24", ip_address(source), True),))
     assert bool(found("container echoes", facts)) is is_told
+
+
+def beyond(carried: int | None, through: int = 1450) -> Facts:
+    """A node whose peer has a container; their paths carry so much."""
+    far = replace(path("container", carried, "10.5.2.9"), required=1450)
+    return replace(WELL, beyond=(far,), paths=(path("tunnel", through),))
+
+
+@pytest.mark.parametrize(
+    ("facts", "problem"),
+    [
+        (beyond(None), ["no answer from containers of 1 peer, whose nodes answer"]),
+        (beyond(576), ["10.5.2.9 answers packets of 576 bytes, and none of 1450"]),
+        (beyond(576, 576), []),
+        (beyond(1450), []),
+        (replace(beyond(None), containers=(replace(CONTAINER, is_routed=False),)), []),
+    ],
+    ids=["silent", "small MTU", "small path", "well", "a cause is known"],
+)
+def test_containers_of_peers_are_blamed_for_what_their_nodes_do_not_explain(
+    facts: Facts, problem: list[str]
+) -> None:
+    assert [each.problem for each in found("peers' containers", facts)] == problem
+
+
+@pytest.mark.parametrize(
+    ("facts", "advice"),
+    [
+        (
+            container(is_led_out=False),
+            ["start flanneld with -ip-masq, if the containers are to reach hosts outside"],
+        ),
+        (container(), []),
+        (replace(container(is_led_out=False), exempting=(("chain c", "-j ACCEPT", ("ip", "x")),)), []),
+    ],
+    ids=["no way out", "a way out", "a rule is known"],
+)
+def test_missing_way_out_is_told_unless_a_rule_is_known(facts: Facts, advice: list[str]) -> None:
+    assert [each.remedy for each in found("way out", facts)] == advice
 
 
 MAC_A = "02:00:00:00:00:0a"

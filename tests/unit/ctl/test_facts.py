@@ -14,8 +14,7 @@ from msgspec.structs import replace
 
 from flanneld.ctl import doctor, drops, inside
 from flanneld.ctl.checks import Facts
-from flanneld.ctl.checks.host import CniFile
-from flanneld.ctl.doctor import cni_confs
+from flanneld.ctl.checks.host import CniFile, cni_confs
 from flanneld.ctl.inside import Container
 from flanneld.ctl.source import DataSource
 from flanneld.network import interfaces

@@ -11,12 +11,12 @@ from flanneld.ctl.inside import (
     astray_route,
     container_devices,
     is_ours,
-    learnt,
     led_away,
     lost_echoes,
     off_options,
     overriding_rule,
 )
+from flanneld.network.bridges import learnt
 from flanneld.network.routing import LookupResult, PolicyRule
 from flanneld.network.rtnetlink.messages import RTN_UNICAST
 from tests.unit.ctl.documents import status_of

@@ -71,6 +71,13 @@ def test_facts_that_do_not_fit_are_left_out(room: int, fits: bool) -> None:
     assert (len(data), decode_answer(data)) == (HEAD + room, (TOKEN, {"mtu": 1450} if fits else {}))
 
 
+def test_last_facts_are_left_out_until_all_fit() -> None:
+    facts = {"mtu": 1450, "store": "file", "containers": ["10.5.1.2"]}
+    room = len('{"mtu":1450,"store":"file"}')
+    assert decode_answer(answer(Query(TOKEN, HEAD + room), facts)) == (TOKEN, {"mtu": 1450, "store": "file"})
+    assert decode_answer(answer(Query(TOKEN, HEAD + room - 1), facts)) == (TOKEN, {"mtu": 1450})
+
+
 def test_query_that_is_cut_off_is_none() -> None:
     whole = Query(TOKEN, 300).encode(0)
     assert decode(whole) == Query(TOKEN, len(whole))

@@ -1,0 +1,33 @@
+"""Which containers of this node are told to others: those that their bridge has just heard."""
+
+from __future__ import annotations
+
+import sys
+
+from tests.lab import Lab, Node
+from tests.netns.pair import DUAL_STACK
+
+#: Prints the containers of the subnets in its arguments. It has the /sys of its network namespace.
+PROGRAM = (
+    "import sys; from ipaddress import ip_network; from flanneld.network.bridges import heard_containers;"
+    "print(*heard_containers(map(ip_network, sys.argv[1:])))"
+)
+
+
+def told(node: Node) -> list[str]:
+    done = node.run(sys.executable, "-c", PROGRAM, node.subnet(4), node.subnet(6))
+    return sorted(done.stdout.split())
+
+
+def test_containers_that_the_bridge_has_heard_are_told_and_gone_ones_are_not(lab: Lab) -> None:
+    (node,) = lab.cluster({"Type": "vxlan"}, 1, **DUAL_STACK)
+    assert told(node) == []
+    first, second = node.container(), node.container(2)
+    for each in (first, second):
+        for address in each.addresses.values():
+            node.run("ping", "-c", "1", "-W", "1", address)
+    assert told(node) == sorted([*first.addresses.values(), *second.addresses.values()])
+    second.namespace.run("ip", "link", "del", "dev", "eth0")
+    gone = second.addresses[4]
+    assert gone in node.run("ip", "neigh", "show").stdout  # the kernel still has its MAC address
+    assert told(node) == sorted(first.addresses.values())
