@@ -420,7 +420,7 @@ def unresolved(nodes: Iterable[IPAddress]) -> Iterator[tuple[str, str]]:
 
 
 class Claim(Struct, frozen=True, gc=False):
-    """An address of this node or of a silent one, and the MAC addresses of the hosts that have it.
+    """An address of this node or of one that loses packets, and the MAC addresses of the hosts that have it.
 
     For an IPv6 address of this node the kernel tells that another host has it, but no MAC. ``length`` is
     of the prefix.
@@ -429,21 +429,22 @@ class Claim(Struct, frozen=True, gc=False):
     address: IPAddress
     macs: frozenset[str] = frozenset()
     length: int = 32
-    #: True for a node that answers echoes, and for the router.
+    #: True for a node that answers all echoes, and for the router.
     answers: bool = False
 
 
 def claims(
     told: Status, paths: Sequence[PathToPeer], passing: Collection[tuple[str, int]]
 ) -> Iterator[Claim]:
-    """Yield who has our addresses on the uplink, and those of nodes; none while all peers answer."""
-    silent = {
+    """Yield who has our addresses on the uplink, and those of nodes; none while all packets are answered."""
+    lossy = {
         each.peer
         for each in paths
-        if each.carried is None and (each.peer, each.target.version) not in passing
+        if (each.carried != each.required or each.is_losing)
+        and (each.peer, each.target.version) not in passing
     }
     uplink = known(told.uplink)
-    if silent and uplink:
+    if lossy and uplink:
         view, ours, own = HostView(), addresses(uplink.addresses), told.own_subnets
         index = interfaces.index_of(uplink.name)
         nodes = {each.target: each.peer for each in paths if each.name == "underlay"}
@@ -454,8 +455,8 @@ def claims(
         asked += [router.gateway] if router and router.gateway and router.index == index else []
         with suppress(OSError):
             for address, macs in interfaces.holders(uplink.name, asked, BRIEFLY).items():
-                is_silent = address in ours or nodes.get(address) in silent
-                yield Claim(address, frozenset(macs), answers=not is_silent)
+                is_lossy = address in ours or nodes.get(address) in lossy
+                yield Claim(address, frozenset(macs), answers=not is_lossy)
         for seen in view.addresses(6):
             is_ours = seen.address in ours or any(seen.address in net for net in own)
             if is_ours and seen.flags & IFA_F_DADFAILED:

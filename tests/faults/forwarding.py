@@ -100,7 +100,7 @@ FAULTS = {
         cuts=False,
         severity=HINT,
         heal=(container_of_peer(1450),),
-        advice="recreate the containers there",
+        advice="run flannelctl doctor there; a container with another MTU is recreated",
     ),
     "rule that drops forwarded packets at random": replace(dropping("numgen inc mod 2 0 drop"), cuts=None),
     "rule that drops large forwarded packets": replace(

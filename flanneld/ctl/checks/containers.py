@@ -337,8 +337,8 @@ def peers_containers(facts: Facts) -> Iterator[Finding]:
             yield hint(
                 f"{each.target} answers packets of {each.carried} bytes, and none of {each.required}",
                 f"its node {places[each.peer]} answers those of {each.required}",
-                "larger packets for containers there are lost where ICMP is filtered",
-                "recreate the containers there: they have the MTU of when they were made",
+                "large packets to it are lost: it has another MTU, or a limit or a rule drops them",
+                "run flannelctl doctor there; a container with another MTU is recreated",
                 about=each.peer,
             )
 

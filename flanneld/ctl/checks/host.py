@@ -14,6 +14,7 @@ from msgspec import Struct
 from flanneld.backends.registry import described
 from flanneld.compat.glog import counted
 from flanneld.ctl.checks import check, few, see_first
+from flanneld.ctl.checks.kernel import twins
 from flanneld.ctl.drops import MASQUERADES, OF_KUBE_ROUTER, REDIRECTS
 from flanneld.ctl.output import State
 from flanneld.ctl.paths import AFTER_NEW_MTU, DISCOVERY, between_nodes, listed, takes_mtu
@@ -262,9 +263,9 @@ def device_mtu(facts: Facts) -> Iterator[Finding]:
 
 @check("K", "path", "the paths to peers carry the largest packets, and lose none")
 def path(facts: Facts) -> Iterator[Finding]:
-    # A queue that drops packets is the cause then.
-    is_shaped = any(kind not in ORDINARY | WITH_FILTERS for _, kind in facts.queued)
-    paths = () if is_shaped else facts.paths
+    # A queue that drops packets, or a switch that sends them to another node, is the cause then.
+    is_known = any(kind not in ORDINARY | WITH_FILTERS for _, kind in facts.queued) or any(twins(facts))
+    paths = () if is_known else facts.paths
     losing = [each for each in paths if each.is_losing]
     if losing:
         yield Finding(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterator, Sequence
 from ipaddress import ip_address
+from itertools import combinations
 from typing import TYPE_CHECKING
 
 from flanneld.backends.cloud.contract import FORWARDING, ROUTES
@@ -435,7 +436,7 @@ def pinned_neighbours(facts: Facts) -> Iterator[Finding]:
 def duplicate_addresses(facts: Facts) -> Iterator[Finding]:
     ours = {address: name for name, address in facts.addresses}
     own = {link.mac for link in facts.links}
-    yield from _twins(facts)
+    yield from twins(facts)
     for each in (each for each in facts.claims if not each.answers):
         address, name, others = each.address, ours.get(each.address), each.macs - own
         if each.macs and len(others) < (1 if name else 2):  # a silent node answers itself
@@ -455,22 +456,24 @@ def duplicate_addresses(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _twins(facts: Facts) -> Iterator[Finding]:
-    """Yield silent nodes with the MAC address of one that answers. A router may answer ARP for all nodes."""
+def twins(facts: Facts) -> Iterator[Finding]:
+    """Yield nodes with one MAC, which is no router's: one loses packets at least, and not both are silent."""
     nodes = {ip for peer in (facts.peers if facts.claims else ()) for ip in peer.addresses}
-    answering = [each for each in facts.claims if each.answers]
-    routers = {mac for each in answering if each.address not in nodes for mac in each.macs}
-    for silent in (each for each in facts.claims if not each.answers and each.address in nodes):
-        for each in answering:
-            for mac in sorted(silent.macs & each.macs - routers):
-                yield Finding(
-                    f"{silent.address} and {each.address} have one MAC address",
-                    f"an ARP probe for either was answered by {mac}",
-                    "the switch sends the packets for both to the one that it heard last",
-                    "give the clone another: a new one in its hypervisor, or"
-                    " ip link set dev ITS_DEVICE address NEW",
-                    about=mac,
-                )
+    routers = {mac for at in facts.claims if at.answers and at.address not in nodes for mac in at.macs}
+    silent = {path.target for path in facts.paths if path.name == "underlay" and path.carried is None}
+    held = sorted((at for at in facts.claims if at.address in nodes), key=lambda at: at.answers)
+    for one, other in combinations(held, 2):
+        if one.answers or silent >= {one.address, other.address}:
+            continue
+        for mac in sorted(one.macs & other.macs - routers):
+            yield Finding(
+                f"{one.address} and {other.address} have one MAC address",
+                f"an ARP probe for either was answered by {mac}",
+                "the switch sends the packets for both to the one that it heard last",
+                "give the clone another: a new one in its hypervisor, or"
+                " ip link set dev ITS_DEVICE address NEW",
+                about=mac,
+            )
 
 
 @check("B", "left devices", "no device of an earlier configuration is left")

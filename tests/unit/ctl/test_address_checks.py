@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from flanneld.ctl.checks.kernel import twins
 from flanneld.ctl.doctor import examine
 from flanneld.ctl.losses import Claim, Lost
-from flanneld.ctl.paths import TO_NODES
+from flanneld.ctl.paths import TO_NODES, PathToPeer
 from flanneld.state.resources import Neighbor
 from tests.unit.ctl.findings import HINT, PROBLEM, document, evidence, number, said
 from tests.unit.ctl.test_checks import (
@@ -242,7 +243,7 @@ def claim(number: int, *macs: str, answers: bool = False) -> Claim:
             [THIRD_MAC],
         ),
         ((claim(2, THIRD_MAC), claim(3, THIRD_MAC, answers=True), claim(9, THIRD_MAC)), [THIRD_MAC]),
-        ((claim(2, THIRD_MAC), claim(3, THIRD_MAC)), []),
+        ((claim(2, THIRD_MAC), claim(3, THIRD_MAC)), [THIRD_MAC]),
         ((claim(2, THIRD_MAC, answers=True), claim(3, THIRD_MAC, answers=True)), []),
         ((claim(2, THIRD_MAC), claim(9, THIRD_MAC, answers=True)), []),
         ((claim(9, THIRD_MAC), claim(3, THIRD_MAC, answers=True)), []),
@@ -256,7 +257,7 @@ def claim(number: int, *macs: str, answers: bool = False) -> Claim:
         "the router's",
         "a router of its own",
         "of no node either",
-        "both silent",
+        "both lose packets",
         "both answer",
         "answered by no node",
         "of no node",
@@ -275,6 +276,26 @@ def test_silent_node_with_the_mac_of_one_that_answers_is_found(
         assert each.problem == "192.0.2.2 and 192.0.2.3 have one MAC address"
         assert each.evidence == f"an ARP probe for either was answered by {each.about}"
         assert each.cure.startswith("give the clone another: a new one in its hypervisor, or ip link set dev")
+
+
+def underlay(to: str, carried: int | None) -> PathToPeer:
+    return PathToPeer("underlay", ip_address(to), 1500, carried, "10.5.2.0/24")
+
+
+def test_silent_nodes_with_one_mac_may_be_behind_a_router() -> None:
+    peers = [DOCUMENT["peers"][0] | {"public_ips": [f"192.0.2.{each}"]} for each in (2, 3)]
+    facts = replace(document(peers=peers), claims=(claim(2, THIRD_MAC), claim(3, THIRD_MAC)))
+    for carried, found in ((None, 0), (576, 1)):
+        paths = (underlay("192.0.2.2", None), underlay("192.0.2.3", carried))
+        assert len(list(twins(replace(facts, paths=paths)))) == found
+
+
+def test_paths_are_not_blamed_for_the_packets_of_a_twin() -> None:
+    peers = [DOCUMENT["peers"][0] | {"public_ips": [f"192.0.2.{each}"]} for each in (2, 3)]
+    lossy = replace(document(peers=peers), paths=(underlay("192.0.2.2", 576),))
+    assert [check.name for check, _ in examine(lossy)] == ["path"]
+    seen = examine(replace(lossy, claims=(claim(2, THIRD_MAC), claim(3, THIRD_MAC))))
+    assert [check.name for check, _ in seen] == ["duplicate addresses"]
 
 
 @pytest.mark.parametrize(
