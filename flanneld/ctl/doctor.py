@@ -34,7 +34,7 @@ from flanneld.ctl.checks import (
 from flanneld.ctl.compare import ActualState
 from flanneld.ctl.losses import host_addresses, number
 from flanneld.ctl.output import State, TextTable, in_lines
-from flanneld.ctl.paths import BRIEFLY, PathToPeer, carriers, passing, sample, turned_away
+from flanneld.ctl.paths import BRIEFLY, PathToPeer, carriers, passing, sample, turned_away, with_losses
 from flanneld.ctl.source import DataSource, Unknown
 from flanneld.diagnostics.status import Status, known, resources
 from flanneld.errors import Retryable
@@ -441,8 +441,8 @@ def _paths(told: Status) -> Iterator[PathToPeer]:
     if known(told.uplink) and known(told.mtu):
         with suppress(OSError):
             found = sample(told, survey.glance_at_mtu)
-            lost = survey.lost_of_sample(each.target for each in found if each.carried is not None)
-            yield from (replace(each, lost=lost[each.target]) for each in found)
+            answered = (each.target for each in found if each.carried is not None)
+            yield from with_losses(found, survey.losses_of_sample(answered))
 
 
 def _beyond(told: Status, paths: Collection[PathToPeer], port: int) -> Iterator[PathToPeer]:

@@ -281,7 +281,7 @@ class PathToPeer(Struct, frozen=True, gc=False):
     setting: str = "Backend.MTU"
     #: Bytes that the outer headers take of this MTU.
     headers: int = 0
-    #: Small packets of ``survey.SAMPLE`` without an answer, if others are answered.
+    #: Small packets of ``survey.SAMPLE`` that this path lost.
     lost: int = 0
 
     @property
@@ -340,6 +340,25 @@ def sample(told: Status, find: Find) -> list[PathToPeer]:
     reached = [peer for peer in told.each_peer if peer.state == "in the kernel"]
     reached.sort(key=lambda peer: (probe := known(peer.probe)) is None or probe.rtt is not None)
     return paths(reached[:_FEW], told, find)
+
+
+def with_losses(
+    found: Sequence[PathToPeer], losses: Mapping[IPAddress, tuple[int, int]]
+) -> Iterator[PathToPeer]:
+    """Yield the paths with the packets of a sample that they lost (pure).
+
+    A node that limits echoes does so on all paths: if it answers all of those between the nodes, the tunnel
+    loses the others.
+    """
+    free = {
+        (each.peer, each.target.version)
+        for each in found
+        if each.name == "underlay" and losses.get(each.target) == (0, 0)
+    }
+    for each in found:
+        between, after = losses.get(each.target, (0, 0))
+        is_free = each.name == "tunnel" and (each.peer, each.target.version) in free
+        yield replace(each, lost=between + after * is_free)
 
 
 def paths(

@@ -13,7 +13,6 @@ from __future__ import annotations
 import errno
 import socket
 import struct
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from itertools import islice
@@ -456,18 +455,19 @@ def _answered(asked: Collection[Echo], within: float, tries: int = 1) -> set[Ech
 SAMPLE = 10
 
 
-def lost_of_sample(targets: Iterable[IPAddress]) -> Counter[IPAddress]:
-    """Return for each target how many of ``SAMPLE`` small packets are lost at random. Raises ``OSError``.
+def losses_of_sample(targets: Iterable[IPAddress]) -> dict[IPAddress, tuple[int, int]]:
+    """Return for each target the lost ones of ``SAMPLE`` small packets: up to the last answer, and after it.
 
-    Those after the last answered one do not count: a limit of the rate of ICMP drops these.
+    A limit of the rate of ICMP drops the latter; others are lost at random. Raises ``OSError``.
     """
     sizes = {each: range(SMALLEST[each.version], SMALLEST[each.version] - SAMPLE, -1) for each in targets}
     asked = [Echo(each, sizes[each][number]) for number in range(SAMPLE) for each in sizes]
-    answered = _answered(asked, _WITHIN)
-    last = {each.target: each.size for each in asked if each in answered}
-    return Counter(
-        each.target for each in asked if each not in answered and each.size > last.get(each.target, each.size)
-    )
+    answered, found = _answered(asked, _WITHIN), {}
+    for target in sizes:
+        arrived = [Echo(target, size) in answered for size in sizes[target]]
+        after = arrived[::-1].index(True) if any(arrived) else SAMPLE
+        found[target] = arrived.count(False) - after, after
+    return found
 
 
 def unanswered(target: IPAddress, largest: int) -> int:

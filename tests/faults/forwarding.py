@@ -7,7 +7,7 @@ from dataclasses import replace
 from tests.faults.containers import INSIDE
 from tests.faults.fault import BEHIND, HINT, ONE_OF_MANY, Fault, ready, restart, start
 from tests.faults.firewall import FROM_CONTAINERS, NO_WALL, TO_PEERS, WALL, chain
-from tests.faults.world import DUAL, HOST_GW, MASQUERADE, Step, World
+from tests.faults.world import DUAL, HOST_GW, MASQUERADE, UDP, Step, World
 
 BETWEEN = "packets between {container_ip} and other nodes get lost"
 SEE_FIRST = "see first whether this rule drops them: "
@@ -92,6 +92,18 @@ FAULTS = {
         "iptables-nft -I FORWARD -i cni0 ! -d 10.5.0.0/16 -j DROP",
         heal=("iptables-nft -D FORWARD -i cni0 ! -d 10.5.0.0/16 -j DROP",),
         advice="see the rules of nat and forward",
+    ),
+    "limit of all UDP": Fault(
+        "path",
+        "paths to peers with losses, whatever the size of packets",
+        (
+            "iptables-nft -I INPUT 1 -p udp -m limit --limit 2/second --limit-burst 4 -j ACCEPT",
+            "iptables-nft -I INPUT 2 -p udp -j DROP",
+        ),
+        UDP,
+        cuts=None,
+        heal=("iptables-nft -D INPUT 1; iptables-nft -D INPUT 1",),
+        advice=f"{SEE_FIRST}-A INPUT -p udp -j DROP",
     ),
     "container of a peer with a small MTU": Fault(
         BEHIND,

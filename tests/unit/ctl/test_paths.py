@@ -40,6 +40,7 @@ from flanneld.ctl.paths import (
     peer_named,
     sample,
     some,
+    with_losses,
 )
 from flanneld.diagnostics.status import PeerStatus
 from flanneld.errors import FlannelError
@@ -450,3 +451,32 @@ def test_containers_behind_a_node_are_those_without_a_tunnel(
     monkeypatch.setattr(module, "route_lookup", lambda: lambda _: RouteTaken(device, ip_address("192.0.2.2")))
     there = [PathToPeer("underlay", ip_address("192.0.2.2"), 1500, carried, V4[0])]
     assert list(map(str, addresses_behind(told, there))) == targets
+
+
+@pytest.mark.parametrize(
+    ("underlay", "tunnel", "lost"),
+    [
+        ((0, 0), (0, 8), 8),
+        ((0, 0), (2, 3), 5),
+        ((0, 8), (1, 8), 1),
+        ((1, 0), (0, 8), 0),
+        (None, (2, 8), 2),
+    ],
+    ids=[
+        "a limit of the tunnel",
+        "losses, too",
+        "a limit of ICMP",
+        "losses between the nodes",
+        "silent node",
+    ],
+)
+def test_what_only_the_tunnel_loses_is_no_limit_of_icmp(
+    underlay: tuple[int, int] | None, tunnel: tuple[int, int], lost: int
+) -> None:
+    node, end = ip_address("192.0.2.2"), ip_address("10.5.2.0")
+    found = [
+        PathToPeer("underlay", node, 1500, 1500 if underlay else None, "10.5.2.0/24"),
+        PathToPeer("tunnel", end, 1450, 1450, "10.5.2.0/24"),
+    ]
+    losses = {end: tunnel} | ({node: underlay} if underlay else {})
+    assert [each.lost for each in with_losses(found, losses)][1] == lost

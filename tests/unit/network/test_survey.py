@@ -25,7 +25,7 @@ from flanneld.network.survey import (
     ask,
     echoes,
     glance_at_mtu,
-    lost_of_sample,
+    losses_of_sample,
     passing,
     path_mtus,
     queries,
@@ -298,7 +298,11 @@ def test_only_packets_lost_before_an_answered_one_are_lost_at_random(monkeypatch
         }
 
     monkeypatch.setattr(module, "_answered", answered)
-    assert lost_of_sample((limited, lossy, silent)) == {lossy: SAMPLE // 2}
+    assert losses_of_sample((limited, lossy, silent)) == {
+        limited: (0, SAMPLE // 2),
+        lossy: (SAMPLE // 2, 0),
+        silent: (0, SAMPLE),
+    }
 
 
 @pytest.mark.parametrize(
