@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.faults.fault import BEHIND, HINT, Fault, on_peer
+from tests.faults.fault import BEHIND, HINT, ONE_OF_MANY, Fault, on_peer
 from tests.faults.world import (
     DUAL,
     HOST_GW,
@@ -227,21 +227,21 @@ FAULTS = {
         FROM_CONTAINERS,
         early("ingress", "veth1", "ip daddr {base}/24 drop"),
         after=("nft delete table netdev wall",),
-        peer_sees=BEHIND,
+        peer_blind=ONE_OF_MANY,
     ),
     "bridge family drops what comes from a container": Fault(
         "filters",
         FROM_CONTAINERS,
         bridged("input", "iifname veth1 ip daddr {base}/24 drop"),
         after=NO_BRIDGED,
-        peer_sees=BEHIND,
+        peer_blind=ONE_OF_MANY,
     ),
     "bridge family drops what goes to a container": Fault(
         "filters",
         TO_CONTAINERS,
         bridged("output", "oifname veth1 ip protocol {{ icmp, tcp }} drop"),
         after=NO_BRIDGED,
-        peer_sees=BEHIND,
+        peer_blind=ONE_OF_MANY,
     ),
     "port of the tunnel redirected": Fault(
         "filters",

@@ -114,18 +114,24 @@ FAULTS = {
         heal=(container_of_peer(1450),),
         advice="run flannelctl doctor there; a container with another MTU is recreated",
     ),
-    "rule that drops forwarded packets at random": replace(dropping("numgen inc mod 2 0 drop"), cuts=None),
+    "rule that drops forwarded packets at random": replace(
+        dropping("numgen inc mod 2 0 drop"), cuts=None, peer_sees=""
+    ),
     "rule that drops large forwarded packets": replace(
         dropping("meta length > 1000 drop"), cuts=False, peer_sees="", is_long=True
     ),
     "limit of forwarded packets": replace(
-        dropping("limit rate over 1/minute burst 1 packets drop"), cuts=None, is_long=True
+        dropping("limit rate over 1/minute burst 1 packets drop"), cuts=None, peer_sees="", is_long=True
     ),
-    "rule by the port of a bridge": dropping_by("physdev --physdev-in veth1"),
+    "rule by the port of a bridge": replace(
+        dropping_by("physdev --physdev-in veth1"), peer_sees="", peer_blind=ONE_OF_MANY
+    ),
     "rule by hops": replace(dropping_by("ttl --ttl-lt 64"), is_long=True),
     "rule by a container's MAC address": replace(
         dropping_by("mac"),
         harm=(container_mac,),
+        peer_sees="",
+        peer_blind=ONE_OF_MANY,
         advice=f"{SEE_FIRST}-A FORWARD -m mac --mac-source ",
         is_long=True,
     ),

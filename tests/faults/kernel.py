@@ -9,6 +9,7 @@ from pathlib import Path
 from tests.faults.fault import (
     BEHIND,
     HINT,
+    ONE_OF_MANY,
     Fault,
     configured,
     nothing_missing,
@@ -71,7 +72,7 @@ def policed(device: str, way: str, test: str, discipline: str = "clsact") -> Fau
 
 
 def shaped(device: str) -> Fault:
-    """Return the fault of a queue that drops all packets, of which peers see nothing."""
+    """Return the fault of a queue that drops all packets."""
     return Fault(
         "traffic control",
         f"the traffic control of {device} drops packets: tbf",
@@ -189,7 +190,7 @@ FAULTS = {
     ),
     "shaper that drops all": replace(shaped("flannel.1"), peer_sees=""),
     "shaper of the containers' bridge": shaped("cni0"),
-    "shaper of a container's port": shaped("veth1"),
+    "shaper of a container's port": replace(shaped("veth1"), peer_sees="", peer_blind=ONE_OF_MANY),
     "router advertisements ignored": Fault(
         "forwarding",
         "eth0 learns no IPv6 default route",
