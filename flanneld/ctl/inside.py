@@ -219,12 +219,15 @@ def _is_heard(at: Container, gateway: IPAddress, target: IPAddress) -> bool:
 
 
 def _leads_out(at: Container) -> bool:
-    """Return False if a router outside reports packets of this host without hops, and not the container's."""
+    """Return False if a router outside reports packets of this host without hops, and not the container's.
+
+    It reports one a second to this host: the last try comes after that time.
+    """
     outside = [ELSEWHERE[at.address.version]]
     with suppress(OSError):
         if survey.passing(outside, 1, BRIEFLY, 1):
             with entered(Path(at.path)):
-                return bool(survey.passing(outside, 2, BEYOND_LIMIT))
+                return bool(survey.passing(outside, 2, BEYOND_LIMIT, 3))
     return True
 
 

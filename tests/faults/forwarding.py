@@ -8,6 +8,7 @@ from tests.faults.containers import INSIDE
 from tests.faults.fault import BEHIND, HINT, ONE_OF_MANY, Fault, ready, restart, start
 from tests.faults.firewall import FROM_CONTAINERS, NO_WALL, TO_PEERS, WALL, chain
 from tests.faults.world import DUAL, HOST_GW, MASQUERADE, UDP, Step, World
+from tests.lab import wait_for
 
 BETWEEN = "packets between {container_ip} and other nodes get lost"
 SEE_FIRST = "see first whether this rule drops them: "
@@ -54,7 +55,7 @@ def former_policy(world: World) -> None:
 
 
 def seen_well(world: World) -> None:
-    assert str(world.doctor()) == "status 0"
+    wait_for(lambda: str(world.doctor()) == "status 0", what="a doctor that finds nothing")
 
 
 def container_of_peer(mtu: int) -> Step:
