@@ -12,9 +12,7 @@ from flanneld.ctl.paths import BRIEFLY, PathToPeer
 from flanneld.diagnostics.status import Status, known
 from flanneld.model import IPAddress
 from flanneld.network import survey
-
-#: Containers of one peer and family that are asked, at most.
-_FEW = 3
+from flanneld.network.bridges import MOST_TOLD
 
 
 def containers_of_peers(status: Status, paths: Collection[PathToPeer], port: int) -> Iterator[PathToPeer]:
@@ -32,7 +30,7 @@ def containers_of_peers(status: Status, paths: Collection[PathToPeer], port: int
     mtu, asked = known(status.mtu) or 0, dict[IPAddress, str]()
     networks = {peer.subnets[0]: peer.networks for peer in (status.each_peer if ends else ())}
     for end, reply in survey.queries(ends, port, BRIEFLY, 1).items():
-        for text in told(reply.facts).containers[:_FEW]:
+        for text in told(reply.facts).containers[:MOST_TOLD]:
             with suppress(ValueError):
                 address = ip_address(text)
                 if any(address in net and address != end for net in networks[ends[end]]):

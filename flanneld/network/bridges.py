@@ -20,8 +20,8 @@ from flanneld.state.resources import Neighbor
 
 #: struct __fdb_entry (linux/if_bridge.h): MAC address, port, 1 for an address of the bridge itself.
 _FDB_ENTRY = struct.Struct("=6sxB8x")
-#: Containers of one subnet, at most: one may filter what it gets.
-_FEW = 3
+#: Containers of one subnet that are told to other nodes, at most: one may filter what it gets.
+MOST_TOLD = 3
 
 
 def learnt(bridge: str) -> set[str]:
@@ -49,4 +49,4 @@ def heard_containers(subnets: Iterable[IPNetwork]) -> Iterator[IPAddress]:
         entries = view.dump(RTM_GETNEIGH, neighbors_request(subnet.version, way.index))
         seen = (decode_neighbor(*each, {way.index: name}.get, NUD_VALID) for each in entries)
         known = (each for each in seen if isinstance(each, Neighbor) and each.mac in macs)
-        yield from islice((each.address for each in known if each.address in subnet), _FEW)
+        yield from islice((each.address for each in known if each.address in subnet), MOST_TOLD)

@@ -26,7 +26,7 @@ class Fault:
     ``cuts`` tells that packets between containers are lost meanwhile; None if chance decides. If they are,
     the doctor of the second node must see that, too: its check ``peer_sees``, or "tunnel", names the broken
     node, or says ``peer_says``. It may be several checks with " or " between. ``peer_blind`` is the reason
-    why the peer need not; then it may find no more than silent containers.
+    why the peer cannot; then it must find nothing, or with ``ONE_OF_MANY`` no more than silent containers.
 
     ``is_long`` marks what takes more than ten times as long as others. ``needs`` is a feature that not every
     kernel has, as ``tests/vm/probe`` names it.
@@ -51,7 +51,7 @@ class Fault:
 
 #: Check of a peer that sees packets for containers lost, though the node itself answers.
 BEHIND = "peers' containers"
-#: Reasons why a peer need see nothing of packets that are lost.
+#: Reasons why a peer sees nothing of packets that are lost.
 ONE_OF_MANY = "a silent container may mean it, if others of its node answer"
 NO_LEASE = "without a lease other nodes do not know of the node"
 

@@ -55,6 +55,10 @@ def former_policy(world: World) -> None:
 
 
 def seen_well(world: World) -> None:
+    assert str(world.doctor()) == "status 0", world.last
+
+
+def well_again(world: World) -> None:
     wait_for(lambda: str(world.doctor()) == "status 0", what="a doctor that finds nothing")
 
 
@@ -79,7 +83,7 @@ def enclosed(*harm: Step, heal: tuple[Step, ...], advice: str) -> Fault:
         MASQUERADE,
         cuts=False,
         severity=HINT,
-        heal=(*heal, seen_well),
+        heal=(*heal, well_again),
         advice=advice,
         after=(ON_ROUTER + "ip link del out0", ON_ROUTER + "sysctl -qw net.ipv4.ip_forward=0"),
     )

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from flanneld.ctl.doctor import examine
-from tests.faults.fault import BEHIND, PROBLEM, Fault
+from tests.faults.fault import BEHIND, ONE_OF_MANY, PROBLEM, Fault
 from tests.faults.table import FAULTS
 from tests.faults.world import Diagnosis, Kind, World, commands, kept_worlds
 from tests.lab import Node, wait_for
@@ -77,15 +77,16 @@ def diagnosed(world: World, fault: Fault) -> Diagnosis:
 
 
 def see_from_peer(world: World, fault: Fault) -> None:
-    """See that the second node's doctor names the broken one, or no other cause if it may be blind."""
+    """See that the second node's doctor names the broken one, or that it finds nothing if it cannot."""
     names = [world.words[word] for word in ("node", "own_base", "own_base6") if word in world.words]
     checks = (fault.peer_sees or "tunnel").split(" or ")
     says = [fault.peer_says.format(**world.words)] if fault.peer_says else names
 
     def is_right() -> bool:
         said = world.doctor(world.peer)
-        found = {each["check"] for each in said.findings}
-        return found <= {BEHIND} if fault.peer_blind else said.is_seen(checks, says)
+        if fault.peer_blind == ONE_OF_MANY:
+            return {each["check"] for each in said.findings} <= {BEHIND}
+        return str(said) == HEALTHY if fault.peer_blind else said.is_seen(checks, says)
 
     try:
         wait_for(is_right)

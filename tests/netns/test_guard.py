@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from tests.faults.world import wait_until_healthy
 from tests.lab import Lab, Node, wait_for
 from tests.lab.daemon import ROOT
 from tests.lab.lab import NETWORK
@@ -71,7 +70,8 @@ def test_both_families_are_guarded(lab: Lab) -> None:
     here, there = first.container(), second.container()
     here.wait_for_reply(there.addresses[6])
     here.wait_for_reply(there.addresses[4])
-    wait_until_healthy(first)
+    wait_for(lambda: flannelctl(first, "status").returncode == 0, what="a node that is well")
+    first.wait_for_log("Made our rules with ip6tables")
     for command in ("doctor", "routes", "peers"):
         done = flannelctl(first, command)
         assert done.returncode == 0, done.stdout

@@ -192,7 +192,7 @@ def tell(begin: Begin, store: str, backend: str, directory: Path, deaths: int, c
         if begin is encrypt or backend in encrypting.TYPES:
             watch.confine(begins_to=begin is encrypt)
         watch.begin(begin)
-        world.run((2 if begin in (switch, encrypt) else 1) * SETTLES)
+        world.run((2 if begin in (switch, encrypt) else 1) * SETTLES + 10.0 * deaths)
         while (left := watch.last_death + SETTLES - world.time) > 0:
             world.run(left)
         assert watch.wrong == []
