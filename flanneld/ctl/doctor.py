@@ -18,7 +18,7 @@ from flanneld.backends.registry import described
 from flanneld.backends.udp.control import may_configure
 from flanneld.compat.glog import counted
 from flanneld.ctl import compare, drops, inside, losses, nodes
-from flanneld.ctl.beyond import containers_of_peers
+from flanneld.ctl.beyond import containers_of_peers, lost_ways
 from flanneld.ctl.checks import (
     THEMES,
     Check,
@@ -32,7 +32,7 @@ from flanneld.ctl.checks import (
     store,
 )
 from flanneld.ctl.compare import ActualState
-from flanneld.ctl.losses import host_addresses, number
+from flanneld.ctl.losses import host_addresses
 from flanneld.ctl.output import State, TextTable, in_lines
 from flanneld.ctl.paths import BRIEFLY, PathToPeer, carriers, passing, sample, turned_away, with_losses
 from flanneld.ctl.source import DataSource, Unknown
@@ -85,7 +85,12 @@ _SEEN_FROM_HERE = {
     "unusable leases": {"contested", "refusals", "unsafe leases", "former subnet"},
 }
 #: Checks of packets that are lost for a reason which another check may find.
-_EXPLAINED = (containers.container_echoes, containers.way_out, containers.peers_containers)
+_EXPLAINED = (
+    containers.container_echoes,
+    containers.way_out,
+    containers.router,
+    containers.peers_containers,
+)
 #: By a check's name, its place behind the causes. That the daemon ended explains symptoms, and has a cause.
 _RANKS = {"daemon": 1, **dict.fromkeys(_SYMPTOMS, 2)}
 
@@ -276,7 +281,7 @@ def gather(source: DataSource) -> Facts:
         kernel=_kernel(),
         lacking=tuple(lacking_features(told, found)),
         charon=encryption.charon_of(told),
-        gc_thresh=number(_GC_THRESH),
+        gc_thresh=files.number(_GC_THRESH),
         etcd=store.ask_etcd(told),
         stored=None if isinstance(stored, Unknown) else stored,
         clock_is_synchronised=_clock_is_synchronised(),
@@ -348,6 +353,7 @@ def _with_probes(facts: Facts, port: int) -> Facts:
         refusing=refusing,
         passing=passed,
         beyond=tuple(_beyond(told, paths, port)),
+        lost_ways=tuple(lost_ways(sorted({network.version for network, _ in told.ranges}))),
         unresolved=dict(losses.unresolved(silent)),
         turned_away=tuple(turned_away(told, paths, own)),
         claims=tuple(losses.claims(told, paths, passed)),
@@ -412,7 +418,7 @@ def _firewalls() -> Iterator[str]:
 
 def _traffic(name: str) -> tuple[int, int]:
     where = Path(f"/sys/class/net/{name}/statistics")
-    return number(where / "rx_packets"), number(where / "tx_packets")
+    return files.number(where / "rx_packets"), files.number(where / "tx_packets")
 
 
 def _offload(ours: list[SeenLink]) -> Iterator[tuple[str, bool]]:

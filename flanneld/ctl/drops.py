@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 from types import MappingProxyType
 
@@ -19,6 +20,8 @@ from flanneld.ctl.output import State
 from flanneld.ctl.paths import (
     ELSEWHERE,
     FROM_CONTAINERS,
+    INWARDS,
+    OUTWARDS,
     THROUGH,
     Flow,
     ParsedPeer,
@@ -34,12 +37,14 @@ from flanneld.diagnostics.status import Status, known
 from flanneld.errors import Retryable
 from flanneld.findings import Command, command
 from flanneld.model import FAMILIES, Family, IPAddress, IPNetwork
+from flanneld.network import interfaces
 from flanneld.network.firewall import foreign
 from flanneld.network.firewall.driver import IptablesRunner
-from flanneld.network.firewall.fate import ACCEPT, DNAT, DROP, MASQUERADE, Fate, Packet, Rule
-from flanneld.network.firewall.foreign import BaseChain, Opening, PolicyChain
+from flanneld.network.firewall.fate import ACCEPT, DNAT, DROP, MASQUERADE, TCP_FLAGS, Fate, Packet, Rule
+from flanneld.network.firewall.foreign import SENDERS, BaseChain, Opening, PolicyChain
 from flanneld.network.firewall.placing import PLACES, driver
 from flanneld.network.firewall.rules import FLANNEL_POSTRTG, NATIVE_POSTRTG, NATIVE_TABLE, POSTROUTING
+from flanneld.network.host import HostView
 from flanneld.runtime import files
 
 #: Reads this host's base chains at the first call: they may have thousands of rules.
@@ -52,6 +57,12 @@ _VERBS = {DNAT: REDIRECTS, MASQUERADE: MASQUERADES}
 #: Beginnings of the names of kube-router's chains for NetworkPolicies; and Calico's and Weave's as well.
 OF_KUBE_ROUTER = ("KUBE-POD-FW-", "KUBE-NWPLCY-")
 _POLICIES = (*OF_KUBE_ROUTER, "cali-", "WEAVE-NPC")
+#: Flows of a store that does not answer.
+TO_STORE, FROM_STORE = "packets to the store", "answers of the store"
+#: The flags of TCP that begin an answer.
+_SYN_ACK = TCP_FLAGS["syn"] | TCP_FLAGS["ack"]
+#: Server in the text of its problem.
+_SERVER = re.compile(r"https?://([0-9.]+|\[[0-9a-f:]+\]):([0-9]{1,5})")
 #: Networks named by rules for which a peer is looked up, at most.
 _MENTIONED = 64
 
@@ -120,7 +131,26 @@ def read_drops(
     """
     around = [network for network, _ in told.ranges]
     peers = some(reached_peers(told), _mentioned(bases, around)) if bases else ()
-    return _drops(told, bases, devices, peers, held) if bases else []
+    return _drops(told, bases, devices, peers, held, _with_store(told)) if bases else []
+
+
+def _with_store(told: Status) -> Iterator[Flow]:
+    """Yield the packets to servers that a problem of the store names by their addresses, and the answers."""
+    store = known(told.store)
+    problem = known(store.problem) if store else None
+    for text, port in _SERVER.findall(problem or ""):
+        with suppress(ValueError):  # no address
+            yield from _with_server(ip_address(text.strip("[]")), int(port))
+
+
+def _with_server(server: IPAddress, port: int) -> Iterator[Flow]:
+    way, alone = HostView().look_up_route(server), ip_network(server)
+    if way and way.source:
+        out = interfaces.name_of(way.index)
+        there = Packet("", out, way.source, server, "tcp", dport=port, sport=SENDERS)
+        back = Packet(out, "", server, way.source, "tcp", SENDERS, port, state="established", flags=_SYN_ACK)
+        yield Flow(TO_STORE, there, OUTWARDS, (Opening(side="daddr", network=alone),))
+        yield Flow(FROM_STORE, back, INWARDS, (Opening(side="saddr", network=alone),))
 
 
 def rules_about(
@@ -162,11 +192,12 @@ def bases_of(told: Status) -> Bases:
 
 def read_bases(told: Status) -> list[BaseChain]:
     """Return this host's base chains that packets of the network pass, as far as they can be read."""
-    versions = {network.version for network, _ in told.ranges}
+    # A daemon that waits for the store knows no network yet.
+    versions = {network.version for network, _ in told.ranges} | {flow.family for flow in _with_store(told)}
     families = [family for family in FAMILIES if _concerns(family, versions, told)]
     kinds = [(family, kind) for family in families for kind in ("filter", "nat")]
     found = [base for family, kind in kinds for base in foreign.read(family, kind=kind)]
-    if re.search(r"(PolBlock|NoPols)\s+[1-9]", files.text(_XFRM_DROPS)):
+    if re.search(r"(PolBlock|NoPols|OutNoStates|TmplMismatch)\s+[1-9]", files.text(_XFRM_DROPS)):
         from flanneld.network.xfrm_table import read_chains  # most hosts have no policies
 
         with suppress(OSError):  # only root can read them
@@ -188,8 +219,9 @@ def _drops(
     devices: Mapping[Family, str],
     chosen: Iterable[ParsedPeer],
     held: Mapping[tuple[str, Family], IPAddress] = MappingProxyType({}),
+    more: Iterable[Flow] = (),
 ) -> list[Drop]:
-    packets = list(flows(told, chosen, devices))
+    packets = [*flows(told, chosen, devices), *more]
     if any(base.device or base.hook.startswith("bridge ") for base in bases):
         packets += [each for flow in packets for each in at_ports(flow, held)]
     forwarded = {flow.family for flow in packets if flow.hooks == THROUGH}
@@ -229,7 +261,9 @@ def dropped(
     for flow in packets:
         for base, decided in foreign.fates(bases, flow.packet, flow.hooks):
             is_translated = decided.act == MASQUERADE and decided.certain and flow.name == FROM_CONTAINERS
-            if decided.act in (DROP, DNAT) or decided.may_drop or is_translated:
+            # The store's address may be one of a service, which leads to a server.
+            is_led = decided.act == DNAT and flow.name not in (TO_STORE, FROM_STORE)
+            if decided.act == DROP or is_led or decided.may_drop or is_translated:
                 found.setdefault((str(base), decided, flow.openings), (base, []))[1].append(flow)
     for (_, decided, _), (base, lost) in found.items():
         kinds = {flow.kind for flow in lost}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 from msgspec.structs import replace
 
-from flanneld.ctl.losses import dead_end, number, permanent
+from flanneld.ctl.losses import dead_end, permanent
 from flanneld.ctl.paths import (
     BEYOND_LIMIT,
     BRIEFLY,
@@ -92,6 +92,8 @@ class Container(Struct, frozen=True, gc=False):
     hops: int = 0
     #: True unless its gateway on this host answers neither ICMP nor TCP from inside.
     is_heard: bool = True
+    #: True if its TCP for other nodes is refused before it gets to this host.
+    is_refused: bool = False
     #: True unless a router outside answers this host, and not the container.
     is_led_out: bool = True
     #: What of its echoes to another node gets no answer, while this host gets all of its own.
@@ -166,7 +168,7 @@ def read_containers(
                     length=seen.length,
                     astray=astray,
                     rule=None if is_routed else overriding_rule(view, address.version),
-                    hops=number(Path("/proc/sys", _hops_setting(address.version, link.name))),
+                    hops=files.number(Path("/proc/sys", _hops_setting(address.version, link.name))),
                 )
 
     found: list[Container] = []
@@ -202,6 +204,8 @@ def answered(facts: Facts) -> Iterator[Container]:
             elif each.is_routed and (lost := _unanswered(each, tunnels, behind)):
                 left -= 1
                 yield replace(each, unanswered=lost)
+            elif each.is_routed and _is_refused(each, targets[family][0]):
+                yield replace(each, is_refused=True)
             elif each.is_routed and family not in looked_out:
                 looked_out.add(family)
                 if not _leads_out(each):
@@ -216,6 +220,13 @@ def _is_heard(at: Container, gateway: IPAddress, target: IPAddress) -> bool:
             or bool(survey.passing([target], 1, BRIEFLY, 1))
         )
     return True
+
+
+def _is_refused(at: Container, target: IPAddress) -> bool:
+    """Return True if TCP for another node is refused inside: with one hop it gets only to this host."""
+    with suppress(OSError), entered(Path(at.path)):
+        return bool(survey.reached([target], BRIEFLY, 1))
+    return False
 
 
 def _leads_out(at: Container) -> bool:

@@ -300,7 +300,14 @@ class _Host:
             if failure.errno == errno.EHOSTUNREACH and question.iif and does_not_forward(question.target):
                 return None  # so is forwarding that is off
             return failure
-        return None if question.is_right(way) else way
+        return None if question.is_right(way) and not self._leads_to_nobody(question, way) else way
+
+    def _leads_to_nobody(self, question: Question, way: RouteTaken) -> bool:
+        """Return True if a policy rule leads packets for a node to a router that does not answer."""
+        gateway, index = way.gateway, self._indexes.get(way.device, 0)
+        if question.packets != TO_NODES or gateway is None or self._rule(question) is None:
+            return False
+        return _is_mute(self._view, gateway, index)
 
     def explain(self, question: Question, wrong: RouteTaken | OSError, told: Status) -> Lost:
         """Return the cause, as far as it is found."""
@@ -413,10 +420,14 @@ def unresolved(nodes: Iterable[IPAddress]) -> Iterator[tuple[str, str]]:
     for node in nodes:
         way = view.look_up_route(node)
         hop = (way.gateway or node) if way is not None else None
-        if way is not None and hop is not None:
-            seen = view.dump(RTM_GETNEIGH, neighbors_request(family_of(hop), way.index))
-            if any(decode_unresolved(*item) == hop for item in seen):
-                yield str(node), str(hop)
+        if way is not None and hop is not None and _is_mute(view, hop, way.index):
+            yield str(node), str(hop)
+
+
+def _is_mute(view: HostView, hop: IPAddress, index: int) -> bool:
+    """Return True for a neighbour on an interface that answered neither ARP nor NDP."""
+    seen = view.dump(RTM_GETNEIGH, neighbors_request(family_of(hop), index))
+    return any(decode_unresolved(*item) == hop for item in seen)
 
 
 class Claim(Struct, frozen=True, gc=False):
@@ -440,8 +451,7 @@ def claims(
     lossy = {
         each.peer
         for each in paths
-        if (each.carried != each.required or each.is_losing)
-        and (each.peer, each.target.version) not in passing
+        if (each.carried != each.required or each.is_losing) and each.end not in passing
     }
     uplink = known(told.uplink)
     if lossy and uplink:
@@ -484,12 +494,4 @@ def does_not_forward(target: IPAddress) -> bool:
 
 
 def _setting(path: str) -> int:
-    return number(Path("/proc/sys", path))
-
-
-def number(path: Path) -> int:
-    """Return the number in a file, 0 if there is none."""
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):
-        return 0
+    return files.number(Path("/proc/sys", path))

@@ -285,6 +285,11 @@ class PathToPeer(Struct, frozen=True, gc=False):
     lost: int = 0
 
     @property
+    def end(self) -> tuple[str, Family]:
+        """The peer, and the family of the path to it."""
+        return self.peer, self.target.version
+
+    @property
     def is_losing(self) -> bool:
         """True if the path loses packets at random: one may be lost by chance."""
         return self.lost >= _LOSES
@@ -350,14 +355,10 @@ def with_losses(
     A node that limits echoes does so on all paths: if it answers all of those between the nodes, the tunnel
     loses the others.
     """
-    free = {
-        (each.peer, each.target.version)
-        for each in found
-        if each.name == "underlay" and losses.get(each.target) == (0, 0)
-    }
+    free = {each.end for each in found if each.name == "underlay" and losses.get(each.target) == (0, 0)}
     for each in found:
         between, after = losses.get(each.target, (0, 0))
-        is_free = each.name == "tunnel" and (each.peer, each.target.version) in free
+        is_free = each.name == "tunnel" and each.end in free
         yield replace(each, lost=between + after * is_free)
 
 
@@ -423,11 +424,11 @@ _TAKEN = (errno.ETIME, errno.EHOSTUNREACH, errno.ENETUNREACH)
 def passing(told: Status, paths: Collection[PathToPeer]) -> Iterator[tuple[str, int]]:
     """Yield the silent peers that pass packets on, or refuse TCP: a filter here or there drops ICMP."""
     silent = {path.peer for path in paths if path.carried is None}
-    tunnels = {(path.peer, path.target.version) for path in paths if path.name == "tunnel"}
+    tunnels = {path.end for path in paths if path.name == "tunnel"}
     ends = {
-        path.target: (path.peer, path.target.version)
+        path.target: path.end
         for path in paths
-        if path.carried is None and (path.name == "tunnel" or (path.peer, path.target.version) not in tunnels)
+        if path.carried is None and (path.name == "tunnel" or path.end not in tunnels)
     }
     is_udp = told.backend == "udp"
     yield from map(ends.__getitem__, survey.reached(ends, _BY_PROXIES if is_udp else BRIEFLY))
@@ -477,7 +478,7 @@ def turned_away(
     ours in the network. Only packets without a tunnel may be turned away so.
     """
     there = (each for each in paths if each.name == "underlay" and each.carried is not None)
-    nodes = {(each.peer, each.target.version): each.target for each in there}
+    nodes = {each.end: each.target for each in there}
     asked = {
         target: (peer, nodes[peer, target.version])
         for target, peer, device in _behind(told, {peer for peer, _ in nodes})

@@ -4,8 +4,7 @@ A thousand hosts take as long as one that is silent. Messages are sent in small 
 between, because a thousand answers at once overflow a socket's buffer.
 
 The messages are queries (``flanneld.network.query``), ICMP echo (RFC 792, RFC 4443 section 4), also to find
-the largest packet that a path carries, and messages to a port that a host may refuse: UDP by ICMP (RFC 792),
-TCP by RST.
+the largest packet that a path carries, and messages to a port that a host may refuse, by ICMP or with a RST.
 """
 
 from __future__ import annotations
@@ -343,17 +342,18 @@ _CLOSED = 1
 _MOST = 500
 
 
-def reached(targets: Iterable[IPAddress], within: float) -> set[IPAddress]:
+def reached(targets: Iterable[IPAddress], within: float, hops: int = 0) -> set[IPAddress]:
     """Return the hosts that refuse TCP: packets get there and back. Of many the first 500 are asked."""
-    return refused(((each, _CLOSED) for each in islice(targets, _MOST)), within, socket.SOCK_STREAM)
+    return refused(((each, _CLOSED) for each in islice(targets, _MOST)), within, socket.SOCK_STREAM, hops)
 
 
 def refused(
-    targets: Iterable[tuple[IPAddress, int]], within: float, kind: int = socket.SOCK_DGRAM
+    targets: Iterable[tuple[IPAddress, int]], within: float, kind: int = socket.SOCK_DGRAM, hops: int = 0
 ) -> set[IPAddress]:
     """Send an empty datagram or SYN to each target; return the hosts that refuse it ``within`` seconds.
 
     An open port gives no answer, and neither does a filter that drops: only a refusal tells something.
+    With one hop it comes from this host itself, or the next.
     """
     found: set[IPAddress] = set()
     waiting: dict[int, tuple[IPAddress, socket.socket]] = {}
@@ -362,6 +362,8 @@ def refused(
             family = socket.AF_INET if address.version == 4 else socket.AF_INET6
             try:  # a kernel without IPv6 has no such sockets
                 asker = stack.enter_context(socket.socket(family, kind | socket.SOCK_NONBLOCK))
+                if hops:
+                    asker.setsockopt(*_HOPS[address.version], hops)
                 asker.connect((str(address), port))
                 asker.send(b"")
             except BlockingIOError:  # TCP goes on connecting

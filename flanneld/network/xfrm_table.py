@@ -11,9 +11,9 @@ import logging
 import os
 import socket
 import struct
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
-from ipaddress import IPv4Address, IPv4Network
+from ipaddress import IPv4Address, IPv4Network, ip_address
 
 from flanneld.compat.glog import V
 from flanneld.model import FAMILIES, Family, IPNetwork
@@ -65,7 +65,7 @@ _DEFAULT, _DIRECTIONS = struct.Struct("=BBB"), (Direction.IN, Direction.FWD, Dir
 #: struct xfrm_selector: addresses, ports, family, lengths, protocol, interface, user.
 _SELECTOR = struct.Struct("=16s16sHHHHHBBB3xiI")
 #: struct xfrm_usersa_info up to the SPI: selector, destination, SPI.
-_SA = struct.Struct(f"={_SELECTOR.size}x16x4s")
+_SA = struct.Struct(f"={_SELECTOR.size}x16s4s")
 #: struct xfrm_userpolicy_info after the selector: limits, their current use, and the rest.
 _INFO = struct.Struct("=8Q4QIIBBBB4x")
 _WHOLE = struct.Struct(f"={_SELECTOR.size}s{_INFO.size}s")
@@ -93,10 +93,13 @@ def decode_policy(data: bytes, offset: int, end: int) -> XfrmPolicy | None:
     return _decode(bytes(selector), bytes(info), attributes(data, offset + _WHOLE.size, end))
 
 
-def decode_rule(data: bytes, offset: int, end: int) -> tuple[Family, Direction, int, Rule] | None:
+def decode_rule(
+    data: bytes, offset: int, end: int, ends: Container[bytes] | None = None
+) -> tuple[Family, Direction, int, Rule] | None:
     """Return a policy of any program in a dump as a rule, with family, direction and priority.
 
-    None for that of a socket. A condition that is not looked at is unknown. Raises ``MalformedNetlink``.
+    None for that of a socket. A condition that is not looked at is unknown. With the ``ends`` of all SAs,
+    one that wants packets encrypted drops them if no SA leads to its own. Raises ``MalformedNetlink``.
     """
     selector, info = unpack(_WHOLE, data, offset, end)
     to, source, *ports, family, to_bits, source_bits, protocol, device, _ = _SELECTOR.unpack(bytes(selector))
@@ -109,11 +112,28 @@ def decode_rule(data: bytes, offset: int, end: int) -> tuple[Family, Direction, 
     found.append(("dst", "destination", network_of(to[:size], to_bits)))
     found += [("proto", "protocol", protocol_name(protocol))] if protocol else []
     found += [(side, side, (port, port)) for side, port in (("sport", sport), ("dport", dport)) if port]
-    is_apart = device or _is_apart(attributes(data, offset + _WHOLE.size, end))
+    more = attributes(data, offset + _WHOLE.size, end)
+    is_apart = device or _is_apart(more)
+    lacks = "" if action or ends is None else _lacking(more.get(_TEMPLATE, b""), size, ends)
     tests = [*(Test(field, (value,)) for _, field, value in found), *((UNKNOWN,) if is_apart else ())]
     text = " ".join(f"{word} {value[0] if isinstance(value, tuple) else value}" for word, _, value in found)
-    text += f" action {Action(action).name.lower()} index {index} dir {direction.name.lower()}"
-    return FAMILY[family], direction, priority, Rule(DROP if action else ACCEPT, tuple(tests), text=text)
+    text += f"{lacks} action {Action(action).name.lower()} index {index} dir {direction.name.lower()}"
+    return (
+        FAMILY[family],
+        direction,
+        priority,
+        Rule(DROP if action or lacks else ACCEPT, tuple(tests), text=text),
+    )
+
+
+def _lacking(templates: bytes, size: int, ends: Container[bytes]) -> str:
+    """Return the first end that a policy wants packets encrypted for, if no SA leads there."""
+    if len(templates) < _TMPL.size:
+        return ""
+    to, _, protocol, *_, optional, _, _, _ = _TMPL.unpack_from(templates)
+    if optional or not any(to) or to[:size] in ends:
+        return ""
+    return f" tmpl dst {ip_address(to[:size])} proto {protocol_name(protocol)} without state"
 
 
 #: Packets of charon's own, which pass all policies by, as what it has encrypted does.
@@ -148,7 +168,9 @@ def chains(
 def read_chains(*, is_ipsec: bool) -> list[PolicyChain]:
     """Return the policies of all programs as chains. Raises ``OSError``."""
     with closing(open_xfrm()) as kernel:
-        found = filter(None, (decode_rule(*each) for each in kernel.dump(GET_POLICY, b"")))
+        # Those of charon's tunnels are judged by its sessions.
+        ends = None if is_ipsec else _ends(kernel)
+        found = filter(None, (decode_rule(*each, ends) for each in kernel.dump(GET_POLICY, b"")))
         return chains(list(found), is_ipsec=is_ipsec, blocked=_blocked(kernel))
 
 
@@ -160,9 +182,15 @@ def _blocked(kernel: NetlinkSocket) -> list[Direction]:
     return []
 
 
+def _ends(kernel: NetlinkSocket) -> set[bytes]:
+    """Return the addresses that SAs lead to, with the length of either family; not of SAs without keys."""
+    found = (map(bytes, unpack(_SA, *each)) for each in kernel.dump(GET_SA, b""))
+    return {to[:size] for to, spi in found if any(spi) for size in (4, 16)}
+
+
 def decode_spi(data: bytes, offset: int, end: int) -> str:
     """Return the SPI of an SA in a dump, as charon writes it. Raises ``MalformedNetlink``."""
-    (found,) = unpack(_SA, data, offset, end)
+    _, found = unpack(_SA, data, offset, end)
     return bytes(found).hex()
 
 

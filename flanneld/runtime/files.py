@@ -59,6 +59,14 @@ def text(path: Path) -> str:
         return ""
 
 
+def number(path: Path) -> int:
+    """Return the number in a file, 0 if there is none."""
+    try:
+        return int(text(path))
+    except ValueError:
+        return 0
+
+
 def remove(path: Path) -> bool:
     """Remove a file. Return False if that fails."""
     try:

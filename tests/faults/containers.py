@@ -65,6 +65,15 @@ IN_CONTAINERS = {
         INSIDE + "nft delete table inet own",
         advice="nft list ruleset; nsenter --net=/run/netns/{container} iptables-save",
     ),
+    "rules of a container redirect TCP to a proxy that does not run": Fault(
+        "container echoes",
+        "TCP of {container_ip} for other nodes is refused before it leaves the container",
+        (INSIDE + "iptables-nft -t nat -A OUTPUT -p tcp -j REDIRECT --to-ports 15001",),
+        cuts=False,
+        severity=HINT,
+        heal=(INSIDE + "iptables-nft -t nat -F OUTPUT",),
+        advice="start what listens there, or recreate the container",
+    ),
     "rules of a container drop what it gets": unheard(
         (INSIDE + "iptables-nft -P INPUT DROP",),
         INSIDE + "iptables-nft -P INPUT ACCEPT",

@@ -93,6 +93,14 @@ FAULTS = {
         heal=(UNBLOCK + "src {peer} proto udp dport 8472 dir in",),
         advice=UNBLOCK + "index",
     ),
+    "policy of XFRM that wants packets encrypted, without an SA": Fault(
+        "filters",
+        "src {node}/32 dst {peer}/32 tmpl dst {peer} proto esp without state action allow",
+        (BLOCK + "src {node} dst {peer} dir out tmpl src {node} dst {peer} proto esp mode transport",),
+        VXLAN_XFRM,
+        heal=(UNBLOCK + "src {node} dst {peer} dir out",),
+        advice=UNBLOCK + "index",
+    ),
     "INPUT drops the port, wireguard": Fault(
         "filters",
         "UDP 51820 from its peers",

@@ -7,7 +7,7 @@ from dataclasses import replace
 from tests.faults.containers import INSIDE
 from tests.faults.fault import BEHIND, HINT, ONE_OF_MANY, Fault, ready, restart, start
 from tests.faults.firewall import FROM_CONTAINERS, NO_WALL, TO_PEERS, WALL, chain
-from tests.faults.world import DUAL, HOST_GW, MASQUERADE, UDP, Step, World
+from tests.faults.world import DUAL, HOST_GW, MASQUERADE, UDP, VXLAN, Kind, Step, World
 from tests.lab import wait_for
 
 BETWEEN = "packets between {container_ip} and other nodes get lost"
@@ -89,7 +89,52 @@ def enclosed(*harm: Step, heal: tuple[Step, ...], advice: str) -> Fault:
     )
 
 
+def leading_nowhere(
+    says: str, *harm: Step, kind: Kind = VXLAN, heal: str, advice: str = "", after: tuple[str, ...] = ()
+) -> Fault:
+    """Return the fault of a default route to a router that is not there."""
+    return Fault(
+        "router",
+        says,
+        harm,
+        kind,
+        cuts=False,
+        severity=HINT,
+        heal=(heal,),
+        advice=advice or heal,
+        after=after,
+    )
+
+
 FAULTS = {
+    "default route to a router that is not there": leading_nowhere(
+        "198.18.0.77 answers no ARP, and the route is default dev eth0",
+        "ip route replace default via 198.18.0.77",
+        heal="ip route replace default via {gateway}",
+        advice="see whether that router runs",
+    ),
+    "IPv6 default route to a router that is not there": leading_nowhere(
+        "fd00:18::77 answers no neighbour discovery, and the route is default dev eth0",
+        "ip -6 route replace default via fd00:18::77",
+        kind=DUAL,
+        heal="ip -6 route replace default via fd00:18::fe",
+        advice="see whether that router runs",
+    ),
+    "routes of a VPN that has ended": leading_nowhere(
+        "nothing ever came in by tun9, and the route is 128.0.0.0/1 dev tun9",
+        "ip tuntap add tun9 mode tun; ip link set tun9 up",
+        "ip route add 0.0.0.0/1 dev tun9; ip route add 128.0.0.0/1 dev tun9",
+        heal="ip route del 128.0.0.0/1 dev tun9",
+        after=("ip link del tun9",),
+    ),
+    "rules of a VPN that has ended": leading_nowhere(
+        "nothing ever came in by tun9, and the route is default dev tun9",
+        "ip tuntap add tun9 mode tun; ip link set tun9 up; ip route add default dev tun9 table 51820",
+        "ip rule add not fwmark 51820 lookup 51820; ip rule add lookup main suppress_prefixlength 0",
+        heal="ip rule del not fwmark 51820; ip rule del lookup main suppress_prefixlength 0",
+        advice="see ip rule, too",
+        after=("ip link del tun9",),
+    ),
     "start without -ip-masq": enclosed(
         restart("--ip-masq=false"), ready, heal=(start,), advice="start flanneld with -ip-masq"
     ),

@@ -257,6 +257,17 @@ FAULTS = {
         ("ip rule add from 10.5.0.0/16 lookup 100 priority 1000; ip route add blackhole default table 100",),
         after=("ip rule del priority 999; ip rule del priority 1000; ip route flush table 100",),
     ),
+    "rule by source that leads to a router that is not there": Fault(
+        "lookups",
+        "the policy rule 512: from {node}/32 lookup 1001 diverts packets to other nodes",
+        (
+            "ip route add default via 198.18.0.77 dev eth0 table 1001",
+            "ip rule add from {node} lookup 1001 priority 512",
+        ),
+        heal=("ip rule del priority 512",),
+        advice="remove it: ip rule del priority 512",
+        after=("ip route flush table 1001",),
+    ),
     "rule by interface": Fault(
         "lookups",
         "iif cni0 lookup 100",

@@ -179,6 +179,29 @@ FAULTS = {
         heal=(start,),
         advice="etcd",
     ),
+    "rule that drops packets to etcd": Fault(
+        "filters",
+        "this node drops packets to the store: chain OUTPUT",
+        (
+            "iptables-nft -A OUTPUT -p tcp --dport 2379 -j REJECT --reject-with tcp-reset",
+            lambda world: world.wait_for_trouble("store"),
+        ),
+        cuts=False,
+        after=(
+            "iptables-nft -D OUTPUT -p tcp --dport 2379 -j REJECT --reject-with tcp-reset",
+            "iptables-nft -D OUTPUT -d {gateway} -j ACCEPT",
+        ),
+    ),
+    "rule that drops answers of etcd": Fault(
+        "filters",
+        "this node drops answers of the store: chain INPUT",
+        ("iptables-nft -A INPUT -p tcp --sport 2379 -j DROP", restart()),
+        cuts=False,
+        after=(
+            "iptables-nft -D INPUT -p tcp --sport 2379 -j DROP",
+            "iptables-nft -D INPUT -s {gateway} -j ACCEPT",
+        ),
+    ),
     "network full": Fault(
         "store",
         "no subnet from 10.5.1.0 to 10.5.3.0 is free",

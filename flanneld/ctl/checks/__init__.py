@@ -18,6 +18,7 @@ from flanneld.subnet.subnet_file import Previous
 
 if TYPE_CHECKING:
     from flanneld.config import Config
+    from flanneld.ctl.beyond import LostWay
     from flanneld.ctl.checks.encryption import CharonState
     from flanneld.ctl.checks.host import CniFile, LeftRules
     from flanneld.ctl.checks.store import EtcdHealth
@@ -117,6 +118,7 @@ class Facts(Struct, frozen=True, gc=False):
     paths: tuple[PathToPeer, ...] = ()
     #: Paths to a container of each of these peers, as far as their daemons name one.
     beyond: tuple[PathToPeer, ...] = ()
+    lost_ways: tuple[LostWay, ...] = ()
     #: Rules and policies that drop or change packets of the network.
     filtered: tuple[Drop, ...] = ()
     #: True if this host's packet filters enforce NetworkPolicies, which may isolate a container.

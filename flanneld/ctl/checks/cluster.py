@@ -20,7 +20,7 @@ from flanneld.ctl.paths import PathToPeer, carriers, listed
 from flanneld.diagnostics.status import PeerStatus, known, networks, resources
 from flanneld.errors import LEASES_END
 from flanneld.findings import Finding, Severity
-from flanneld.model import FAMILIES, Family, overlap
+from flanneld.model import FAMILIES, overlap
 from flanneld.state.resources import Route
 
 if TYPE_CHECKING:
@@ -348,11 +348,7 @@ def tunnel(facts: Facts) -> Iterator[Finding]:
     explained |= {family for lost in facts.lost for family in lost.families}
     if taken_lease(facts) or (explained and facts.status.backend == "wireguard"):
         return  # answers get to another node; or one tunnel may carry both families
-    answered = {
-        (each.peer, each.target.version)
-        for each in facts.paths
-        if each.name == "underlay" and each.carried is not None
-    }
+    answered = {each.end for each in facts.paths if each.name == "underlay" and each.carried is not None}
     if facts.status.backend == "wireguard":
         answered |= {(peer, family) for peer, _ in answered for family in FAMILIES}
     silent = [each for each in _silent(facts) if each.target.version not in explained]
@@ -364,9 +360,7 @@ def tunnel(facts: Facts) -> Iterator[Finding]:
         if any(session.state == "silent" for session in known(peer.sessions) or ())
     }
     there = [
-        each
-        for each in silent
-        if each.name == "tunnel" and _end(each) in answered and each.peer not in keyless
+        each for each in silent if each.name == "tunnel" and each.end in answered and each.peer not in keyless
     ]
     for each in there[:FEW]:
         peer = peers.get(each.peer, PeerStatus((each.peer,)))
@@ -393,7 +387,7 @@ def tunnel(facts: Facts) -> Iterator[Finding]:
             ),
             about=each.peer,
         )
-    gone = [each for each in silent if each.name == "underlay" or _end(each) not in answered]
+    gone = [each for each in silent if each.name == "underlay" or each.end not in answered]
     half = {peer for peer, _ in answered}  # over the other family
     for is_half in (False, True):
         if some := [each for each in gone if (each.peer in half) == is_half]:
@@ -449,10 +443,6 @@ def _of_gone(gone: Sequence[PathToPeer], peers: Mapping[str, PeerStatus], facts:
     )
 
 
-def _end(path: PathToPeer) -> tuple[str, Family]:
-    return path.peer, path.target.version
-
-
 def _where_refused(peer: PeerStatus) -> str:
     if peer.backend == "ipsec":
         ports = listed(each for each in described(peer.backend).flows if each.port)
@@ -466,13 +456,13 @@ def _silent(facts: Facts) -> Iterator[PathToPeer]:
     A cloud's table leads to peers that need not answer. One that passes packets on or refuses TCP loses none.
     """
     silent = [each for each in facts.paths if each.carried is None]
-    tunnels = {(each.peer, each.target.version) for each in facts.paths if each.name == "tunnel"}
+    tunnels = {each.end for each in facts.paths if each.name == "tunnel"}
     names = {each.peer for each in silent}
     peers = (peer for peer in (facts.peers if silent else ()) if peer.subnets[0] in names)
     routes = (each for peer in peers for each in resources(peer.objects) if isinstance(each, Route))
     gateways = {route.gateway for route in routes}
     for each in silent:
-        end = _end(each)
+        end = each.end
         if end not in facts.passing and (
             each.name == "tunnel" or (end not in tunnels and each.target in gateways)
         ):

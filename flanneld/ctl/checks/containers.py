@@ -272,10 +272,19 @@ def _net_of(facts: Facts, container: Container) -> IPNetwork | None:
 def container_echoes(facts: Facts) -> Iterator[Finding]:
     turned_away = {address.version for _, address, _ in facts.turned_away}  # the same of this host's own
     for each in facts.containers:
-        if each.is_heard and (not each.unanswered or each.address.version in turned_away):
-            continue
         inside, port = shlex.join(entering(each.path)), each.port
         own_rules = f"see its own rules: {inside} nft list ruleset; {inside} iptables-save"
+        if each.is_refused:
+            yield hint(
+                f"TCP of {each.address} for other nodes is refused before it leaves the container",
+                f"from {each.path} the first packet with one hop left is refused at once",
+                "a rule inside rejects it, or redirects it to a port at which nothing listens, as without a"
+                " sidecar's proxy; ICMP and UDP may pass",
+                f"start what listens there, or recreate the container; {own_rules}",
+                about=str(each.address),
+            )
+        if each.is_heard and (not each.unanswered or each.address.version in turned_away):
+            continue
         if not each.is_heard:
             yield Finding(
                 f"packets between {each.address} and this host get lost",
@@ -317,10 +326,25 @@ def way_out(facts: Facts) -> Iterator[Finding]:
             )
 
 
+@check("E", "router", "packets for other networks go to a router that is there")
+def router(facts: Facts) -> Iterator[Finding]:
+    for each in facts.lost_ways:
+        removal = (*(("-6",) if each.family == 6 else ()), "route", "del", *each.route.split())
+        yield hint(
+            f"packets over IPv{each.family} for other networks get lost at {each.device}",
+            f"{each.evidence}, and the route is {each.route}",
+            "containers and this host reach nothing outside the cluster, and may find no names",
+            "see whether that router runs, and whether its address is right: ip route"
+            if each.device == facts.status.uplink_name
+            else f"if it is left of a VPN that has ended: {shlex.join(('ip', *removal))}; see ip rule, too",
+            about=each.device,
+        )
+
+
 @check("G", "peers' containers", "containers of other nodes answer this one, and take packets of all sizes")
 def peers_containers(facts: Facts) -> Iterator[Finding]:
     places = {peer.subnets[0]: peer.place for peer in (facts.peers if facts.beyond else ())}
-    carried = {(each.peer, each.target.version): each.carried or 0 for each in facts.paths}
+    carried = {each.end: each.carried or 0 for each in facts.paths}
     silent = [each for each in facts.beyond if each.carried is None]
     if silent:
         peers = counted(len({each.peer for each in silent}), "peer")
@@ -331,9 +355,7 @@ def peers_containers(facts: Facts) -> Iterator[Finding]:
             "run flannelctl doctor there",
         )
     for each in facts.beyond:
-        if each.carried and each.carried < min(
-            each.required, carried.get((each.peer, each.target.version), 0)
-        ):
+        if each.carried and each.carried < min(each.required, carried.get(each.end, 0)):
             yield hint(
                 f"{each.target} answers packets of {each.carried} bytes, and none of {each.required}",
                 f"its node {places[each.peer]} answers those of {each.required}",

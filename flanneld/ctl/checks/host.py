@@ -15,7 +15,7 @@ from flanneld.backends.registry import described
 from flanneld.compat.glog import counted
 from flanneld.ctl.checks import check, few, see_first
 from flanneld.ctl.checks.kernel import twins
-from flanneld.ctl.drops import MASQUERADES, OF_KUBE_ROUTER, REDIRECTS
+from flanneld.ctl.drops import FROM_STORE, MASQUERADES, OF_KUBE_ROUTER, REDIRECTS, TO_STORE
 from flanneld.ctl.output import State
 from flanneld.ctl.paths import AFTER_NEW_MTU, DISCOVERY, between_nodes, listed, takes_mtu
 from flanneld.diagnostics.status import known
@@ -276,8 +276,12 @@ def path(facts: Facts) -> Iterator[Finding]:
             f" limits of the cloud; ip -s link show dev {facts.status.uplink_name} counts errors here",
             severity=_severity({each.name for each in losing}),
         )
+    # What is as large inside the tunnel is larger between the nodes.
+    tunnels = (each for each in paths if each.name == "tunnel" and each.headers)
+    whole = {each.end for each in tunnels if each.carried == each.required}
     for each in () if any(device_mtu.look(facts)) else paths:
-        if each.state == State.PROBLEM and each not in losing:
+        is_chance = each in losing or (each.name == "underlay" and each.end in whole)
+        if each.state == State.PROBLEM and not is_chance:
             yield Finding(
                 f"the {each.name} to {each.target} does not carry {each.required} bytes",
                 f"an ICMP echo of {each.required} bytes in one piece is lost, one of {each.carried} is not",
@@ -403,6 +407,8 @@ def filters(facts: Facts) -> Iterator[Finding]:
             if each.verb == MASQUERADES
             else "they get to another receiver, those of a connection until it is idle; conntrack -D ends it"
             if each.verb == REDIRECTS
+            else "the daemon hears of no change of a peer, and cannot renew its lease"
+            if each.flow in (TO_STORE, FROM_STORE)
             else "no packet of a container gets to or from other nodes that way",
             f"have that program spare the network, as this does: {line(each.commands)}"
             if each.verb == MASQUERADES

@@ -59,7 +59,7 @@ class Packet(Struct, frozen=True, gc=False):
     """The first packet of a connection. None leaves a property open; an empty interface is none at all.
 
     ``protocol`` is the name of an IP protocol, as in /etc/protocols. Of a range of ports it has one. ``icmp``
-    and ``pkttype`` are nft(8)'s names, and the only one of TCP's ``flags`` is SYN.
+    and ``pkttype`` are nft(8)'s names; the only one of TCP's ``flags`` is SYN if nothing else is said.
     """
 
     iif: str | None

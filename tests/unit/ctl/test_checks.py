@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 import flanneld
 from flanneld.config import parse
+from flanneld.ctl.beyond import LostWay
 from flanneld.ctl.checks import THEMES, Facts, LackingFeature, cluster, see_first
 from flanneld.ctl.checks.encryption import CharonState, standing
 from flanneld.ctl.checks.host import CniFile, LeftRules
@@ -400,6 +401,10 @@ CASES: dict[str, list[Facts]] = {
                 Drop("chain x of firewalld", "TCP", "", ACCEPT, needs_decision=True, drops_the_rest=True),
             ),
         ),
+    ],
+    "router": [
+        replace(WELL, lost_ways=(LostWay(4, "default dev eth0", "eth0", "192.0.2.254 answers no ARP"),)),
+        replace(WELL, lost_ways=(LostWay(6, "8000::/1 dev tun0", "tun0", "nothing ever came in by tun0"),)),
     ],
     "masquerade": [
         replace(WELL, exempting=(("chain POSTROUTING", "-A POSTROUTING -j ACCEPT", ("ip", "x")),))

@@ -475,6 +475,12 @@ def test_missing_way_out_is_told_unless_a_rule_is_known(facts: Facts, advice: li
     assert [each.remedy for each in found("way out", facts)] == advice
 
 
+def test_container_whose_tcp_is_refused_inside_is_a_hint() -> None:
+    (hint,) = found("container echoes", container(is_refused=True))
+    assert (hint.severity, hint.about) == (Severity.HINT, "10.5.1.2")
+    assert hint.problem == "TCP of 10.5.1.2 for other nodes is refused before it leaves the container"
+
+
 MAC_A = "02:00:00:00:00:0a"
 
 

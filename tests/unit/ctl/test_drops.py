@@ -9,6 +9,8 @@ import pytest
 from msgspec.structs import replace
 
 from flanneld.ctl.drops import (
+    FROM_STORE,
+    TO_STORE,
     Drop,
     drops_towards,
     exempting_rules,
@@ -366,3 +368,59 @@ def test_only_the_packets_of_the_named_peer_are_followed() -> None:
 @pytest.mark.parametrize("firewall", [None, {"place": "none"}, {"place": "elsewhere"}])
 def test_without_a_place_of_rules_no_masquerading_rules_are_known(firewall: dict[str, Any] | None) -> None:
     assert masquerading_rules(status_of({"firewall": firewall} if firewall else {}), 4) is None
+
+
+#: A server at this host's own address: the way to it is known on every host.
+SERVER = "etcd does not answer (http://127.0.0.1:2379: timed out)"
+
+
+def without_store(problem: str) -> Status:
+    store = {"name": "etcd", "answers": not problem, "problem": problem}
+    return status_of(document(2) | {"store": store})
+
+
+@pytest.mark.parametrize(
+    ("base", "flows", "commands"),
+    [
+        (
+            chain("output", Rule(DROP, about("dport", (2379, 2379)), text="--dport 2379 -j DROP")),
+            ["packets to the store"],
+            ["iptables-nft -I OUTPUT -d 127.0.0.1/32 -j ACCEPT"],
+        ),
+        (
+            chain(
+                "input",
+                Rule(ACCEPT, about("state", "new")),
+                Rule(DROP, about("protocol", "tcp"), text="-p tcp -j DROP"),
+            ),
+            ["answers of the store"],
+            ["iptables-nft -I INPUT -s 127.0.0.1/32 -j ACCEPT"],
+        ),
+        (chain("input", Rule(DROP, about("state", "new"), text="x"), Rule(ACCEPT)), [FROM_PEERS], None),
+        (
+            chain("output", Rule(DROP, (*about("protocol", "tcp"), *about("flags", (2, 2))), text="x")),
+            ["packets to the store"],
+            None,
+        ),
+        (chain("input", Rule(DROP, (*about("protocol", "tcp"), *about("flags", (2, 18))), text="x")), [], []),
+        (chain("output", Rule(DNAT, about("dport", (2379, 2379)), text="x"), table="ip nat"), [], []),
+    ],
+    ids=["packets", "answers", "no answers", "first packets", "no first packets", "a service"],
+)
+def test_rule_that_keeps_the_store_silent_is_told(
+    base: BaseChain, flows: list[str], commands: list[str] | None
+) -> None:
+    drops = found(base, told=without_store(SERVER))
+    assert [each.flow for each in drops] == flows
+    assert commands is None or [line for each in drops for line in shell(each)] == commands
+    assert not {each.flow for each in found(base, told=without_store(""))} & {TO_STORE, FROM_STORE}
+
+
+@pytest.mark.parametrize(
+    ("server", "version"),
+    [("https://[::1]:2379", 6), ("https://store.example.org:2379", 4), ("http://300.0.0.1:2379", 4)],
+)
+def test_packets_to_the_store_are_followed_to_addresses_of_any_family(server: str, version: int) -> None:
+    told = without_store(f"etcd does not answer ({server}: timed out)")
+    drops = found(chain("output", Rule(DROP, about("protocol", "tcp"), text="x"), family=6), told=told)
+    assert [each.flow for each in drops] == ([TO_STORE] if version == 6 else [])

@@ -14,7 +14,7 @@ import pytest
 from msgspec.structs import replace
 
 from flanneld.ctl import losses
-from flanneld.ctl.losses import Lost, Question, dead_end, does_not_forward, lost_packets, number
+from flanneld.ctl.losses import Lost, Question, dead_end, does_not_forward, lost_packets
 from flanneld.ctl.paths import FROM_CONTAINERS, FROM_NODES, TO_CONTAINERS, TO_NODES
 from flanneld.model import IPAddress
 from flanneld.network.firewall.fate import MARK, Rule
@@ -393,9 +393,26 @@ def test_host_forwards_a_family_unless_its_setting_is_0(address: str, setting: s
     assert does_not_forward(ip_address(address)) is not is_on
 
 
-@pytest.mark.parametrize(("text", "value"), [("12\n", 12), ("-1", -1), ("x", 0), ("", 0), (None, 0)])
-def test_number_in_a_file_is_0_without_one(text: str | None, value: int, tmp_path: Path) -> None:
-    file = tmp_path / "number"
-    if text is not None:
-        file.write_text(text)
-    assert number(file) == value
+BY_SOURCE = PolicyRule(4, 512, "from 192.0.2.1 lookup 1001", source=ip_network("192.0.2.1"))
+
+
+@pytest.mark.parametrize(
+    ("rules", "gateway", "state", "causes"),
+    [
+        ([BY_SOURCE, *MAIN], ROUTER, FAILED, ["rule"]),
+        ([BY_SOURCE, *MAIN], ROUTER, REACHABLE, []),
+        ([BY_SOURCE, *MAIN], None, FAILED, []),
+        (MAIN, ROUTER, FAILED, []),
+    ],
+    ids=["a rule", "it answers", "no router", "no rule"],
+)
+def test_policy_rule_that_leads_to_a_router_without_an_answer_loses_packets(
+    rules: list[PolicyRule],
+    gateway: str | None,
+    state: int,
+    causes: list[str],
+    lost: Callable[..., list[Lost]],
+) -> None:
+    found = way(UPLINK, gateway) if gateway else way(UPLINK)
+    view = View({NODES[4][1]: found}, rules=rules, neighbors=[neighbor(ROUTER, UPLINK, state)])
+    assert [each.cause for each in lost(view, document(4))] == causes

@@ -148,6 +148,8 @@ def lossy(name: str, lost: int, carried: int | None = 1450) -> PathToPeer:
         ),
         ([lossy("tunnel", 0, 1449)], [(PROBLEM, "the tunnel to 10.5.2.0 does not carry 1450 bytes")]),
         ([lossy("underlay", 1, 1449)], [(HINT, "the underlay to 192.0.2.2 does not carry 1450 bytes")]),
+        # What carries as much inside the tunnel is not too small between the nodes.
+        ([lossy("underlay", 1, 576), replace(lossy("tunnel", 0), headers=50)], []),
         ([lossy("tunnel", 0, None)], []),
     ],
 )

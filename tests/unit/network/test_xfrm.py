@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from flanneld.network import xfrm_table
+from flanneld.network.firewall.fate import DROP
 from flanneld.network.rtnetlink.netlink import MalformedNetlink, NetlinkSocket, attribute
 from flanneld.network.xfrm import (
     ALLOW_PRIORITY,
@@ -71,6 +73,40 @@ def test_policies_of_all_programs_are_read_as_rules() -> None:
         (4, 7, "src 198.18.0.2/32 dst 0.0.0.0/0 proto udp dport 8472 action block index 8 dir in"),
         (4, 0, "src 10.5.0.0/16 dst 10.6.0.0/16 action block index 2 dir fwd"),
     ]
+
+
+OPTIONAL = replace(TUNNELS[0], tunnel=Tunnel(HERE, THERE, 11, optional=True))
+ANYWHERE = replace(TUNNELS[0], tunnel=Tunnel(HERE, IPv4Address(0)))
+
+
+@pytest.mark.parametrize(
+    ("policy", "ends", "is_dropped"),
+    [
+        (TUNNELS[0], [], True),
+        (TUNNELS[0], [HERE], True),
+        (TUNNELS[0], [HERE, THERE], False),
+        (TUNNELS[0], None, False),
+        (OPTIONAL, [], False),
+        (ANYWHERE, [], False),
+    ],
+    ids=[
+        "no SA",
+        "an SA to another",
+        "an SA",
+        "SAs are not looked at",
+        "optional",
+        "by the packet's address",
+    ],
+)
+def test_policy_that_wants_packets_encrypted_drops_them_without_an_sa(
+    policy: XfrmPolicy, ends: list[IPv4Address] | None, is_dropped: bool
+) -> None:
+    data = xfrm_table.pack_policy(policy)
+    packed = None if ends is None else [each.packed for each in ends]
+    found = xfrm_table.decode_rule(data, 0, len(data), packed)
+    assert found is not None
+    assert (found[3].verdict == DROP) is is_dropped
+    assert (" tmpl dst 192.0.2.2 proto esp without state action allow index " in found[3].text) is is_dropped
 
 
 @pytest.mark.parametrize("policy", GUARDS)

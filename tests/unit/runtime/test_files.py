@@ -99,3 +99,11 @@ def test_a_maker_that_fails_leaves_nothing(path: Path) -> None:
     with pytest.raises(Retryable, match="no entropy"):
         files.read_secret(path, fail)
     assert list(path.parent.iterdir()) == []
+
+
+@pytest.mark.parametrize(("text", "value"), [("12\n", 12), ("-1", -1), ("x", 0), ("", 0), (None, 0)])
+def test_number_in_a_file_is_0_without_one(text: str | None, value: int, tmp_path: Path) -> None:
+    file = tmp_path / "number"
+    if text is not None:
+        file.write_text(text)
+    assert files.number(file) == value
