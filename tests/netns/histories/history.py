@@ -19,7 +19,7 @@ from tests.netns.histories.observed import is_vandals, leave_out
 from tests.netns.histories.packet_filter import damage, script
 from tests.netns.histories.setting import CROWD, PLAYERS, UPLINK, address, home, nets
 from tests.netns.histories.vandalism import foreign
-from tests.netns.histories.wanted import METRIC, wanted
+from tests.netns.histories.wanted import DATA, METRIC, PUBLIC_IP, wanted
 
 #: A refusal is tried again after up to some seconds.
 SOON = 25.0
@@ -64,6 +64,8 @@ class History(RuleBasedStateMachine):
         #: What should lead to peers whose leases make no sense now, None for nothing. Of those that are not
         #: here nobody can say.
         self.kept: dict[str, str | None] = {}
+        #: MAC address and host that each lease has announced, as the FDB has them.
+        self.announced: dict[str, set[tuple[str, str]]] = {}
         #: Leases that soon expire.
         self.fleeting: set[str] = set()
         #: How long it may take until all is right, in seconds.
@@ -161,6 +163,11 @@ class History(RuleBasedStateMachine):
         should = wanted(self.setting, sensible, self.ground.own, seen)
         led = {str(net) for lease in (*self._led(sensible), *unsure) for net in nets(lease).values()}
         found, should = leave_out(unsure, seen.ours(self.strays - led), should)
+        # Once its neighbour is gone, nothing in the kernel tells whose end this is.
+        ends = {end for lease in unsure for end in self.announced.get(lease, ())}
+        for device, tunnel in found["tunnels"].items():
+            known = should["tunnels"][device]["fdb"]
+            tunnel["fdb"] = [each for each in tunnel["fdb"] if each in known or each[:2] not in ends]
         stuck = {each[0] for each in found["routes"] if each[0] in self.excused and is_vandals(each)}
         stuck |= self._barred() - {each[0] for each in found["routes"]}
         for state in (found, should):
@@ -214,6 +221,13 @@ class History(RuleBasedStateMachine):
     def write(self, lease: str, attributes: dict[str, Any], ttl: int = TTL) -> None:
         """Write a lease that makes sense."""
         self._forget(lease)
+        if self.setting.type == "vxlan":
+            ends = {
+                (attributes[DATA[each]]["VtepMAC"], attributes[PUBLIC_IP[each]])
+                for each in self.setting.families
+                if DATA[each] in attributes
+            }
+            self.announced.setdefault(lease, set()).update(ends)
         if ttl < TTL:
             self.fleeting.add(lease)
         self.ground.write(lease, attributes, ttl)
