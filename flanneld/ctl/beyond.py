@@ -10,7 +10,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from flanneld.ctl.losses import unresolved
+from flanneld.ctl.neighbors import unresolved
 from flanneld.ctl.nodes import told
 from flanneld.ctl.paths import BRIEFLY, ELSEWHERE, PathToPeer
 from flanneld.diagnostics.status import Status, known

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from flanneld.backends.registry import described
 from flanneld.backends.udp.control import may_configure
 from flanneld.compat.glog import counted
-from flanneld.ctl import compare, drops, inside, losses, nodes
+from flanneld.ctl import compare, drops, inside, losses, neighbors, nodes
 from flanneld.ctl.beyond import containers_of_peers, lost_ways
 from flanneld.ctl.checks import (
     THEMES,
@@ -287,7 +287,7 @@ def gather(source: DataSource) -> Facts:
         clock_is_synchronised=_clock_is_synchronised(),
         containers=tuple(inside.read_containers(told, found.links, {address for _, address in addresses})),
         pinned=tuple(
-            losses.permanent(HostView(), filter(None, map(found.link, {told.uplink_name, *ways.values()})))
+            neighbors.neighbors(HostView(), filter(None, map(found.link, {told.uplink_name, *ways.values()})))
         ),
     )
     return _with_rules(_with_probes(facts, nodes.port_of(source)), ways, names)
@@ -354,9 +354,9 @@ def _with_probes(facts: Facts, port: int) -> Facts:
         passing=passed,
         beyond=tuple(_beyond(told, paths, port)),
         lost_ways=tuple(lost_ways(sorted({network.version for network, _ in told.ranges}))),
-        unresolved=dict(losses.unresolved(silent)),
+        unresolved=dict(neighbors.unresolved(silent)),
         turned_away=tuple(turned_away(told, paths, own)),
-        claims=tuple(losses.claims(told, paths, passed)),
+        claims=tuple(neighbors.claims(told, paths, passed)),
     )
 
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 from msgspec.structs import replace
 
-from flanneld.ctl.losses import dead_end, permanent
+from flanneld.ctl.losses import dead_end
+from flanneld.ctl.neighbors import neighbors
 from flanneld.ctl.paths import (
     BEYOND_LIMIT,
     BRIEFLY,
@@ -139,7 +140,7 @@ def read_containers(
 
     def inside(path: Path, view: HostView, ends: Mapping[int, SeenLink]) -> Iterator[Container]:
         for link in (each for each in view.links() if each.index in ends):
-            end, pinned = ends[link.index], tuple(permanent(view, [link]))
+            end, pinned = ends[link.index], tuple(neighbors(view, [link]))
             off, bridge = off_options(end.name), names.get(end.master, end.name)
             found = (
                 each for family in FAMILIES if targets[family] for each in view.addresses(family, link.index)

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import errno
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import suppress
 from functools import cache
 from ipaddress import ip_network
 from pathlib import Path
@@ -19,16 +18,14 @@ from msgspec.structs import replace
 
 from flanneld.ctl.compare import NOWHERE, RouteTaken, follows, wanted_route
 from flanneld.ctl.drops import Bases
+from flanneld.ctl.neighbors import is_mute
 from flanneld.ctl.paths import (
-    BRIEFLY,
-    ELSEWHERE,
     FROM_CONTAINERS,
     FROM_NODES,
     TO_CONTAINERS,
     TO_NODES,
     Flow,
     ParsedPeer,
-    PathToPeer,
     between_nodes,
     chosen_of,
     container_of,
@@ -36,8 +33,7 @@ from flanneld.ctl.paths import (
 )
 from flanneld.diagnostics.status import Status, addresses, known, resources
 from flanneld.findings import Command, command, line
-from flanneld.model import FAMILIES, Family, IPAddress, family_of
-from flanneld.network import interfaces
+from flanneld.model import FAMILIES, Family, IPAddress
 from flanneld.network.firewall import foreign
 from flanneld.network.firewall.foreign import BaseChain
 from flanneld.network.host import HostView
@@ -53,16 +49,8 @@ from flanneld.network.routing import (
     PolicyRule,
     RoutedPacket,
 )
-from flanneld.network.rtnetlink.links import SeenLink
-from flanneld.network.rtnetlink.messages import (
-    IFA_F_DADFAILED,
-    RTM_GETNEIGH,
-    decode_neighbor,
-    decode_unresolved,
-    neighbors_request,
-)
 from flanneld.runtime import files
-from flanneld.state.resources import Blackhole, Neighbor
+from flanneld.state.resources import Blackhole
 
 #: End of a policy rule's text that leads to the main table.
 _TO_MAIN = " lookup main"
@@ -307,7 +295,7 @@ class _Host:
         gateway, index = way.gateway, self._indexes.get(way.device, 0)
         if question.packets != TO_NODES or gateway is None or self._rule(question) is None:
             return False
-        return _is_mute(self._view, gateway, index)
+        return is_mute(self._view, gateway, index)
 
     def explain(self, question: Question, wrong: RouteTaken | OSError, told: Status) -> Lost:
         """Return the cause, as far as it is found."""
@@ -412,75 +400,6 @@ def _before(rule: PolicyRule, question: Question, told: Status) -> Iterator[Comm
             family = ("-6",) if rule.family == 6 else ()
             add = ("rule", "add", "to", str(network), "lookup", "main")
             yield command("ip", *family, *add, "priority", rule.priority - 1)
-
-
-def unresolved(nodes: Iterable[IPAddress]) -> Iterator[tuple[str, str]]:
-    """Yield those nodes whose next hop answered neither ARP nor NDP for a packet just sent, with that hop."""
-    view = HostView()
-    for node in nodes:
-        way = view.look_up_route(node)
-        hop = (way.gateway or node) if way is not None else None
-        if way is not None and hop is not None and _is_mute(view, hop, way.index):
-            yield str(node), str(hop)
-
-
-def _is_mute(view: HostView, hop: IPAddress, index: int) -> bool:
-    """Return True for a neighbour on an interface that answered neither ARP nor NDP."""
-    seen = view.dump(RTM_GETNEIGH, neighbors_request(family_of(hop), index))
-    return any(decode_unresolved(*item) == hop for item in seen)
-
-
-class Claim(Struct, frozen=True, gc=False):
-    """An address of this node or of one that loses packets, and the MAC addresses of the hosts that have it.
-
-    For an IPv6 address of this node the kernel tells that another host has it, but no MAC. ``length`` is
-    of the prefix.
-    """
-
-    address: IPAddress
-    macs: frozenset[str] = frozenset()
-    length: int = 32
-    #: True for a node that answers all echoes, and for the router.
-    answers: bool = False
-
-
-def claims(
-    told: Status, paths: Sequence[PathToPeer], passing: Collection[tuple[str, int]]
-) -> Iterator[Claim]:
-    """Yield who has our addresses on the uplink, and those of nodes; none while all packets are answered."""
-    lossy = {
-        each.peer
-        for each in paths
-        if (each.carried != each.required or each.is_losing) and each.end not in passing
-    }
-    uplink = known(told.uplink)
-    if lossy and uplink:
-        view, ours, own = HostView(), addresses(uplink.addresses), told.own_subnets
-        index = interfaces.index_of(uplink.name)
-        nodes = {each.target: each.peer for each in paths if each.name == "underlay"}
-        router = view.look_up_route(ELSEWHERE[4])
-        ways = ((each, view.look_up_route(each)) for each in nodes)
-        # ARP finds a target that needs no router.
-        asked = [*ours, *(each for each, way in ways if way and (way.gateway, way.index) == (None, index))]
-        asked += [router.gateway] if router and router.gateway and router.index == index else []
-        with suppress(OSError):
-            for address, macs in interfaces.holders(uplink.name, asked, BRIEFLY).items():
-                is_lossy = address in ours or nodes.get(address) in lossy
-                yield Claim(address, frozenset(macs), answers=not is_lossy)
-        for seen in view.addresses(6):
-            is_ours = seen.address in ours or any(seen.address in net for net in own)
-            if is_ours and seen.flags & IFA_F_DADFAILED:
-                yield Claim(seen.address, length=seen.length)
-
-
-def permanent(view: HostView, devices: Iterable[SeenLink]) -> Iterator[Neighbor]:
-    """Yield the neighbours whose MAC addresses are fixed by hand on some devices."""
-    for link in devices:
-        for family in FAMILIES:
-            for item in view.dump(RTM_GETNEIGH, neighbors_request(family, link.index)):
-                seen = decode_neighbor(*item, {link.index: link.name}.get)
-                if isinstance(seen, Neighbor):
-                    yield seen
 
 
 def _does_not_pass_on(question: Question) -> bool:

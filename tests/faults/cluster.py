@@ -46,11 +46,11 @@ def gone(subnet: str) -> Step:
     return lambda world: world.lab.etcd.delete_lease(subnet)
 
 
-def with_mac(mac: str) -> Step:
-    """Return the step that gives the third node another MAC address."""
+def with_mac(mac: str, number: int = 3) -> Step:
+    """Return the step that gives a node, the third by default, another MAC address."""
 
     def act(world: World) -> None:
-        world.run(f"ip link set dev eth0 address {mac}", on=world.nodes[2])
+        world.run(f"ip link set dev eth0 address {mac}", on=world.nodes[number - 1])
         for node in world.nodes:
             node.run("ip", "neigh", "flush", "dev", "eth0")
 
@@ -133,6 +133,14 @@ FAULTS = {
         cuts=None,
         heal=(with_mac("02:18:00:00:00:03"),),
         advice="ip link set dev ITS_DEVICE address NEW",
+    ),
+    "node with the MAC address of this one": Fault(
+        "duplicate addresses",
+        "{peer} and this host have one MAC address",
+        (with_mac("02:18:00:00:00:01", 2),),
+        heal=(with_mac("02:18:00:00:00:02", 2),),
+        advice="ip link set dev ITS_DEVICE address NEW",
+        peer_sees="duplicate addresses or tunnel",
     ),
     "switch that passes only addresses of nodes, host-gw": Fault(
         "tunnel",

@@ -129,6 +129,20 @@ IN_CONTAINERS = {
         severity=HINT,
         advice="sysctl net.ipv6.conf.eth0.disable_ipv6 must be 0",
     ),
+    "container with the MAC of its bridge": Fault(
+        "container addresses",
+        "1 container with the MAC address 02:00:00:00:00:97 on cni0 of this host",
+        (
+            INSIDE + "ip link set dev eth0 address 02:00:00:00:00:97",
+            "ip link set dev cni0 address 02:00:00:00:00:97",
+        ),
+        heal=(
+            INSIDE + "ip link set dev eth0 address 02:00:00:00:00:96",
+            "ip link set dev cni0 address 02:00:00:00:00:95",
+        ),
+        advice="recreate all of them",
+        peer_blind=ONE_OF_MANY,
+    ),
     "two containers with one MAC": Fault(
         "container addresses",
         "2 containers with the MAC address ",

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from flanneld.ctl.compare import Comparison, ShadowingRoute
     from flanneld.ctl.drops import Drop
     from flanneld.ctl.inside import Container
-    from flanneld.ctl.losses import Claim, Lost
+    from flanneld.ctl.losses import Lost
+    from flanneld.ctl.neighbors import Claim
     from flanneld.ctl.paths import PathToPeer
     from flanneld.ctl.source import Unknown
     from flanneld.model import IPAddress, IPNetwork

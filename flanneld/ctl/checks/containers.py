@@ -385,6 +385,7 @@ def container_addresses(facts: Facts) -> Iterator[Finding]:
         for what in (f"address {each.address}", each.mac and f"MAC address {each.mac} on {each.attached_to}"):
             holders.setdefault(what, {}).setdefault(each.path, each)
     hosts = {f"address {address}" for _, address in facts.addresses}
+    hosts |= {f"MAC address {each.mac} on {each.name}" for each in facts.links}
     for what, same in holders.items():
         is_hosts = what in hosts
         if what and (is_hosts or len(same) > 1):

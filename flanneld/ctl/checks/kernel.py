@@ -414,9 +414,8 @@ def pinned_neighbours(facts: Facts) -> Iterator[Finding]:
     right = {each.address: {each.mac} for each in facts.containers}
     pins = {("", pin): set(macs.values()) for pin in facts.pinned}
     for each in facts.containers:  # its packets reach its bridge, or the bridge's port that it is behind
-        pins |= {
-            (each.path, pin): {macs.get(each.attached_to, ""), macs.get(each.port, "")} for pin in each.pinned
-        }
+        ways = {macs.get(each.attached_to, ""), macs.get(each.port, "")}
+        pins |= {(each.path, pin): ways for pin in each.pinned}
     for (path, pin), ways in pins.items():
         address, is_node = str(pin.address), pin.device == facts.status.uplink_name and not path
         fitting = ways if pin.address in own else right.get(pin.address, {pin.mac})
@@ -462,18 +461,21 @@ def twins(facts: Facts) -> Iterator[Finding]:
     routers = {mac for at in facts.claims if at.answers and at.address not in nodes for mac in at.macs}
     silent = {path.target for path in facts.paths if path.name == "underlay" and path.carried is None}
     held = sorted((at for at in facts.claims if at.address in nodes), key=lambda at: at.answers)
-    for one, other in combinations(held, 2):
-        if one.answers or silent >= {one.address, other.address}:
-            continue
-        for mac in sorted(one.macs & other.macs - routers):
-            yield Finding(
-                f"{one.address} and {other.address} have one MAC address",
-                f"an ARP probe for either was answered by {mac}",
-                "the switch sends the packets for both to the one that it heard last",
-                "give the clone another: a new one in its hypervisor, or"
-                " ip link set dev ITS_DEVICE address NEW",
-                about=mac,
-            )
+    own = {link.mac for link in facts.links if link.name == facts.status.uplink_name}
+    pairs = [(f"{at.address} and this host", at.macs & own) for at in held]
+    pairs += [
+        (f"{one.address} and {other.address}", one.macs & other.macs - routers)
+        for one, other in combinations(held, 2)
+        if not (one.answers or silent >= {one.address, other.address})
+    ]
+    for both, mac in ((both, each) for both, macs in pairs for each in sorted(macs)):
+        yield Finding(
+            f"{both} have one MAC address",
+            f"ARP finds both at {mac}",
+            "the switch sends the packets for both to the one that it heard last",
+            "give the clone another: a new one in its hypervisor, or ip link set dev ITS_DEVICE address NEW",
+            about=mac,
+        )
 
 
 @check("B", "left devices", "no device of an earlier configuration is left")

@@ -10,7 +10,8 @@ from msgspec.structs import replace
 
 from flanneld.ctl.checks.kernel import twins
 from flanneld.ctl.doctor import examine
-from flanneld.ctl.losses import Claim, Lost
+from flanneld.ctl.losses import Lost
+from flanneld.ctl.neighbors import Claim
 from flanneld.ctl.paths import TO_NODES, PathToPeer
 from flanneld.state.resources import Neighbor
 from tests.unit.ctl.findings import HINT, PROBLEM, document, evidence, number, said
@@ -231,7 +232,7 @@ def claim(number: int, *macs: str, answers: bool = False) -> Claim:
         ((claim(3, THIRD_MAC, answers=True), claim(2, THIRD_MAC)), [THIRD_MAC]),
         (
             (claim(2, OTHER_MAC, THIRD_MAC, MAC), claim(3, THIRD_MAC, OTHER_MAC, answers=True)),
-            [THIRD_MAC, OTHER_MAC, "192.0.2.2"],
+            [MAC, THIRD_MAC, OTHER_MAC, "192.0.2.2"],
         ),
         ((claim(2, THIRD_MAC), claim(3, OTHER_MAC, answers=True)), []),
         (
@@ -273,9 +274,19 @@ def test_silent_node_with_the_mac_of_one_that_answers_is_found(
     assert [each.about for each in seen] == about
     for each in (each for each in seen if each.about != "192.0.2.2"):
         assert each.severity is PROBLEM
-        assert each.problem == "192.0.2.2 and 192.0.2.3 have one MAC address"
-        assert each.evidence == f"an ARP probe for either was answered by {each.about}"
+        both = "this host" if each.about == MAC else "192.0.2.3"
+        assert each.problem == f"192.0.2.2 and {both} have one MAC address"
+        assert each.evidence == f"ARP finds both at {each.about}"
         assert each.cure.startswith("give the clone another: a new one in its hypervisor, or ip link set dev")
+
+
+def test_node_with_the_mac_of_this_host_is_found() -> None:
+    peers = [DOCUMENT["peers"][0] | {"public_ips": ["192.0.2.2"]}]
+    uplink = replace(link("eth0"), mac=THIRD_MAC)
+    facts = replace(document(peers=peers), links=(uplink,), claims=(claim(2), claim(2, THIRD_MAC)))
+    (found,) = twins(facts)
+    assert (found.problem, found.about) == ("192.0.2.2 and this host have one MAC address", THIRD_MAC)
+    assert not list(twins(replace(facts, claims=(claim(2, OTHER_MAC),))))
 
 
 def underlay(to: str, carried: int | None) -> PathToPeer:

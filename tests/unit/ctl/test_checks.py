@@ -28,7 +28,8 @@ from flanneld.ctl.compare import Comparison, Difference, Outside, ShadowingRoute
 from flanneld.ctl.doctor import CHECKS, DoctorReport, examine
 from flanneld.ctl.drops import MASQUERADES, Drop
 from flanneld.ctl.inside import Container
-from flanneld.ctl.losses import Claim, Lost
+from flanneld.ctl.losses import Lost
+from flanneld.ctl.neighbors import Claim
 from flanneld.ctl.output import table_lines
 from flanneld.ctl.paths import DISCOVERY, FROM_CONTAINERS, TO_CONTAINERS, TO_NODES, PathToPeer
 from flanneld.ctl.source import SourcePart, Unknown

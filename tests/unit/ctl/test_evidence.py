@@ -13,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from flanneld.backends.ipsec.resources import ConnectionSas
-from flanneld.ctl import losses, paths
+from flanneld.ctl import losses, neighbors, paths
 from flanneld.ctl.checks import encryption
 from flanneld.ctl.checks.encryption import sessions_of, with_associations
 from flanneld.ctl.compare import ActualState, RouteTaken
@@ -144,21 +144,24 @@ def test_only_hosts_on_the_link_are_asked_by_arp_and_only_our_duplicates_are_tol
         def addresses(self, _family: int) -> list[SeenAddress]:
             return failed
 
+        def link(self, _name: str) -> None:
+            return None
+
     asked: list[str] = []
 
     def holders(_name: str, targets: Iterable[IPAddress], _within: float) -> dict[IPAddress, set[str]]:
         asked.extend(map(str, targets))
         return {}
 
-    monkeypatch.setattr(losses, "HostView", View)
+    monkeypatch.setattr(neighbors, "HostView", View)
     monkeypatch.setattr(interfaces, "index_of", {"eth0": index}.get)
     monkeypatch.setattr(interfaces, "holders", holders)
     told = document(4)
     told["lease"]["subnets"].append("fd05:1::/64")
     silent = sample(status_of(told), lambda targets: [None] * len(targets))
-    found = list(losses.claims(status_of(told), silent, ()))
+    found = list(neighbors.claims(status_of(told), silent, ()))
     assert asked == ["192.0.2.1", "198.18.0.1", *router]
-    assert found == [losses.Claim(ip_address("fd05:1::1"), length=64)]
+    assert found == [neighbors.Claim(ip_address("fd05:1::1"), length=64)]
 
 
 @pytest.mark.parametrize("lost", ["198.18.0.1", "10.6.0.0"], ids=["the node", "behind its tunnel"])
@@ -172,13 +175,16 @@ def test_claims_of_nodes_that_answer_and_of_the_router_are_told_from_the_others(
         def addresses(self, _family: int) -> list[SeenAddress]:
             return []
 
-    monkeypatch.setattr(losses, "HostView", View)
+        def link(self, _name: str) -> None:
+            return None
+
+    monkeypatch.setattr(neighbors, "HostView", View)
     monkeypatch.setattr(interfaces, "index_of", {"eth0": ETH0}.get)
     monkeypatch.setattr(interfaces, "holders", lambda _name, targets, _within: {at: {MAC} for at in targets})
     told = status_of(document(2))
     found = sample(told, lambda asked: [None if str(at) == lost else size for at, size in asked])
-    assert list(losses.claims(told, found, ())) == [
-        losses.Claim(ip_address(address), frozenset({MAC}), answers=answers)
+    assert list(neighbors.claims(told, found, ())) == [
+        neighbors.Claim(ip_address(address), frozenset({MAC}), answers=answers)
         for address, answers in (
             ("192.0.2.1", False),
             ("198.18.0.1", False),

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from flanneld.ctl import losses
+from flanneld.ctl import losses, neighbors
 from flanneld.ctl.losses import Lost, Question, dead_end, does_not_forward, lost_packets
 from flanneld.ctl.paths import FROM_CONTAINERS, FROM_NODES, TO_CONTAINERS, TO_NODES
 from flanneld.model import IPAddress
@@ -365,8 +365,8 @@ def neighbor(address: str, index: int, state: int) -> bytes:
 def test_next_hop_that_did_not_answer_is_told(
     found: LookupResult | int, entry: bytes, hops: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(losses, "HostView", lambda: View({"198.18.0.1": found}, neighbors=[entry]))
-    assert list(losses.unresolved([ip_address("198.18.0.1")])) == hops
+    monkeypatch.setattr(neighbors, "HostView", lambda: View({"198.18.0.1": found}, neighbors=[entry]))
+    assert list(neighbors.unresolved([ip_address("198.18.0.1")])) == hops
 
 
 def test_neighbours_that_are_fixed_by_hand_are_those_of_both_families() -> None:
@@ -378,7 +378,7 @@ def test_neighbours_that_are_fixed_by_hand_are_those_of_both_families() -> None:
     ]
     link = SeenLink(UPLINK, "eth0", MAC, 1500, True, ForeignLink("eth0", "a plain interface"))
     view: Any = View({}, neighbors=entries)
-    assert list(losses.permanent(view, [link])) == [
+    assert list(neighbors.neighbors(view, [link])) == [
         Neighbor("eth0", ip_address(each), MAC) for each in ("192.0.2.7", "2001:db8::7")
     ]
 
