@@ -276,11 +276,12 @@ def path(facts: Facts) -> Iterator[Finding]:
             f" limits of the cloud; ip -s link show dev {facts.status.uplink_name} counts errors here",
             severity=_severity({each.name for each in losing}),
         )
-    # What is as large inside the tunnel is larger between the nodes.
+    # What is as large inside the tunnel is larger between the nodes; only routers take it apart.
     tunnels = (each for each in paths if each.name == "tunnel" and each.headers)
     whole = {each.end for each in tunnels if each.carried == each.required}
+    on_link = {each.address for each in facts.claims}
     for each in () if any(device_mtu.look(facts)) else paths:
-        is_chance = each in losing or (each.name == "underlay" and each.end in whole)
+        is_chance = each in losing or (each.target in on_link and each.end in whole)
         if each.state == State.PROBLEM and not is_chance:
             yield Finding(
                 f"the {each.name} to {each.target} does not carry {each.required} bytes",

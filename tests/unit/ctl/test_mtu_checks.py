@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from flanneld.ctl.checks import Facts
+from flanneld.ctl.neighbors import Claim
 from flanneld.ctl.paths import PathToPeer
 from flanneld.findings import Severity
 from flanneld.subnet.subnet_file import Previous
@@ -148,8 +149,6 @@ def lossy(name: str, lost: int, carried: int | None = 1450) -> PathToPeer:
         ),
         ([lossy("tunnel", 0, 1449)], [(PROBLEM, "the tunnel to 10.5.2.0 does not carry 1450 bytes")]),
         ([lossy("underlay", 1, 1449)], [(HINT, "the underlay to 192.0.2.2 does not carry 1450 bytes")]),
-        # What carries as much inside the tunnel is not too small between the nodes.
-        ([lossy("underlay", 1, 576), replace(lossy("tunnel", 0), headers=50)], []),
         ([lossy("tunnel", 0, None)], []),
     ],
 )
@@ -160,6 +159,16 @@ def test_paths_that_lose_packets_by_chance_or_by_size_are_told_apart(
     assert [each[:2] for each in said("path", facts)] == found
     assert not said("path", replace(facts, queued={("eth0", "tbf"): 1}))
     assert number("path", replace(facts, queued={("eth0", "fq"): 1, ("eth0", "clsact"): 1})) == len(found)
+
+
+@pytest.mark.parametrize(("carried", "claims", "problems"), [(1450, 1, 0), (1449, 1, 2), (1450, 0, 1)])
+def test_path_on_one_link_is_not_smaller_than_what_its_tunnel_carries(
+    carried: int, claims: int, problems: int
+) -> None:
+    """A router may take the tunnel's packets apart, a switch does not."""
+    paths = (lossy("underlay", 1, 576), replace(lossy("tunnel", 0, carried), headers=50))
+    claim = Claim(paths[0].target, answers=True)
+    assert number("path", replace(WELL, paths=paths, claims=(claim,) * claims)) == problems
 
 
 def test_device_that_does_not_fit_explains_the_size_of_a_path() -> None:
