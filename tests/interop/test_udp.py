@@ -26,7 +26,8 @@ def mixed(request: pytest.FixtureRequest, lab: Lab) -> tuple[Node, Node]:
 
 
 def ping(source: Container, target: Container, *flags: str) -> str:
-    command = ("ping", "-n", "-c", "1", "-W", "0.5", *flags, target.address)
+    """Return what ping says once an answer or an error has come: a busy host takes long."""
+    command = ("ping", "-n", "-c", "1", "-W", "10", *flags, target.address)
     return source.run(*command, check=False).stdout
 
 

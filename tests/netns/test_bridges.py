@@ -25,12 +25,12 @@ def test_containers_that_the_bridge_has_heard_are_told_and_gone_ones_are_not(lab
     first, second = node.container(), node.container(2)
     for each in (first, second):
         for address in each.addresses.values():
-            node.run("ping", "-c", "1", "-W", "1", address)
+            node.run("ping", "-c", "1", "-W", "10", address)
     assert told(node) == sorted([*first.addresses.values(), *second.addresses.values()])
     (gone,) = second.namespace.json("ip", "-j", "link", "show", "dev", "eth0")
     second.namespace.run("ip", "link", "del", "dev", "eth0")
     for address in second.addresses.values():  # such an entry outlives its container
         node.run("ip", "neigh", "replace", address, "lladdr", gone["address"], "dev", "cni0")
     for address in first.addresses.values():
-        node.run("ping", "-c", "1", "-W", "1", address)
+        node.run("ping", "-c", "1", "-W", "10", address)
     assert told(node) == sorted(first.addresses.values())
