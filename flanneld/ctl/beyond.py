@@ -1,4 +1,4 @@
-"""What packets of this node find beyond it: containers of peers, and routers to other networks."""
+"""Beyond this node: containers of peers, and routers to other networks."""
 
 from __future__ import annotations
 

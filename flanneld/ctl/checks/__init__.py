@@ -119,6 +119,7 @@ class Facts(Struct, frozen=True, gc=False):
     paths: tuple[PathToPeer, ...] = ()
     #: Paths to a container of each of these peers, as far as their daemons name one.
     beyond: tuple[PathToPeer, ...] = ()
+    #: Default routes to a router that is not there.
     lost_ways: tuple[LostWay, ...] = ()
     #: Rules and policies that drop or change packets of the network.
     filtered: tuple[Drop, ...] = ()
