@@ -30,6 +30,7 @@ WORKERS, WORKERS_BESIDE_OTHERS = 4 * CORES, 3 * CORES
 MACHINES = 2  # with one CPU each
 UNIT = ("tests/unit", "tests/fuzz", "tests/browser", "docs")
 NAMESPACES = ("tests/netns", "tests/interop", "tests/faults")
+ALL = (*UNIT, *NAMESPACES)
 #: Unit tests that run servers and programs, or try every moment of a story. The others are of what decides.
 SLOWER = (
     "backends/cloud",
@@ -55,8 +56,8 @@ SLOWER = (
 #: Tests marked ``needs_kernel`` run in the machine if this kernel lacks what they need.
 FEATURES = ("ipip", "wireguard", "esp", "police", "own-clock")
 SEARCH = (PYTHON, "-m", "tests.unit.simulation", "search")
-#: Folders of tests by the word that ``--long=`` runs alone. "tests" are both.
-HALVES = {"unit": UNIT, "namespaces": NAMESPACES, "tests": (*UNIT, *NAMESPACES)}
+#: Folders of tests by the word that ``--long=`` runs alone: at most an hour each, on two idle cores.
+PARTS = {"unit": UNIT, **{Path(folder).name: (folder,) for folder in NAMESPACES}}
 #: By the word that ``--long=`` runs alone, what is none of those.
 LONG = {
     "image": (*PYTEST, "--long", "tests/image"),
@@ -139,7 +140,7 @@ def plan(
     """
     if long in LONG:
         return [[long_step(long, more)]]
-    folders = HALVES.get(long, HALVES["tests"])
+    folders = PARTS.get(long, ALL)
     lanes = [
         [
             Step("ruff check", (".venv/bin/ruff", "check")),
@@ -163,7 +164,7 @@ def plan(
     else:
         reason = "they make network namespaces; run tests/run as root"
         lanes[1] += [Step("unit tests", (*here, *UNIT)), Step("tests in namespaces", reason=reason)]
-    if lacking and NAMESPACES[0] in folders:
+    if namespaces := lacking and [folder for folder in folders if folder in NAMESPACES]:
         kernel = Step("kernel of the machine", ("tests/vm/build",), after=collection)
         limit = ("--limit", "10800" if long else "3600")
         inside = (PYTHON, "-m", "tests.vm.machine", "--shared", shared, *limit)
@@ -171,7 +172,7 @@ def plan(
         lanes.append([kernel])
         # One for the clock alone, which belongs to no host.
         for number in range(1, min(MACHINES, len(lacking)) + 1):
-            command = (*inside, "--number", str(number), *only, *more, *NAMESPACES)
+            command = (*inside, "--number", str(number), *only, *more, *namespaces)
             lanes.append([Step(f"tests in machine {number}", command, after=kernel)])
     why = "takes from minutes to hours; add --long, or --long="
     lanes[1] += [
@@ -333,7 +334,7 @@ def passed(steps: Collection[Step]) -> bool:
 
 def shuffles(more: Sequence[str], times: int, lacking: Sequence[str]) -> list[list[Step]]:
     """Return runs of the tests on this host, each in an order of its own, three of them while it is busy."""
-    tests = (*needs("without", lacking), *UNIT, *NAMESPACES)
+    tests = (*needs("without", lacking), *ALL)
     busy = ("bash", "-c", BUSY, "busy", *spread(WORKERS_BESIDE_OTHERS, more), *tests)
     idle = (*spread(WORKERS, more), *tests)
     return [
@@ -349,7 +350,7 @@ def shuffles(more: Sequence[str], times: int, lacking: Sequence[str]) -> list[li
 def main() -> int:
     parser = argparse.ArgumentParser(prog="tests/run", allow_abbrev=False)
     parser.add_argument("--fast", action="store_true")
-    parser.add_argument("--long", default="", choices=["all", *HALVES, *LONG], metavar="PART")
+    parser.add_argument("--long", default="", choices=["all", *PARTS, *LONG], metavar="PART")
     parser.add_argument("--shuffles", type=int, default=0, metavar="TIMES")
     parser.add_argument("--randomly-seed", type=int, default=SEED, metavar="SEED")
     # Without "=" it takes no value: what follows is for pytest.
