@@ -116,7 +116,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     folder = session.config.getoption("--claims")
     if folder is None or session.config.option.collectonly or session.testsfailed:
         return None
-    tests = order.claimed(session.items, folder, lambda item: order.file_of(item.nodeid))
+    tests = order.claimed(session.items, folder, _claim)
     item = next(tests, None)
     while item is not None:
         following = next(tests, None)
@@ -125,6 +125,11 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
             raise session.Failed(session.shouldfail)
         item = following
     return True
+
+
+def _claim(item: pytest.Item) -> str:
+    """Return what is claimed with a test: its file, whose tests share fixtures, unless it takes long."""
+    return item.nodeid if item.get_closest_marker("long") else order.file_of(item.nodeid)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

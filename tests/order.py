@@ -78,17 +78,17 @@ def dealt(tests: Sequence[str], workers: int, seconds: Mapping[str, float]) -> l
     return order + others
 
 
-def claimed(tests: Iterable[Test], folder: Path, file_of_test: Callable[[Test], str]) -> Iterator[Test]:
-    """Yield the tests of each file that no other process with this folder has begun."""
+def claimed(tests: Iterable[Test], folder: Path, claim_of: Callable[[Test], str]) -> Iterator[Test]:
+    """Yield the tests of each claim that no other process with this folder has made."""
     known: dict[str, bool] = {}
     for test in tests:
-        file = file_of_test(test)
-        if file not in known:
+        claim = claim_of(test)
+        if claim not in known:
             try:
                 # Of two machines that create a file at once both succeed, but one that makes a folder.
-                (folder / file.replace("/", "+")).mkdir(parents=True)
-                known[file] = True
+                (folder / claim.replace("/", "+")).mkdir(parents=True)
+                known[claim] = True
             except FileExistsError:
-                known[file] = False
-        if known[file]:
+                known[claim] = False
+        if known[claim]:
             yield test

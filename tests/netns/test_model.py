@@ -76,9 +76,13 @@ def test_after_some_histories_the_kernel_is_as_it_should_be(ground: Ground) -> N
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("number", range(6))
 def test_after_many_histories_the_kernel_is_as_it_should_be(
-    ground: Ground, pytestconfig: pytest.Config
+    ground: Ground, pytestconfig: pytest.Config, number: int
 ) -> None:
-    """With the seed that ``--hypothesis-seed`` gives, else another one each time."""
-    given = pytestconfig.getoption("--hypothesis-seed")
-    check(ground, start=int(given or random.randrange(1 << 32)), histories=60, steps=40)
+    """With the seed that ``--hypothesis-seed`` gives, and those after it, else with others each time.
+
+    Six tests can run beside each other.
+    """
+    given = int(pytestconfig.getoption("--hypothesis-seed") or random.randrange(1 << 32))
+    check(ground, start=given + number, histories=10, steps=40)
