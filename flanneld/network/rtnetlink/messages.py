@@ -67,7 +67,7 @@ RT_SCOPE_UNIVERSE, RT_SCOPE_NOWHERE = 0, 255
 BLACKHOLE_METRIC = 65535
 _RTM_F_CLONED = 0x200
 _RTA_DST, RTA_OIF, RTA_GATEWAY, _RTA_PRIORITY, RTA_TABLE = 1, 4, 5, 6, 15
-_NDA_DST, _NDA_LLADDR, _NDA_CACHEINFO, _NDA_PORT, _NDA_VNI, _NDA_IFINDEX = 1, 2, 3, 6, 7, 8
+_NDA_DST, _NDA_LLADDR, _NDA_CACHEINFO, _NDA_PROBES, _NDA_PORT, _NDA_VNI, _NDA_IFINDEX = 1, 2, 3, 4, 6, 7, 8
 #: Attributes that the kernel only sends if they differ from the device's (drivers/net/vxlan, vxlan_fdb_info).
 _OVERRIDES = frozenset({_NDA_PORT, _NDA_VNI, _NDA_IFINDEX})
 _IFA_ADDRESS, _IFA_LOCAL, _IFA_FLAGS = 1, 2, 8
@@ -86,6 +86,7 @@ DST = {size: _ATTR.pack(4 + size, 1) for size in (4, 16)}
 _GATEWAY = {size: _ATTR.pack(4 + size, RTA_GATEWAY) for size in (4, 16)}
 _LOCAL = {size: _ATTR.pack(4 + size, _IFA_LOCAL) for size in (4, 16)}
 _LLADDR = _ATTR.pack(10, _NDA_LLADDR)
+_CACHEINFO = _ATTR.pack(20, _NDA_CACHEINFO)
 _OIF = struct.Struct("=HHI")
 _IPV6_METRIC = struct.pack("=HHI", 8, _RTA_PRIORITY, IPV6_DEFAULT_METRIC)
 
@@ -387,12 +388,13 @@ def decode_neighbor(
     return Neighbor(device, address_of(target), mac_text(mac)) if family in FAMILY else None
 
 
-#: The start of an IPv4 neighbour, NDA_DST and NDA_LLADDR, and a whole forwarding entry without overrides:
-#: NDA_LLADDR, NDA_DST, NDA_CACHEINFO.
-_PLAIN_NEIGHBOR = struct.Struct("=BxxxiHxx4sI4s6sxx")
-_NEIGHBOR_FORM = (AF[4], DST[4], _LLADDR)
+#: A whole IPv4 neighbour without a protocol: NDA_DST, NDA_LLADDR, NDA_PROBES, NDA_CACHEINFO; and a whole
+#: forwarding entry without overrides: NDA_LLADDR, NDA_DST, NDA_CACHEINFO. See neigh_fill_info in
+#: net/core/neighbour.c and vxlan_fdb_info in drivers/net/vxlan/vxlan_core.c.
+_PLAIN_NEIGHBOR = struct.Struct("=BxxxiHxx4sI4s6sxx4s4x4s16x")
+_NEIGHBOR_FORM = (AF[4], DST[4], _LLADDR, _ATTR.pack(8, _NDA_PROBES), _CACHEINFO)
 _PLAIN_FDB_ENTRY = struct.Struct("=BxxxiHxx4s6sxx4sI4s16x")
-_FDB_ENTRY_FORM = (AF_BRIDGE, _LLADDR, DST[4], _ATTR.pack(20, _NDA_CACHEINFO))
+_FDB_ENTRY_FORM = (AF_BRIDGE, _LLADDR, DST[4], _CACHEINFO)
 
 
 def decode_plain_neighbor(
@@ -406,9 +408,9 @@ def decode_plain_neighbor(
         family, index, state, a, mac, b, target, c = _PLAIN_FDB_ENTRY.unpack_from(data, offset)
         if (family, a, b, c) == _FDB_ENTRY_FORM and state & NUD_PERMANENT:
             return (FDB, name_of(index) or "", mac_text(mac)), socket.ntohl(target)
-    if end - offset >= _PLAIN_NEIGHBOR.size:
-        family, index, state, a, target, b, mac = _PLAIN_NEIGHBOR.unpack_from(data, offset)
-        if (family, a, b) == _NEIGHBOR_FORM and state & NUD_PERMANENT:
+    if end - offset == _PLAIN_NEIGHBOR.size:
+        family, index, state, a, target, b, mac, c, d = _PLAIN_NEIGHBOR.unpack_from(data, offset)
+        if (family, a, b, c, d) == _NEIGHBOR_FORM and state & NUD_PERMANENT:
             return (NEIGHBORS, name_of(index) or "", 4, socket.ntohl(target)), mac_text(mac)
     return (), None
 

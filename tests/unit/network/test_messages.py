@@ -285,9 +285,9 @@ def test_a_neighbour_is_read_back_as_it_was_written(desired: Neighbor | FdbEntry
 
 
 def as_dumped(entry: Neighbor | FdbEntry) -> tuple[bytes, int, int]:
-    """An entry as the kernel dumps it, with NDA_CACHEINFO."""
+    """An entry as the kernel dumps it, with NDA_CACHEINFO, and NDA_PROBES of a neighbour."""
     if isinstance(entry, Neighbor):
-        return told(entry, extra=attribute(3, bytes(16)))
+        return told(entry, extra=u32(4, 0) + attribute(3, bytes(16)))
     data, offset, end = told(entry)
     head, target, mac = data[: offset + 12], data[offset + 12 : offset + 20], data[offset + 20 : end]
     data = head + mac + target + attribute(3, bytes(16))
@@ -297,7 +297,7 @@ def as_dumped(entry: Neighbor | FdbEntry) -> tuple[bytes, int, int]:
 @given(
     st.builds(Neighbor, st.just(DEVICE), ipv4_addresses, macs)
     | st.builds(FdbEntry, st.just(DEVICE), macs, ipv4_addresses),
-    st.integers(0, 35),
+    st.integers(0, 43),
     st.integers(0, 255),
 )
 def test_the_short_way_reads_a_neighbour_as_the_long_one_or_not_at_all(
