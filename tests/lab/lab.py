@@ -18,6 +18,7 @@ from tests.lab.etcd import Etcd
 from tests.lab.kube import Kube
 from tests.lab.namespace import Namespace, batch, named, remove
 from tests.lab.node import Node
+from tests.lab.wait import wait_for
 
 #: The links that nodes can be on: 198.18.0.0/24 and fd00:18::/64, and likewise with 19 (RFC 2544).
 LINK, SECOND_LINK = 18, 19
@@ -131,6 +132,12 @@ class Lab:
             )
         for node in nodes:
             node.namespace.add_default_route(gateway(node.link_number, 6))
+        # A busy kernel enables a port seconds after both ends have a carrier.
+        wait_for(lambda: {node.name for node in nodes} <= self._ports(), what="the switch to forward packets")
+
+    def _ports(self) -> set[str]:
+        ports = self.switch.json("bridge", "-j", "link")
+        return {port["ifname"] for port in ports if port["state"] == "forwarding"}
 
     @contextmanager
     def unplugged(self, node: Node) -> Iterator[None]:
