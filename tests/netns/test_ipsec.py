@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from flanneld.backends.ipsec import charon as charon_process
-from flanneld.backends.ipsec.resources import is_encapsulated
+from flanneld.backends.ipsec.resources import ConnectionSas, is_encapsulated
 from flanneld.backends.ipsec.vici import text
 from flanneld.network import xfrm_table
 from flanneld.network.rtnetlink.netlink import NLM_F_REQUEST, message
@@ -222,6 +222,22 @@ def delete(node: Node, gone: list[XfrmPolicy]) -> None:
             for place, each in enumerate(gone)
         )
         assert [failed for failed in kernel.write(bodies) if failed] == []
+
+
+def test_a_node_that_joins_makes_one_pair_of_sas_with_each_peer(lab: Lab) -> None:
+    """A peer calls it before its charon can answer. Answered later, that call would make a second pair."""
+    lab.etcd.put_config({"Network": NETWORK, "Backend": IPSEC})
+    nodes = lab.add_nodes(2)
+    for node in nodes:
+        start(node)
+        node.wait_for_log("In sync with")
+    talk(*nodes)
+
+    def found() -> list[ConnectionSas]:
+        return [each for node in nodes for each in associations(node).values()]
+
+    wait_for(lambda: not any(each.is_negotiating for each in found()), what="charon to end its negotiations")
+    assert [len(each.children) for each in found()] == [1, 1]
 
 
 @pytest.mark.parametrize(

@@ -149,10 +149,12 @@ def owner_of(name: str) -> IPv4Address | None:
 class ConnectionSas(Struct):
     """SAs of one connection; ``is_negotiating`` is True while charon negotiates one.
 
-    ``lost`` are those that charon takes for installed and the kernel lacks.
+    ``lost`` are those that charon takes for installed and the kernel lacks. ``unanswered`` are the numbers of
+    those IKE SAs whose first request the peer has not answered.
     """
 
     is_negotiating: bool = False
+    unanswered: list[str] = []
     children: list[ReadSection] = []
     lost: list[ReadSection] = []
     endpoint: str = ""
@@ -169,6 +171,8 @@ def by_connection(
     for name, ike in (item for event in events for item in sections(event).items()):
         known = found.setdefault(name, ConnectionSas())
         known.is_negotiating |= text(ike, "state") != "ESTABLISHED"
+        if text(ike, "state") == "CONNECTING" and set(text(ike, "responder-spi")) == {"0"}:
+            known.unanswered.append(text(ike, "uniqueid"))
         known.endpoint = f"{text(ike, 'remote-host')}:{text(ike, 'remote-port')}"
         children = ike.get("child-sas")
         for child in sections(children).values() if isinstance(children, dict) else ():

@@ -8,6 +8,7 @@ all keys. So everything that this run has not loaded itself is loaded again.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -52,6 +53,9 @@ _START_LIMIT, _START_LOOK = 20.0, 0.05
 _LOOK_LIMIT, _CALL_LIMIT = 2 * charon.TIME_LIMIT, 60.0
 #: Seconds of loading at a time; the rest follows after the next read.
 _ROUND = 5.0
+#: Seconds after which an unanswered request is dropped if the peer's own was answered meanwhile. charon
+#: repeats its own after 4 s (strongswan.conf(5), retransmit_timeout).
+_UNANSWERED = 3.0
 #: Texts in charon's log that explain a failed negotiation, each with its remedy.
 _FAILURES = {
     "AUTHENTICATION_FAILED": "give all nodes one PSK",
@@ -272,6 +276,7 @@ class ConnectionTable(Table):
         self._sessions: tuple[TunnelSession, ...] = ()
         #: Connections without SAs at the last read.
         self._idle: set[str] = set()
+        self.next_look = math.inf
         #: Reason why the last negotiation with a peer failed, by connection.
         self._reasons: dict[str, str] = {}
         self._once = Once()
@@ -335,6 +340,8 @@ class ConnectionTable(Table):
                 # A dry run has loaded nothing, so it changes nothing.
                 replaced += each.key in self._loaded and _replace(sas.lost, control)
             elif sas.children:
+                if each.key in self._loaded:
+                    _hang_up(sas.unanswered, control)
                 self._reasons.pop(each.name, None)
                 if self._once.clear(each.name):
                     log.info("IKE with %s for %s succeeds again", each.remote, each.peer)
@@ -392,6 +399,7 @@ class ConnectionTable(Table):
                 if isinstance(known, IkeConnection) and known != want:
                     _unload(control, known)  # Its SAs were negotiated with other settings.
                 control.ask("load-conn", want.message())
+                self.next_look = min(self.next_look, clock.now() + _UNANSWERED)
         self._loaded[want.key] = want
 
     def drop(self, found: Sequence[Resource]) -> Report:
@@ -426,6 +434,13 @@ class ConnectionTable(Table):
         """Return a change if another program has flushed the kernel's SAs, which charon does not notice."""
         return [Changes()] if self._kernel.were_flushed() else []
 
+    def look(self) -> bool:
+        """Return True some seconds after a connection was loaded."""
+        is_due = clock.now() >= self.next_look
+        if is_due:
+            self.next_look = math.inf
+        return is_due
+
 
 def _replace(lost: Iterable[ReadSection], control: Control) -> int:
     """Have charon negotiate new SAs in place of lost ones. Return their number."""
@@ -435,6 +450,17 @@ def _replace(lost: Iterable[ReadSection], control: Control) -> int:
             control.ask("rekey", {"child-id": text(child, "uniqueid")})
             count += 1
     return count
+
+
+def _hang_up(unanswered: Iterable[str], control: Control) -> None:
+    """End our requests to a peer whose own request has led to SAs.
+
+    A node calls a new peer before that one's charon can answer. If it called again, there would be more SAs,
+    and the peer would send through them some milliseconds before this node has them.
+    """
+    for number in unanswered:
+        with suppress(CharonRefused):  # answered or given up meanwhile
+            control.ask("terminate", {"ike-id": number, "force": "yes", "timeout": "-1"})
 
 
 def _unload(control: Control, connection: IkeConnection) -> None:

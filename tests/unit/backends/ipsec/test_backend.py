@@ -295,6 +295,18 @@ def test_sessions_add_up_the_sas_of_a_peer() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("state", "peer_spi", "expected"),
+    [("CONNECTING", "0" * 16, ["7"]), ("CONNECTING", "0" * 15 + "1", []), ("ESTABLISHED", "0" * 16, [])],
+)
+def test_a_request_without_an_answer_is_one_whose_peer_has_no_spi(
+    state: str, peer_spi: str, expected: list[str]
+) -> None:
+    event = listed(state, [])
+    event["name"] |= {"uniqueid": b"7", "responder-spi": peer_spi.encode()}
+    assert by_connection([event])["name"].unanswered == expected
+
+
 def test_sas_that_the_kernel_lacks_make_no_session() -> None:
     connection = IkeConnection(HERE, HERE, SUBNET, THEIRS, THERE)
     both = child("INSTALLED", 7, 10) | {"spi-in": b"c0000001", "spi-out": b"c0000002"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -39,6 +40,7 @@ class FakeCharon:
         self.connections: dict[str, Any] = {}
         self.keys: dict[str, Any] = {}
         self.associations: dict[str, Any] = {}
+        self.requests: dict[str, Any] = {}  # of it, without SAs
         self.asked: list[tuple[str, Any]] = []
         self.refuses: set[str] = set()
         self.before: Callable[[], object] = int  # each answer
@@ -92,7 +94,9 @@ class FakeCharon:
             case "unload-shared":
                 self.keys.pop(message["id"].decode(), None)
         name = command.removesuffix("s")
-        listed = (vici.pack(PacketType.EVENT, name, {key: value}) for key, value in events.items())
+        more = self.requests if command == "list-sas" else {}
+        items = [*events.items(), *more.items()]
+        listed = (vici.pack(PacketType.EVENT, name, {key: value}) for key, value in items)
         return b"".join(listed) + vici.pack(PacketType.RESPONSE, "", {"success": "yes"})
 
 
@@ -280,6 +284,32 @@ def test_peer_without_sas_at_two_reads_is_called_once_a_read(
     assert caplog.text.count(f"IKE with {THERE} for {PEER} succeeds again") == 1
     (session,) = table.sessions()
     assert (session.is_established, session.problem, session.endpoint) == (True, "", f"{THERE}:4500")
+
+
+def test_a_request_without_an_answer_ends_once_the_peers_own_has_led_to_sas(
+    charon: FakeCharon, table: ConnectionTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin, later = clock.now(), [0.0]
+    monkeypatch.setattr(clock, "now", lambda: begin + later[0])
+    assert table.next_look == math.inf
+    request = {"uniqueid": "8", "responder-spi": "0" * 16}
+    charon.requests = {CONNECTION.name: sas(state="CONNECTING")[CONNECTION.name] | request}
+    charon.associations = sas(CHILD)
+    read(table, CONNECTION)  # as a dry run does
+    assert charon.commands == []
+    table.put([Put(CONNECTION)])
+    later[0] = table.next_look - begin - 0.1
+    assert not table.look()
+    later[0] += 0.2
+    assert table.look()
+    assert not table.look()
+    charon.refuses = {"terminate"}  # it ended by itself
+    read(table, CONNECTION)
+    assert charon.commands == ["load-conn", "terminate"]
+    assert charon.asked[-1][1]["ike-id"] == b"8"
+    charon.associations = {}
+    read(table, CONNECTION)
+    assert charon.commands == ["load-conn", "terminate"]
 
 
 @pytest.mark.parametrize(
