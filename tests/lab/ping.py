@@ -72,8 +72,13 @@ class Ping:
         return int(found[1])
 
     def lost(self) -> int:
-        """How many packets got no reply; stops the ping."""
-        return self.sent() - len(self.replies())
+        """How many packets got no reply; stops the ping. A failed test shows the replies around each gap."""
+        lost = self.sent() - len(self.replies())
+        replies = [line for line in self._text().splitlines() if REPLY.search(line)] if lost else []
+        for one, following in pairwise(sorted(replies, key=_number)):
+            if _number(following) > _number(one) + 1:
+                print(f"no reply between\n    {one}\n    {following}")
+        return lost
 
     def longest_outage(self, late: float = 1.0) -> float:
         """How many seconds passed at most without a reply, until the last one; at least ``late``.
@@ -87,3 +92,8 @@ class Ping:
 
     def _text(self) -> str:
         return self._output.read_text(errors="replace")
+
+
+def _number(reply: str) -> int:
+    found = REPLY.search(reply)
+    return int(found[1]) if found else 0
