@@ -31,6 +31,8 @@ MACHINES = 2  # with one CPU each
 UNIT = ("tests/unit", "tests/fuzz", "tests/browser", "docs")
 NAMESPACES = ("tests/netns", "tests/interop", "tests/faults")
 ALL = (*UNIT, *NAMESPACES)
+#: Takes as long as all others of its folder.
+HISTORIES = "tests/netns/test_model.py"
 #: Unit tests that run servers and programs, or try every moment of a story. The others are of what decides.
 SLOWER = (
     "backends/cloud",
@@ -56,8 +58,14 @@ SLOWER = (
 #: Tests marked ``needs_kernel`` run in the machine if this kernel lacks what they need.
 FEATURES = ("ipip", "wireguard", "esp", "police", "own-clock")
 SEARCH = (PYTHON, "-m", "tests.unit.simulation", "search")
-#: Folders of tests by the word that ``--long=`` runs alone: at most an hour each, on two idle cores.
-PARTS = {"unit": UNIT, **{Path(folder).name: (folder,) for folder in NAMESPACES}}
+#: What pytest gets to select tests, by the word that ``--long=`` runs alone.
+PARTS = {
+    "unit": UNIT,
+    "netns": ("tests/netns", f"--ignore={HISTORIES}"),
+    "histories": (HISTORIES,),
+    "interop": ("tests/interop",),
+    "faults": ("tests/faults",),
+}
 #: By the word that ``--long=`` runs alone, what is none of those.
 LONG = {
     "image": (*PYTEST, "--long", "tests/image"),
@@ -164,7 +172,7 @@ def plan(
     else:
         reason = "they make network namespaces; run tests/run as root"
         lanes[1] += [Step("unit tests", (*here, *UNIT)), Step("tests in namespaces", reason=reason)]
-    if namespaces := lacking and [folder for folder in folders if folder in NAMESPACES]:
+    if namespaces := lacking and [folder for folder in folders if folder not in UNIT]:
         kernel = Step("kernel of the machine", ("tests/vm/build",), after=collection)
         limit = ("--limit", "10800" if long else "3600")
         inside = (PYTHON, "-m", "tests.vm.machine", "--shared", shared, *limit)
