@@ -70,7 +70,9 @@ def place(request: pytest.FixtureRequest, etcd: LocalEtcd, tmp_path: Path) -> It
 
             def another(_before: Callable[[], None]) -> Store:
                 cluster.put_node("n9", "10.5.9.0/24")
-                return cluster.open(environ={"NODE_NAME": "n9"})
+                other = cluster.open(environ={"NODE_NAME": "n9"})
+                other.acquire(cluster.config, ATTRS, NOTHING)
+                return other
 
             def delete(number: int) -> None:
                 cluster.control.delete_node(f"n{number}")
@@ -221,6 +223,7 @@ def test_burst_of_changes_comes_in_few_deliveries(place: Place) -> None:
     events: list[Event] = []
     deliveries: list[int] = []
     busy = threading.Event()
+    other = Watching(place.another(lambda: None))  # when it has them all, the server has sent them
 
     def deliver(told: list[Event]) -> None:
         deliveries.append(len(told))
@@ -235,8 +238,10 @@ def test_burst_of_changes_comes_in_few_deliveries(place: Place) -> None:
         wait_for(lambda: len(deliveries) == 2, DEADLINE, "the first change")
         for number in range(3, 2 + BURST):
             place.put(number)
+        wait_for(lambda: f"10.5.{number}.0/24" in peers(other.events), DEADLINE, "the last one to be sent")
         busy.set()
         wait_for(lambda: len(peers(events)) == BURST, DEADLINE, "all changes")
+        other.end()
         place.store.close()
         assert isinstance(watching.exception(DEADLINE), Cancelled)
     assert len(deliveries) <= BURST / 30, deliveries
