@@ -219,13 +219,14 @@ def test_ways_to_peer_go_when_obstacle_appears_and_return_when_it_goes(
     wait_until_led(node, *subnets)
     node.namespace.ip(*OBSTACLES[what][family])
     wait_for(lambda: not any(led_to(node, each) for each in subnets), SOON, "the ways to go")
-    assert node.log().count(f"Unsafe lease {SUBNET[4]}") == 1
+    node.wait_for_log(f"Unsafe lease {SUBNET[4]}")
     for each in reversed(OBSTACLES[what][family]):
         # The words after the fifth say how it was made.
         if not each.startswith("link set"):
             node.run("ip", *each.replace(" add ", " delete ").split()[:5], check=False)
     wait_until_led(node, *subnets)
     node.wait_for_log("no longer harms this host")
+    assert node.log().count(f"Unsafe lease {SUBNET[4]}") == 1
 
 
 def test_ways_to_peer_return_when_gateway_goes(lab: Lab, backend: dict[str, Any]) -> None:
