@@ -158,7 +158,7 @@ class Watching:
         self.events: list[Event] = []
         self.ended: list[BaseException] = []
         self._store = store
-        self._thread = threading.Thread(target=self._run)
+        self._thread = threading.Thread(target=self._run, daemon=True)  # a failed test may not end it
         self._thread.start()
 
     def lists(self) -> int:

@@ -40,7 +40,7 @@ class FakeCharon:
         self.connections: dict[str, Any] = {}
         self.keys: dict[str, Any] = {}
         self.associations: dict[str, Any] = {}
-        self.requests: dict[str, Any] = {}  # of it, without SAs
+        self.requests: dict[str, Any] = {}  # listed after those, under the same names
         self.asked: list[tuple[str, Any]] = []
         self.refuses: set[str] = set()
         self.before: Callable[[], object] = int  # each answer
