@@ -53,8 +53,8 @@ _START_LIMIT, _START_LOOK = 20.0, 0.05
 _LOOK_LIMIT, _CALL_LIMIT = 2 * charon.TIME_LIMIT, 60.0
 #: Seconds of loading at a time; the rest follows after the next read.
 _ROUND = 5.0
-#: Seconds after which an unanswered request is dropped if the peer's own was answered meanwhile. charon
-#: repeats its own after 4 s (strongswan.conf(5), retransmit_timeout).
+#: Seconds after which the first request to a peer is ended if it has no answer, and as many until the next
+#: one. charon would repeat it after 4 s (strongswan.conf(5), retransmit_timeout).
 _UNANSWERED = 3.0
 #: Texts in charon's log that explain a failed negotiation, each with its remedy.
 _FAILURES = {
@@ -276,6 +276,8 @@ class ConnectionTable(Table):
         self._sessions: tuple[TunnelSession, ...] = ()
         #: Connections without SAs at the last read.
         self._idle: set[str] = set()
+        #: Time until which a peer may answer the first request, by connection.
+        self._answer_by: dict[str, float] = {}
         self.next_look = math.inf
         #: Reason why the last negotiation with a peer failed, by connection.
         self._reasons: dict[str, str] = {}
@@ -332,6 +334,7 @@ class ConnectionTable(Table):
         control: Control,
     ) -> None:
         """Initiate SAs for peers without one at two reads; charon itself gives up in some cases."""
+        now = clock.now()
         idle = set()
         replaced = 0
         for each in desired:
@@ -349,7 +352,13 @@ class ConnectionTable(Table):
                 idle.add(each.name)
                 if each.name in self._idle:
                     self._call_again(each, control)
+            elif sas.unanswered and self._answer_by.get(each.name, math.inf) <= now:
+                _hang_up(sas.unanswered, control)
+                idle.add(each.name)
+                self.next_look = now + _UNANSWERED
         self._idle = idle
+        self._answer_by = {name: end for name, end in self._answer_by.items() if end > now}
+        self.next_look = min([self.next_look, *self._answer_by.values()])
         if replaced:
             log.warning("Negotiating %s again: another program removed them", counted(replaced, "lost SA"))
 
@@ -399,7 +408,8 @@ class ConnectionTable(Table):
                 if isinstance(known, IkeConnection) and known != want:
                     _unload(control, known)  # Its SAs were negotiated with other settings.
                 control.ask("load-conn", want.message())
-                self.next_look = min(self.next_look, clock.now() + _UNANSWERED)
+                self._answer_by[want.name] = end = clock.now() + _UNANSWERED
+                self.next_look = min(self.next_look, end)
         self._loaded[want.key] = want
 
     def drop(self, found: Sequence[Resource]) -> Report:
@@ -435,7 +445,7 @@ class ConnectionTable(Table):
         return [Changes()] if self._kernel.were_flushed() else []
 
     def look(self) -> bool:
-        """Return True some seconds after a connection was loaded."""
+        """Return True some seconds after a connection was loaded, or a request was ended."""
         is_due = clock.now() >= self.next_look
         if is_due:
             self.next_look = math.inf
@@ -453,10 +463,11 @@ def _replace(lost: Iterable[ReadSection], control: Control) -> int:
 
 
 def _hang_up(unanswered: Iterable[str], control: Control) -> None:
-    """End our requests to a peer whose own request has led to SAs.
+    """End our requests before charon repeats them.
 
-    A node calls a new peer before that one's charon can answer. If it called again, there would be more SAs,
-    and the peer would send through them some milliseconds before this node has them.
+    A node calls a new peer before that one's charon can answer, and the peer calls as soon as it can. If it
+    also answered, there would be more SAs, and it would send through them some milliseconds before this node
+    has them.
     """
     for number in unanswered:
         with suppress(CharonRefused):  # answered or given up meanwhile

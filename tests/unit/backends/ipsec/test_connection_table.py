@@ -312,6 +312,29 @@ def test_a_request_without_an_answer_ends_once_the_peers_own_has_led_to_sas(
     assert charon.commands == ["load-conn", "terminate"]
 
 
+def test_a_first_request_without_an_answer_ends_before_charon_repeats_it_and_another_one_does_not(
+    charon: FakeCharon, table: ConnectionTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin, later = clock.now(), [0.0]
+    monkeypatch.setattr(clock, "now", lambda: begin + later[0])
+    request = {"uniqueid": "8", "responder-spi": "0" * 16}
+    negotiation = {CONNECTION.name: sas(state="CONNECTING")[CONNECTION.name] | request}
+    steps: list[tuple[float, bool, dict[str, Any], list[str]]] = [
+        (2.9, False, negotiation, []),
+        (3.0, True, negotiation, ["terminate"]),
+        (5.9, False, {}, []),
+        (6.0, True, {}, ["initiate"]),
+        (9.1, False, negotiation, []),
+    ]
+    table.put([Put(CONNECTION)])
+    for later[0], is_due, charon.requests, expected in steps:
+        del charon.asked[:]
+        assert table.look() is is_due
+        if is_due or charon.requests:
+            read(table, CONNECTION)
+        assert charon.commands == expected
+
+
 @pytest.mark.parametrize(
     "line",
     [
