@@ -18,6 +18,7 @@ from flanneld.backends.wireguard.backend import private_key_of
 from flanneld.backends.wireguard.mesh import NAT_KEEPALIVE, name_of
 from flanneld.backends.wireguard.rotation import SEARCH_KEEPALIVE
 from flanneld.network.genetlink import SeenPeer, WireGuardDevices
+from flanneld.subnet.etcd.keys import key_of
 from tests.lab import Lab, Node, wait_for
 from tests.lab.lab import NETWORK
 from tests.lab.namespace import Namespace, batch
@@ -283,7 +284,8 @@ def test_node_that_moved_behind_another_nat_is_met_by_peers_whose_nats_let_only_
 def announced(lab: Lab, node: Node) -> tuple[int, str]:
     """A node's endpoints in the store, and the number of the write."""
     key = (node.directory / "wgkey").read_bytes()
-    path = f"endpoints/{name_of(keys.public_key(private_key_of(key)))}"
+    name = name_of(keys.public_key(private_key_of(key)))
+    path = f"endpoints/{key_of(name, lab.etcd.api)}"
     found: dict[str, Any] = wait_for(lambda: lab.etcd.get(path) or {}, 60, "the first announcement")
     return found["modifiedIndex"], found["value"]
 
