@@ -228,7 +228,7 @@ def test_ways_to_peer_go_when_obstacle_appears_and_return_when_it_goes(
             node.run("ip", *each.replace(" add ", " delete ").split()[:5], check=False)
     wait_until_led(node, *subnets)
     node.wait_for_log("no longer harms this host")
-    # A busy host is seen between two commands, too, and is told of again when the reason has changed.
+    # The daemon may see the host between two commands, and tells each new reason.
     told = re.findall(rf"Unsafe lease {SUBNET[4]}.*", node.log())
     assert told == [each for each, _ in groupby(told)]
     commands = [each for each in OBSTACLES[what][family] if each not in BRIDGE]

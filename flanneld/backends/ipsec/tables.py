@@ -53,7 +53,7 @@ _START_LIMIT, _START_LOOK = 20.0, 0.05
 _LOOK_LIMIT, _CALL_LIMIT = 2 * charon.TIME_LIMIT, 60.0
 #: Seconds of loading at a time; the rest follows after the next read.
 _ROUND = 5.0
-#: Seconds after which the first request to a peer is ended if it has no answer, and as many until the next
+#: Seconds after which the first request to a peer is ended if it has no answer, and at most until the next
 #: one. charon would repeat it after 4 s (strongswan.conf(5), retransmit_timeout).
 _UNANSWERED = 3.0
 #: Texts in charon's log that explain a failed negotiation, each with its remedy.
