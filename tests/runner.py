@@ -29,7 +29,7 @@ CORES = os.cpu_count() or 1
 WORKERS, WORKERS_BESIDE_OTHERS = 4 * CORES, 3 * CORES
 MACHINES = 2  # with one CPU each
 UNIT = ("tests/unit", "tests/fuzz", "tests/browser", "docs")
-NAMESPACES = ("tests/netns", "tests/interop", "tests/faults")
+NAMESPACES = ("tests/netns", "tests/interop", "tests/faults", "tests/bench")
 ALL = (*UNIT, *NAMESPACES)
 #: Takes as long as all others of its folder.
 HISTORIES = "tests/netns/test_model.py"
@@ -65,6 +65,7 @@ PARTS = {
     "histories": (HISTORIES,),
     "interop": ("tests/interop",),
     "faults": ("tests/faults",),
+    "benchmarks": ("tests/bench",),
 }
 #: By the word that ``--long=`` runs alone, what is none of those.
 LONG = {
@@ -72,7 +73,6 @@ LONG = {
     "recipes": (*PYTEST, "--long", "tests/recipes"),
     "mutation": (PYTHON, "-m", "tests.mutation"),
     "random-mutants": (PYTHON, "-m", "tests.mutation", "--random"),
-    "benchmarks": (*PYTEST, "--long", "tests/bench"),
     **{
         f"clusters-{store}": (*SEARCH, f"--store={store}", "--first=0", "--seeds=10000")
         for store in ("v2", "v3", "both", "kube")
@@ -335,9 +335,9 @@ def failures(step: Step) -> list[str]:
 
 def passed(steps: Collection[Step]) -> bool:
     """Return True if nothing failed, and some tests ran."""
-    ran = [step.command for step in steps if step.verdict == "passed"]
-    tests_ran = any("pytest" in command and COLLECT not in command for command in ran)
-    return tests_ran and not any(step.failed for step in steps)
+    ran = [step for step in steps if step.verdict == "passed"]
+    tests_ran = any("pytest" in step.command and COLLECT not in step.command for step in ran)
+    return (tests_ran or any(step.name in LONG for step in ran)) and not any(step.failed for step in steps)
 
 
 def shuffles(more: Sequence[str], times: int, lacking: Sequence[str]) -> list[list[Step]]:

@@ -60,6 +60,12 @@ def test_step_that_was_not_run_is_a_failure_unless_it_is_optional(tmp_path: Path
     assert passed(done(tmp_path, [Step("image", reason="no --long", optional=True), Step("tests", TESTS)]))
 
 
+def test_a_long_part_without_pytest_passes(tmp_path: Path) -> None:
+    for status in (0, 1):
+        steps = done(tmp_path, [Step("mutation", ("sh", "-c", f"exit {status}"))])
+        assert passed(steps) is not bool(status)
+
+
 def test_what_a_search_finds_is_told_with_its_command_and_fails_no_run(tmp_path: Path) -> None:
     search = shell("search", "exit 1")
     search.optional = True
