@@ -36,6 +36,7 @@ from cosmic_ray.work_item import TestOutcome
 
 from tests.mutation import contexts
 from tests.mutation.mutants import Mutant, sample
+from tests.report import TRIED
 
 GOAL, RANDOM_GOAL = 0.95, 0.82
 COUNT, RANDOM_COUNT = 650, 200
@@ -227,7 +228,7 @@ def _report(jobs: Sequence[Job], outcomes: Iterable[Outcome], *, is_random: bool
         print(f"{number:4d} {verdict}")
     named, undecided = verdicts["named in survivors.toml"], verdicts["undecided"]
     all_killed, count = killed.total(), verdicts.total() - undecided - (named if is_random else 0)
-    print(f"{all_killed} of {count} mutants killed ({all_killed / count:.1%})")
+    print(f"{TRIED}{count} mutants, {all_killed} of them killed ({all_killed / count:.1%})")
     if is_random:
         return 1 if all_killed < RANDOM_GOAL * count else 0
     return 1 if all_killed < GOAL * count or all_killed + named < count else 0
