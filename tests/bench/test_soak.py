@@ -10,8 +10,9 @@ import pytest
 from tests.bench.soak import soak
 
 SECONDS, PEERS = 600, 500
-#: Resident MiB: the pages that a heap needs for other reasons, far less than an object for each event.
-NOISE = 0.5
+#: Resident MiB in a part of the time: the pages that a heap needs for other reasons, far less than an object
+#: for each event.
+NOISE = 0.1
 
 
 @pytest.mark.long
