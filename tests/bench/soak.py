@@ -20,8 +20,8 @@ from tests.lab import Node, own_command, wait_for
 HEALTH_PORT = 8080
 #: Rounds until the heap and the daemon's rings of past events have their size.
 _WARM_UP = 10
-#: Parts of the time. What the daemon keeps of each event makes it larger in all of them; a heap that had to
-#: hold a backlog, since the machine had other work, keeps its size and is larger after one.
+#: Parts of the time, to tell two reasons apart: what is kept of each event makes the daemon larger in all of
+#: them, a backlog in one.
 _PARTS = 5
 _BUCKET = 'flannel_event_to_kernel_seconds_bucket{le="'
 
